@@ -29,8 +29,8 @@ import { featureAddress, requestOf } from "./snippets.js"
  * @property {number[]} shape
  * @property {Statistics} statistics
  * @property {{channels: number, height: number, width: number} | null} maps
- * @property {number[]} [order] channels, the strongest first
- * @property {Float32Array} [strength]
+ * @property {Float32Array} [strength] mean magnitude of each channel
+ * @property {Float32Array} [variation] standard deviation of each channel over its positions
  */
 
 /** @param {import("./snippets.js").Request} request @param {Photo} photo @param {string} accept @param {AbortSignal} [signal] */

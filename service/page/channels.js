@@ -18,18 +18,22 @@ const shownTiles = new WeakMap()
 /**
  * The grid, with the choice of its order above it and the chosen channel's statistics below.
  * @param {Answer} answer with maps
- * @param {boolean} byStrength otherwise by number
+ * @param {string | undefined} by what they are in order of: variation, strength or number
  * @param {number} chosen
  * @param {boolean} same whether all tiles have one scale
  * @param {(changes: Record<string, string | number | null>) => void} go
  */
-export async function channelsView(answer, byStrength, chosen, same, go) {
+export async function channelsView(answer, by, chosen, same, go) {
   const scales = select("Scale of the tiles", [["", "Own scales"], ["same", "One scale"]], same ? "same" : "", (r) => go({ r: r || null }))
-  const order = select("Order", [["strength", "Strongest first"], ["number", "By number"]], byStrength ? "strength" : "number", (s) => go({ s }))
+  const order = select("Order", [["", "Most varied first"], ["strength", "Strongest first"], ["number", "By number"]], by ?? "", (s) => go({ s: s || null }))
+  const count = answer.maps?.channels ?? 0
+  const dead = (answer.variation ?? []).filter((/** @type {number} */ one) => one === 0).length
+  const jump = h("input", { type: "number", min: 0, max: count - 1, value: chosen, "aria-label": "Channel", onchange: () => go({ ch: Math.max(0, Math.min(count - 1, Number(jump.value) || 0)) }) })
   return [
-    h("div", { class: "row between" }, h("h3", {}, `${answer.maps?.channels} channels`), scales, order),
+    h("div", { class: "row between" }, h("h3", {}, `${count} channels`), h("span", { class: "dim count" }, dead ? `${dead} constant` : ""), h("label", { class: "row dim count" }, "Channel", jump)),
+    h("div", { class: "row" }, order, scales),
     ...(same ? [legend(whole(answer))] : []),
-    await channelGrid(answer, byStrength, same, chosen, (ch) => go({ ch })),
+    await channelGrid(answer, by, same, chosen, (ch) => go({ ch })),
     statisticsView(await reduce("channelStatistics", { slot: answer.slot, channel: chosen }), `Channel ${chosen}`),
   ]
 }
@@ -37,11 +41,19 @@ export async function channelsView(answer, byStrength, chosen, same, go) {
 /** From the least to the greatest of all values. @param {Answer} answer */
 const whole = ({ statistics: { min, max } }) => ({ low: min, high: max })
 
-/** @param {Answer} answer @param {boolean} byStrength @param {boolean} same @param {number} chosen @param {(channel: number) => void} choose */
-async function channelGrid(answer, byStrength, same, chosen, choose) {
+/** The channels in order. @param {Answer} answer @param {string | undefined} by */
+export function ordered({ maps, strength = new Float32Array(), variation = new Float32Array() }, by) {
+  const numbers = [...Array(maps?.channels ?? 0).keys()]
+  if (by === "number") return numbers
+  const facts = by === "strength" ? strength : variation
+  return numbers.sort((a, b) => facts[b] - facts[a])
+}
+
+/** @param {Answer} answer @param {string | undefined} by @param {boolean} same @param {number} chosen @param {(channel: number) => void} choose */
+async function channelGrid(answer, by, same, chosen, choose) {
   const common = same ? whole(answer) : null
-  const { order = [], strength = new Float32Array(), maps } = answer
-  const sorted = byStrength ? order : [...order].sort((a, b) => a - b)
+  const { strength = new Float32Array(), variation = new Float32Array(), maps } = answer
+  const sorted = ordered(answer, by)
   const grid = h("div", { class: "grid", role: "group", "aria-label": "Channels" })
   const more = h("button", { type: "button", class: "quiet", onclick: () => add(shown + PAGE) })
   let shown = 0
@@ -64,7 +76,7 @@ async function channelGrid(answer, byStrength, same, chosen, choose) {
   function tile(channel, values) {
     return h("button", {
       type: "button", class: "tile", "data-channel": channel, "aria-pressed": String(channel === chosen),
-      "aria-label": `Channel ${channel}, mean magnitude ${short(strength[channel])}`,
+      "aria-label": `Channel ${channel}, ${variation[channel] ? `mean magnitude ${short(strength[channel])}` : "constant"}`,
       onclick: () => choose(channel),
     }, picture(image(values, maps?.width ?? 1, common ?? range(values))), h("span", {}, String(channel)))
   }

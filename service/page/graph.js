@@ -39,7 +39,7 @@ export class GraphView {
   /**
    * @param {HTMLElement} pane
    * @param {{choose: (path: string, replace?: boolean) => void, toggle: (path: string) => void, openAll: () => void, closeAll: () => void,
-   *   colour: (by: string) => void, picture: (view: string) => void}} actions
+   *   colour: (by: string) => void, picture: (view: string) => void, see: () => void}} actions
    */
   constructor(pane, actions) {
     this.pictures = new Pictures(() => this.redraw())
@@ -53,6 +53,7 @@ export class GraphView {
     this.announcement = h("p", { class: "unseen", role: "status" })
     this.legend = h("div", { class: "legend", role: "status" })
     this.card = h("div", { class: "card", hidden: true })
+    /** The chosen node, on a screen that shows one pane at a time. */ this.sheet = h("div", { class: "sheet", hidden: true })
     this.note = h("div", { class: "note floating row", role: "status", hidden: true })
     this.colours = select("Colour by", [["", "nothing"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
       "", actions.colour)
@@ -67,7 +68,7 @@ export class GraphView {
           h("button", { type: "button", "aria-label": "Zoom out", onclick: () => this.camera.zoom(1 / 1.3) }, "−"),
           h("button", { type: "button", "aria-label": "Zoom in", onclick: () => this.camera.zoom(1.3) }, "+"),
           h("button", { type: "button", onclick: () => this.fit() }, "Fit"))),
-      this.canvas, this.legend, this.card, this.note, this.announcement,
+      this.canvas, this.legend, this.card, this.note, this.sheet, this.announcement,
       h("p", { class: "unseen", id: "graph-help" },
         "Up and down follow the edges, left and right the order of execution. Enter expands a module, Backspace collapses it, plus and minus zoom, 0 fits the graph."),
     )
@@ -107,6 +108,11 @@ export class GraphView {
     this.chosen = name
     const box = this.#chosenBox()
     if (box >= 0 && this.layout) this.camera.reveal(this.layout.boxes[box])
+    const node = name && this.model?.byName.get(name)
+    this.sheet.hidden = !node
+    if (node) this.sheet.replaceChildren(
+      h("span", {}, h("strong", {}, node.name), h("br"), `${kind(node)} · ${shapeText(node.shape)}`),
+      h("button", { type: "button", class: "primary", onclick: this.actions.see }, "See output"))
     this.redraw()
   }
 

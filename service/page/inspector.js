@@ -3,7 +3,7 @@
 import { features } from "./answers.js"
 import { Problem } from "./api.js"
 import { attentionNodes, attentionView } from "./attention.js"
-import { channelsView } from "./channels.js"
+import { channelsView, ordered } from "./channels.js"
 import { h } from "./dom.js"
 import { keepFocus } from "./focus.js"
 import { heading } from "./heading.js"
@@ -210,9 +210,9 @@ export class Inspector {
   /** @param {string} view @param {Place} place */
   async #maps(view, place) {
     const [first] = this.#answers
-    const channel = Math.min(Number(place.ch ?? first.order?.[0]) || 0, (first.maps?.channels ?? 1) - 1)
+    const channel = Math.min(Number(place.ch ?? ordered(first, place.s)[0]) || 0, (first.maps?.channels ?? 1) - 1)
     const stage = await this.#stages(viewSides(this.#answers, view, channel))
-    if (view === "channels") return [stage, ...await channelsView(first, place.s !== "number", channel, place.r === "same", (changes) => this.go(changes, true))]
+    if (view === "channels") return [stage, ...await channelsView(first, place.s, channel, place.r === "same", (changes) => this.go(changes, true))]
     return [stage, h("p", { class: "dim" }, meaning(view, this.#answers))]
   }
 

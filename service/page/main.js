@@ -138,6 +138,7 @@ async function load(now) {
   })
   graph ??= new GraphView(panes.graph, {
     choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
+    see: () => go({ t: "features" }),
     picture: (i) => go({ i: i === "mean" ? null : i }, true),
   })
   showTabs(place())
@@ -241,6 +242,12 @@ function stopMeasuring() {
 onMove(show)
 watchDrops(takePhotos)
 watchDivider()
+for (const button of document.querySelectorAll("[data-skip]"))
+  button.addEventListener("click", () => {
+    /** @type {HTMLElement | null} */
+    const first = byId(button.getAttribute("data-skip") ?? "").querySelector("canvas[tabindex='0'], .name[tabindex='0'], button")
+    first?.focus()
+  })
 if (storedKey()) showKeyButton()
 await restorePhotos()
 show(place())

@@ -76,19 +76,26 @@ export function channelOf(maps, channel) {
 }
 
 /**
- * The mean magnitude of each channel, and the channels in its order, the strongest first.
+ * The mean magnitude of each channel and the standard deviation over its positions; zero where it is not finite.
  * @param {Maps} maps
  */
-export function strengths(maps) {
+export function channelFacts(maps) {
   const size = maps.height * maps.width
-  const strength = new Float32Array(maps.channels)
+  const strength = new Float32Array(maps.channels), variation = new Float32Array(maps.channels)
   for (let c = 0; c < maps.channels; c++) {
-    let sum = 0
-    for (let i = c * size; i < (c + 1) * size; i++) sum += Math.abs(maps.data[i])
-    strength[c] = Number.isNaN(sum) ? 0 : sum / size
+    let magnitude = 0, sum = 0
+    for (let i = c * size; i < (c + 1) * size; i++) {
+      magnitude += Math.abs(maps.data[i])
+      sum += maps.data[i]
+    }
+    if (!Number.isFinite(magnitude)) continue
+    const mean = sum / size
+    let squares = 0
+    for (let i = c * size; i < (c + 1) * size; i++) squares += (maps.data[i] - mean) ** 2
+    strength[c] = magnitude / size
+    variation[c] = Math.sqrt(squares / size)
   }
-  const order = [...strength.keys()].sort((a, b) => strength[b] - strength[a])
-  return { strength, order }
+  return { strength, variation }
 }
 
 /** The mean magnitude over the channels, at each position. @param {Maps} maps */

@@ -11,8 +11,10 @@ import { holds } from "./model.js"
 const MOST_FOUND = 200
 /** A tree of more rows has elements for those in sight and this many above and below them. */
 const MARGIN = 20
+/** Where fingers need larger rows. */
+const narrow = matchMedia("(max-width: 860px)")
 /** Height of a row in CSS pixels, as the style has it. */
-const ROW = 24
+const rowHeight = () => (narrow.matches ? 44 : 24)
 
 export class Tree {
   /** @type {Row[]} */ #rows = []
@@ -90,14 +92,15 @@ export class Tree {
 
   #render() {
     const { scrollTop, clientHeight } = this.element
+    const height = rowHeight()
     const long = this.#rows.length > 6 * MARGIN
-    const first = long ? Math.max(0, Math.floor(scrollTop / ROW) - MARGIN) : 0
-    const end = long ? Math.min(this.#rows.length, Math.ceil((scrollTop + (clientHeight || 800)) / ROW) + MARGIN) : this.#rows.length
+    const first = long ? Math.max(0, Math.floor(scrollTop / height) - MARGIN) : 0
+    const end = long ? Math.min(this.#rows.length, Math.ceil((scrollTop + (clientHeight || 800)) / height) + MARGIN) : this.#rows.length
     if (this.#shown === `${first} ${end}`) return
     this.#shown = `${first} ${end}`
     const focused = this.list.contains(document.activeElement) ? document.activeElement?.className : null
-    this.list.style.setProperty("padding-top", `${first * ROW}px`)
-    this.list.style.setProperty("padding-bottom", `${(this.#rows.length - end) * ROW}px`)
+    this.list.style.setProperty("padding-top", `${first * height}px`)
+    this.list.style.setProperty("padding-bottom", `${(this.#rows.length - end) * height}px`)
     this.list.replaceChildren(...this.#rows.slice(first, end).map((row, i) => this.#row(row, first + i)))
     if (!this.#rows.length) this.list.append(h("li", { class: "dim note" }, "No node of this name or type."))
     this.element.scrollTop = scrollTop
@@ -141,8 +144,9 @@ export class Tree {
   /** Scroll so that a row is in sight. @param {number} number */
   #reveal(number) {
     const { scrollTop, clientHeight } = this.element
-    if (number * ROW < scrollTop) this.element.scrollTop = number * ROW
-    else if ((number + 1) * ROW > scrollTop + clientHeight) this.element.scrollTop = (number + 1) * ROW - clientHeight
+    const height = rowHeight()
+    if (number * height < scrollTop) this.element.scrollTop = number * height
+    else if ((number + 1) * height > scrollTop + clientHeight) this.element.scrollTop = (number + 1) * height - clientHeight
   }
 
   /** Focus a row. @param {number} number */

@@ -1,7 +1,7 @@
 // Holds the tensors of the answers that are shown, and reduces them off the main thread.
 
 import { attended } from "./attended.js"
-import { asMaps, channelOf, magnitude, similarity, statistics, strengths } from "./maps.js"
+import { asMaps, channelFacts, channelOf, magnitude, similarity, statistics } from "./maps.js"
 import { rgb } from "./pca.js"
 import { parse } from "./safetensors.js"
 
@@ -18,8 +18,7 @@ const operations = {
     const maps = asMaps(tensor, layout, tokens)
     held.set(slot, { maps, data: tensor.data, shape: tensor.shape })
     const size = maps && { channels: maps.channels, height: maps.height, width: maps.width }
-    const order = maps ? strengths(maps) : null
-    return { shape: tensor.shape, dtype: tensor.dtype, statistics: statistics(tensor.data), maps: size, ...order }
+    return { shape: tensor.shape, dtype: tensor.dtype, statistics: statistics(tensor.data), maps: size, ...(maps ? channelFacts(maps) : {}) }
   },
   channels({ slot, channels }) {
     const maps = mapsOf(slot)

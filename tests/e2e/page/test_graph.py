@@ -64,7 +64,7 @@ def test_fit_shows_the_whole_of_a_long_graph_so_that_it_is_seen(open_server, vis
 
 @pytest.mark.exhaustive
 def test_the_toolbar_and_the_middle_of_the_graph_stay_in_sight_at_every_width(open_server, visit):
-    page = visit(open_server.url).go("m=resnet18&n=layer3")
+    page = visit(open_server.url).go("m=resnet18&n=layer3&i=none")
     settled(page)
     page.locator(".stage").wait_for()
     page.locator(GRAPH).hover()

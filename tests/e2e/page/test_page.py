@@ -41,7 +41,9 @@ def test_neither_page_asks_another_host_for_anything(open_server, visit):
 
 
 def test_the_shell_is_small_on_the_wire(open_server, visit):
-    page = visit(open_server.url).go()
+    tab = visit(open_server.url)
+    tab.page.route("**/v1/models/*", lambda route: route.abort())  # a first picture, which takes its time
+    page = tab.go()
     page.wait_for_selector(".results a")
     page.wait_for_load_state("networkidle")
     sent, whole = page.evaluate(

@@ -42,7 +42,7 @@ def test_the_tree_is_one_stop_and_is_walked_by_arrows(open_server, visit):
 @pytest.mark.exhaustive
 def test_helpers_without_a_tensor_are_hidden_and_counted(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n=blocks.2&w=random")
-    page.locator('.tree [title="blocks"]').wait_for()
+    page.locator('.tree [title="blocks"]').wait_for(timeout=90_000)
     count = page.locator(".helpers").inner_text().split()[0]
     assert page.locator(".tree .name:disabled").count() == 0
     page.locator(".helpers").click()
@@ -52,7 +52,7 @@ def test_helpers_without_a_tensor_are_hidden_and_counted(open_server, visit):
 @pytest.mark.exhaustive
 def test_of_a_long_tree_the_rows_in_sight_are_there(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n=blocks.2&w=random&o=*")
-    page.locator(".tree .chosen").wait_for()
+    page.locator(".tree .chosen").wait_for(timeout=90_000)
     rows = page.locator(".tree li")
     assert 20 < rows.count() < 130
     page.locator("#tree").evaluate("tree => tree.scrollTo(0, tree.scrollHeight)")
