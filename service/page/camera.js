@@ -78,6 +78,7 @@ export class Camera {
   /** Pan so that a box is in sight. @param {{x: number, y: number, width: number, height: number}} box */
   reveal({ x, y, width, height }) {
     const { clientWidth, clientHeight } = this.canvas
+    if (!clientWidth) return // another pane is shown
     const left = x * this.scale + this.x, top = y * this.scale + this.y
     const inside = left >= 0 && top >= 0 && left + width * this.scale <= clientWidth && top + height * this.scale <= clientHeight
     if (inside) return

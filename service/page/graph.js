@@ -106,6 +106,7 @@ export class GraphView {
   /** @param {string | null} name of a node */
   choose(name) {
     this.chosen = name
+    if (this.canvas.clientWidth !== this.#size.width) this.#resize() // its observer is called later
     const box = this.#chosenBox()
     if (box >= 0 && this.layout) this.camera.reveal(this.layout.boxes[box])
     const node = name && this.model?.byName.get(name)
@@ -226,8 +227,11 @@ export class GraphView {
     this.canvas.width = Math.round(clientWidth * ratio)
     this.canvas.height = Math.round(clientHeight * ratio)
     // It has no width while another pane is shown.
-    if (clientWidth && this.#fitted.at === this.camera.position) this.fit(this.#fitted.least)
-    else this.camera.pan((clientWidth - before.width) / 2, (clientHeight - before.height) / 2)
+    if (clientWidth && this.#fitted.at === this.camera.position) {
+      this.fit(this.#fitted.least)
+      const box = this.#chosenBox()
+      if (!before.width && box >= 0 && this.layout) this.camera.reveal(this.layout.boxes[box])
+    } else this.camera.pan((clientWidth - before.width) / 2, (clientHeight - before.height) / 2)
     this.redraw()
   }
 

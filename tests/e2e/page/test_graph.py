@@ -86,3 +86,18 @@ def test_the_toolbar_and_the_middle_of_the_graph_stay_in_sight_at_every_width(op
         assert parts[0].any()
         # Moved by half a pixel at most, which smooths lines.
         assert np.abs(parts[0][..., 3] - parts[1][..., 3]).mean() < 12, narrow
+
+
+@pytest.mark.exhaustive
+def test_a_tapped_box_says_what_it_is_and_leads_to_its_output(open_server, visit):
+    tab = visit(open_server.url, has_touch=True)
+    tab.page.set_viewport_size({"width": 375, "height": 740})
+    page = tab.go("m=resnet18&n=layer3&i=none&t=graph")
+    settled(page)
+    sheet = page.locator(".sheet")
+    sheet.get_by_text("layer3.1.relu_1").wait_for()
+    seen = drawn(page)[..., 3]  # the graph is in the middle, not beside the pane
+    assert seen[:, : seen.shape[1] // 8].mean() < 1 < seen[:, 3 * seen.shape[1] // 8 : 5 * seen.shape[1] // 8].mean()
+    sheet.get_by_role("button", name="See output").click()
+    page.locator(".stage").wait_for()
+    assert page.locator(".pane.features").bounding_box()["width"] == 375
