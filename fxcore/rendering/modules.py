@@ -26,6 +26,7 @@ Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None, bool]]
 PICTURE = 56
 """Side in pixels of the square at the right end of a box that is left for a picture of its output."""
 
+
 @dataclass
 class _Level:
     """The content of one frame, or of the drawing, with the upper edge at y = 0.

@@ -310,7 +310,7 @@ def test_everybody_can_use_it(open_server, visit):
         ("m=nothing", ".failure"),
     ):
         page.goto(f"{open_server.url}/#{fragment}")
-        page.wait_for_selector(ready)
+        page.wait_for_selector(ready, timeout=90_000)
         page.wait_for_selector(".body.waiting", state="detached")  # which dims what it shows
         for width in (1280, 375):
             page.set_viewport_size({"width": width, "height": 740})

@@ -54,6 +54,17 @@ def test_modules_are_boxes_until_they_are_opened():
     assert kinds["layer3.1"] == "module"
     assert kinds["layer3.0.conv1"] == "call_module"
     assert kinds["layer3.0.downsample"] == "module"
+    inner = next(box for box in opened["boxes"] if box["name"] == "layer3.0.conv1")
+    assert inner["lines"][:2] == ["conv1", "Conv2d"]  # named within its frame
+
+
+def test_boxes_of_maps_have_room_for_a_picture():
+    boxes = {box["name"]: box for box in layout("resnet18", opened=("layer3",))["boxes"]}
+    assert {name for name, box in boxes.items() if not box["picture"]} == {"layer3", "flatten", "fc", "avgpool"}
+    for box in boxes.values():
+        if box["picture"]:
+            assert box["width"] >= max(map(len, box["lines"])) * 6 + 56 < box["width"] + box["height"]
+            assert box["height"] >= 56
 
 
 @pytest.mark.parametrize("model", ["resnet18", "swin_t", "googlenet", "vit_b_32", "squeezenet1_1"])
