@@ -111,11 +111,11 @@ def test_areas_of_cells_between_pixels():
 
 
 def test_a_mask_is_cropped_with_its_image():
-    """Resized to half, 4 of 24 columns cut at either side, on a map whose last row reaches beyond the input."""
-    placement = Placement((24, 48), 0.5, 0.5, 0, 4, (12, 16))
-    mask = np.random.default_rng(1).random((24, 48)) < 0.5
-    (weights,) = placement.carry_masks([Rle(24, 48, counts(mask))], [MapGrid(2, 2, 8, 8)])
-    cells = mask[:, 8:40].astype(float)
+    """Resized to half, 6 rows and 4 columns cut at either side, on a map whose last row reaches beyond the input."""
+    placement = Placement((48, 48), 0.5, 0.5, 6, 4, (12, 16))
+    mask = np.random.default_rng(1).random((48, 48)) < 0.5
+    (weights,) = placement.carry_masks([Rle(48, 48, counts(mask))], [MapGrid(2, 2, 8, 8)])
+    cells = mask[12:36, 8:40].astype(float)
     areas = np.array([[cells[:16, :16].sum(), cells[:16, 16:].sum()], [cells[16:, :16].sum(), cells[16:, 16:].sum()]])
     np.testing.assert_allclose(weights.reshape(2, 2), areas / areas.sum(), rtol=1e-6)
 
