@@ -37,7 +37,7 @@ const CHOICES = [
 export function requestView(model, { node, transforms, id }, file, answer) {
   const code = h("code", {})
   const weight = h("p", { class: "dim" })
-  const nodes = h("div", { class: "levels", role: "group", "aria-label": "Nodes of the request" })
+  const nodes = h("div", { class: "chosen-nodes", role: "group", "aria-label": "Nodes of the request" })
   const copied = h("span", { class: "dim", role: "status" })
   const made = h("p", { class: "dim", role: "status" })
   const choices = h("div", { class: "segments", role: "group", "aria-label": "Language" },
