@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     extractors: str | None = Field(
         default=None,
         description="Folder, or URL of a bucket (`s3://`, `gs://`, `abfs://`; needs s3fs, gcsfs or adlfs), that stores "
-        "extractors' specs, names and deletions. All server processes that use the same one share their extractors, "
+        "extractors' specs and names. All server processes that use the same one share their extractors, "
         "also across restarts. By default, the processes of one server share a temporary folder.",
     )
     max_nodes: int = Field(

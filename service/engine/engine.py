@@ -199,8 +199,8 @@ class Engine:
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
-        store = self.extractors.store_health
-        trouble = (store and store.never_opened) or self._preload_trouble or trouble
+        store = None if self.extractors.sharing is None else self.extractors.sharing.health
+        trouble = (store and store.never_read()) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble
         # Without the store no replica would be ready; serving what is in memory is better than serving nothing.
@@ -374,7 +374,7 @@ class Engine:
         """Build the extractor that ``text`` describes, pin it, and run one request of zeros through it."""
         record = await self.extractors.preload(spec_of_text(text))
         if record is None:
-            log.warning("%s is not preloaded: it was deleted in the last day; a POST makes it again", text)
+            log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)
             return
         record.pinned = True
         runtime = await self.extractors.load(record)

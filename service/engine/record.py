@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from copy import copy
 from dataclasses import dataclass, field
@@ -53,13 +54,14 @@ class ExtractorRecord:
         runtime: what computes it; None until it is built and after eviction. The next request builds it again.
         backend: the one that computes it, or did when it was last in memory.
         checks: how far that backend's values are from the model's own; None until it was built.
-        token: of its entry in the store; None if it is in no store.
+        saved: whether the store had it when it was last looked for.
+        put_at: when it was last saved in the store, or that was tried, on the clock of ``time.monotonic()``.
         adopted: whether another process made it and this one read it from the store.
         deleted: whether it was deleted: it is answered for nobody but those who ask already.
     """
 
     description: Description
-    name: str | None
+    name: str | None = None
     state: State = "building"
     problem: FxError | Problem | None = None
     failures: int = 0
@@ -69,7 +71,8 @@ class ExtractorRecord:
     build: asyncio.Task[Runtime | None] | None = None
     waiting: int = 0
     runtime: Runtime | None = None
-    token: str | None = None
+    saved: bool = False
+    put_at: float = -math.inf
     adopted: bool = False
     deleted: bool = False
     _before: Before = field(default_factory=Before)

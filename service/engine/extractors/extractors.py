@@ -11,9 +11,9 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from weakref import WeakValueDictionary
 
 import torch
@@ -26,8 +26,7 @@ from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import resolve
 from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store, Stored, is_id
-from service.engine.extractors.store_health import StoreHealth
-from service.engine.extractors.watching import Known, Watcher
+from service.engine.extractors.store_health import CHECK_SECONDS
 from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
 from service.engine.memory.deleted import Deleted
@@ -70,7 +69,6 @@ class Extractors:
         eviction: keeps them under the memory budget.
         sizes: the other input sizes of those with ``fit=native``.
         sharing: access to the store; None without one.
-        store_health: whether the store can be used; None without one.
     """
 
     def __init__(
@@ -104,16 +102,10 @@ class Extractors:
         self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)
         self.sizes = InputSizes(self._builder)
         self.sharing: Sharing | None = None
-        self.store_health: StoreHealth | None = None
-        self._watcher: Watcher | None = None
         self._adoption: Adoption | None = None
         if store is not None:
-            self.store_health = StoreHealth(store.objects.url, metrics)
-            self.sharing = Sharing(store, self.store_health, max_stored)
-            self._watcher = Watcher(
-                store, self.store_health, self.sharing, self._known_of_store, self._forget_deleted, records.free_name
-            )
-            self._adoption = Adoption(self.sharing, records, self._resolve, self.ensure)
+            self.sharing = Sharing(store, metrics, max_stored)
+            self._adoption = Adoption(self.sharing, records, self._resolve, self.ensure, self._forget)
         # The one-step route asks with the same few specs again and again: resolving those is a look-up.
         self._resolved: OrderedDict[bytes, str] = OrderedDict()
         self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
@@ -136,24 +128,22 @@ class Extractors:
             NotReady: the store cannot be written.
             StoreFull: it has as many extractors as it may.
         """
-        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
-        record = self._records.get(self._resolved.get(key, ""))
-        created = False
-        if record is None:
-            fresh = await self._resolve(spec, trace_in)
-            record = self._records.get(fresh.id)
-            if record is None:
-                record, created = await self._add(fresh, build, keep)
-                keep = False
-            self._resolved[key] = record.id
-            if len(self._resolved) > _REMEMBERED_SPECS:
-                self._resolved.popitem(last=False)
-        if keep and self.sharing is not None:
-            # Another process may have deleted it just now.
-            stored, created = await self.sharing.put(record, asked_for=True)
-            if stored.token != record.token:
-                record.token = stored.token
-                self._records.free_names(record)
+        record = await self._described(spec, trace_in)
+        created = self._records.get(record.id) is None
+        if not build:
+            await self._require(record)
+        elif self.sharing is not None:
+            created = await self._save(self.sharing, record, spec.name, keep)
+        elif created and spec.name is not None:
+            self._refuse_name(spec.name, record.id, self._owner_here(spec.name))
+        if record.deleted:  # meanwhile, or by another process
+            return await self.get(spec, build, keep, trace_in)
+        known = self._records.get(record.id)
+        if known is None:
+            self._records.add(record)
+        elif known is not record:  # another request was faster
+            known.saved |= record.saved
+            record, created = known, False
         if spec.name is not None:
             try:
                 await self._check_name(spec.name, record)
@@ -165,65 +155,72 @@ class Extractors:
         self.ensure(record)
         return record, created
 
+    async def _described(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> ExtractorRecord:
+        """Return the record of ``spec`` that is known here, or a new one."""
+        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
+        record = self._records.get(self._resolved.get(key, ""))
+        if record is None:
+            fresh = await self._resolve(spec, trace_in)
+            record = self._records.get(fresh.id) or fresh
+            self._resolved[key] = record.id
+            if len(self._resolved) > _REMEMBERED_SPECS:
+                self._resolved.popitem(last=False)
+        return record
+
     async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
         if trace_in is None:
-            described = await in_pool(self._pool, resolve, spec, self._device, self._allowed, self._max_nodes)
-            return ExtractorRecord(described, spec.name)
+            made = await in_pool(self._pool, resolve, spec, self._device, self._allowed, self._max_nodes)
+            return ExtractorRecord(made)
         # One at a time: all but the first find the graph traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            described = await trace_in(lambda: resolve(spec, self._device, self._allowed, self._max_nodes))
-        return ExtractorRecord(described, spec.name)
+            return ExtractorRecord(await trace_in(lambda: resolve(spec, self._device, self._allowed, self._max_nodes)))
 
-    async def _add(self, fresh: ExtractorRecord, build: bool, keep: bool) -> tuple[ExtractorRecord, bool]:
-        """Register ``fresh``, unless it is known by now. Returns the known record, and whether it is new to all
-        processes.
+    async def _require(self, record: ExtractorRecord) -> None:
+        """Check that ``record`` was made before, here or by another process.
 
         Raises:
-            Forbidden: neither this process nor the store has it, and ``build`` is false.
-            FxError: see :meth:`_share`.
+            Forbidden: it was not.
         """
-        stored, created = None, True
+        if await self.known(record.id) is not None:
+            return
         if self.sharing is not None:
-            stored, created = await self._share(self.sharing, fresh, build, keep)
-        if stored is not None:
-            fresh.token = stored.token
-        elif not build:
-            raise Forbidden(
-                f"there is no extractor of these nodes of {fresh.description.spec.model} with these weights yet, "
-                "and making one needs a key of scope admin; with one, POST /v1/extractors makes it"
-            )
-        known = self._records.get(fresh.id)  # another request may have been faster
-        if known is not None:
-            return known, False
-        if fresh.name is not None and self.sharing is None:
-            await self._check_name(fresh.name, fresh)
-        fresh.name = None  # until it is claimed
-        self._records.add(fresh)
-        return fresh, created
+            with suppress(NotReady):
+                if await self.sharing.get(record.id) is not None:
+                    record.saved = True
+                    return
+        spec = record.description.spec
+        raise Forbidden(
+            f"there is no extractor of these nodes of {spec.model} with these weights yet, "
+            "and making one needs a key of scope admin; with one, POST /v1/extractors makes it"
+        )
 
-    async def _share(
-        self, sharing: Sharing, fresh: ExtractorRecord, build: bool, keep: bool
-    ) -> tuple[Stored | None, bool]:
-        """Find ``fresh`` in the store or, if ``build``, save it there. Returns what the store has then, and whether
-        that is new; without ``keep``, nothing if the store cannot be used or is full.
+    async def _save(self, sharing: Sharing, record: ExtractorRecord, name: str | None, keep: bool) -> bool:
+        """Have the store know ``record``. Returns whether it is new to all processes.
+
+        Without ``keep``, the store is asked at most once in :data:`CHECK_SECONDS`, and one that cannot be used or is
+        full is no error.
 
         Raises:
             NameTaken: its name is another's.
             NotReady, StoreFull: see :meth:`get`.
         """
+        new = self._records.get(record.id) is None
+        if not keep and time.monotonic() - record.put_at < CHECK_SECONDS:
+            return new
+        record.put_at = time.monotonic()
         try:
-            if not build:
-                return await sharing.get(fresh.id), True
-            if fresh.name is not None:
-                owner = await sharing.owner(fresh.name)
-                self._refuse_name(fresh.name, fresh.id, owner)
-                if owner is None:
-                    sharing.refuse_more_names()
-            return await sharing.put(fresh, asked_for=keep)
+            if new and name is not None:
+                self._refuse_name(name, record.id, await sharing.find(name))
+                await sharing.check_names(name)
+            created = await sharing.put(_stored(record), asked_for=keep)
         except (NotReady, StoreFull):
             if keep:
                 raise
-            return None, True
+            return new
+        record.saved = True
+        if created:
+            self._records.free_names(record)
+        return created
 
     async def look_up(self, id_or_name: str) -> ExtractorRecord:
         """Return the extractor of that id or name. If another process made it, its build is started here.
@@ -233,40 +230,55 @@ class Extractors:
             NotReady: there may be one, and the store cannot be read.
         """
         record = self._records.known(id_or_name)
-        if record is None and self._adoption is not None:
+        if self._adoption is not None:
             record = await self._adoption.look_up(id_or_name)
         return record or self._records.find(id_or_name)
+
+    async def known(self, id_or_name: str) -> ExtractorRecord | None:
+        """Return the extractor of that id or name if this process knows it, and no other one has deleted it."""
+        if self._adoption is None:
+            return self._records.known(id_or_name)
+        return await self._adoption.known(id_or_name)
 
     async def namesake(self, model: str) -> ExtractorRecord | None:
         """Return the extractor that has a model's name, if there is one and the store can be read.
 
         Models are asked for often: a name that another process gave is noticed within :data:`NAMESAKE_SECONDS`.
         """
-        record = self._records.known(model)
-        if record is None and self._adoption is not None:
-            try:
-                return await self._adoption.look_up(model, NAMESAKE_SECONDS)
-            except NotReady:
-                return None
-        return record
+        if self._adoption is None:
+            return self._records.known(model)
+        try:
+            return await self._adoption.look_up(model, NAMESAKE_SECONDS)
+        except NotReady:
+            return None
 
     async def preload(self, spec: ExtractorSpec) -> ExtractorRecord | None:
-        """Return the extractor that ``spec`` describes; None if it was deleted in the last day and not made again.
+        """Return the extractor that ``spec`` describes; None if it was preloaded before and deleted since.
 
         A process that replaces another must not restore deleted extractors.
 
         Raises:
             FxError: see :meth:`get`.
+            NotReady: the store cannot be read.
         """
-        if self.sharing is not None and self._watcher is not None:
-            fresh = await self._resolve(spec)
-            if self._watcher.was_deleted(fresh.id) and await self.sharing.get(fresh.id) is None:
-                return None
-        return (await self.get(spec))[0]
+        if self.sharing is None:
+            return (await self.get(spec))[0]
+        if await self.sharing.was_deleted((await self._described(spec, None)).id):
+            return None
+        record, _ = await self.get(spec)
+        if record.saved:
+            with suppress(NotReady):  # a store that cannot be written
+                await self.sharing.mark_preloaded(record.id)
+        return record
 
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
-        """Return the extractors of the store that are not known here yet, each with one of its names."""
+        """Return the extractors of the store that are not known here yet, each with one of its names. What others
+        deleted is forgotten."""
         shared = [] if self.sharing is None else await self.sharing.all()
+        ids = {stored.id for stored, _ in shared}
+        for record in self._records.list():
+            if record.saved and record.id not in ids:
+                await self.known(record.id)
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
 
     def ensure(self, record: ExtractorRecord) -> None:
@@ -335,11 +347,12 @@ class Extractors:
             UnknownExtractor: there is none of that id or name.
             NotReady: the store cannot be read or written; nothing was deleted.
         """
-        if self.sharing is None:
+        if self.sharing is None or self._adoption is None:
             self._forget(self._records.find(id_or_name))
             return
-        found = self._records.known(id_or_name) or await self.sharing.find(id_or_name)
-        id = (found or self._records.find(id_or_name)).id
+        record = await self._adoption.known(id_or_name, 0.0)
+        id = record.id if record is not None else await self.sharing.find(id_or_name)
+        id = id or self._records.find(id_or_name).id
         await self.sharing.delete(id)
         record = self._records.get(id)
         if record is not None:  # else another request deleted it meanwhile, or only the store had it
@@ -352,17 +365,6 @@ class Extractors:
             _give_up(record, record.build)
         shared = any(other.description.model_key == record.description.model_key for other in self._records.values())
         self._release(record, None if shared else "deleted")
-
-    def _forget_deleted(self, tokens: Mapping[str, str | None]) -> None:
-        for id, token in tokens.items():
-            record = self._records.get(id)
-            if record is not None and record.token == token:  # else it was made again meanwhile
-                self._forget(record)
-
-    def _known_of_store(self) -> Known:
-        records = self._records.values()
-        tokens = {record.id: record.token for record in records if record.token is not None}
-        return Known(tokens, [record for record in records if record.token is None])
 
     def unload(self, id_or_name: str) -> None:
         """Free an extractor's memory; it stays known, and the next request for it builds it again.
@@ -396,15 +398,13 @@ class Extractors:
             self.unload(record.id)
 
     async def start(self) -> None:
-        """Read the store for the first time, and start to poll it."""
-        if self.sharing is not None and self._watcher is not None:
-            self.sharing.start()
-            await self._watcher.start()
+        """Read the store for the first time."""
+        if self.sharing is not None:
+            await self.sharing.start()
 
     def close(self) -> None:
-        """Stop evicting, and polling the store."""
-        if self.sharing is not None and self._watcher is not None:
-            self._watcher.close()
+        """Stop evicting, and using the store."""
+        if self.sharing is not None:
             self.sharing.close()
         for record in self._records.values():
             if record.build is not None:
@@ -435,29 +435,36 @@ class Extractors:
         Raises:
             NameTaken: it is another's.
         """
-        if self.sharing is None or record.token is None:
-            owner = self._records.known(name)
-            self._refuse_name(name, record.id, owner)
+        if self.sharing is None or not record.saved:
+            self._refuse_name(name, record.id, self._owner_here(name))
             return
-        made = record.description
-        stored = Stored(made.id, record.token, made.spec, made.return_nodes, made.fingerprint)
-        self._refuse_name(name, record.id, await self.sharing.get(name) if is_id(name) else None)
-        id = await self.sharing.claim(name, stored, self._gives_up_names)
+        if is_id(name) and name != record.id and await self.sharing.get(name) is not None:
+            raise _taken(name, name)
+        id = await self.sharing.claim(name, record.id, self._gives_up_names)
         if id != record.id:
             raise _taken(name, id)
+
+    def _owner_here(self, name: str) -> str | None:
+        owner = self._records.known(name)
+        return None if owner is None else owner.id
 
     def _gives_up_names(self, id: str) -> bool:
         record = self._records.get(id)
         return record is not None and record.state == "failed"
 
-    def _refuse_name(self, name: str, id: str, owner: ExtractorRecord | Stored | None) -> None:
+    def _refuse_name(self, name: str, id: str, owner: str | None) -> None:
         """Check that no extractor but ``id`` has ``name``.
 
         Raises:
-            NameTaken: it is.
+            NameTaken: ``owner`` has it.
         """
-        if owner is not None and owner.id != id and (owner.id == name or not self._gives_up_names(owner.id)):
-            raise _taken(name, owner.id)
+        if owner is not None and owner != id and (owner == name or not self._gives_up_names(owner)):
+            raise _taken(name, owner)
+
+
+def _stored(record: ExtractorRecord) -> Stored:
+    made = record.description
+    return Stored(made.id, made.spec.model_copy(update={"weights": made.weights}), made.return_nodes, made.fingerprint)
 
 
 def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import summarize
 
-VERSION = 1
+VERSION = 2
 """The format of the objects that are written, and the newest that can be read."""
 
 _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"))
@@ -87,8 +87,6 @@ class Objects:
         try:
             return [PurePosixPath(str(path)).name for path in self._fs.ls(self._path(folder), detail=False)]
         except FileNotFoundError:
-            if self.local and "/" not in folder:
-                raise  # opening the store made it
             return []
 
     def read(self, path: str) -> dict[str, Any] | None:
@@ -136,14 +134,8 @@ class Objects:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(path))
 
-    def remove_empty(self, folder: str) -> None:
-        """Remove an empty folder of a local disk."""
-        if self.local:
-            with suppress(OSError):  # it is not empty
-                Path(self._path(folder)).rmdir()
-
     def prune_parts(self, before: float) -> None:
-        """Remove what writers that died left behind before ``before``, in seconds since the epoch."""
+        """Remove what writers that died left before ``before``, in seconds since the epoch."""
         if self.local:
             for part in Path(self._root, "parts").iterdir():
                 with suppress(FileNotFoundError):
@@ -161,30 +153,6 @@ class Objects:
             raise StoreError(f"the store of extractors {self.url} cannot be {done}: {summarize(error)}") from error
 
 
-def unique_name(kind: str, subject: str) -> str:
-    """Return a name that no other object has, ``KIND-SUBJECT.MILLISECONDS.TOKEN``."""
-    return f"{kind}-{subject}.{time.time() * 1000:.0f}.{secrets.token_hex(4)}"
-
-
-def kind_and_subject(file: str) -> tuple[str, str]:
-    """Kind and subject in a file's :func:`unique_name`.
-
-    >>> kind_and_subject("name-r50.v2.1764000000000.0a1b2c3d.json")
-    ('name', 'r50.v2')
-    """
-    kind, _, subject = file.rsplit(".", 3)[0].partition("-")
-    return kind, subject
-
-
-def written_at(file: str) -> float:
-    """Return the time in a file's :func:`unique_name`, in seconds since the epoch by the writer's clock; now if there
-    is none."""
-    try:
-        return int(file.rsplit(".", 3)[1]) / 1000
-    except (IndexError, ValueError):
-        return time.time()
-
-
 def _create_file(target: Path, part: Path, data: bytes) -> bool:
     """Write ``data`` to ``target`` atomically; False if it exists."""
     try:
@@ -193,8 +161,6 @@ def _create_file(target: Path, part: Path, data: bytes) -> bool:
             file.flush()
             os.fsync(file.fileno())
         try:
-            if target.parent.parent.name == "names":
-                target.parent.mkdir(exist_ok=True)
             os.link(part, target)
         except FileExistsError:
             return False

@@ -84,11 +84,15 @@ class Records:
 
     def free_name(self, name: str) -> None:
         """Free ``name``."""
+        record = self.known(name)
         self._names.free(name)
+        if record is not None:
+            record.name = self._names.last(record.id)
 
     def free_names(self, record: ExtractorRecord) -> None:
         """Free all names of ``record``."""
         self._names.forget(record.id)
+        record.name = None
 
 
 def _forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str], int]) -> list[ExtractorRecord]:

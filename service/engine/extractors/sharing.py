@@ -1,192 +1,143 @@
-"""Reads and writes of the shared store that requests wait for, off the event loop."""
+"""The shared store as requests use it: off the event loop, in bounded time, and read again only when it must be."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from service.engine.device.threads import Pool, in_pool, run_at_low_priority
-from service.engine.extractors.objects import DamagedObject, StoreError
 from service.engine.extractors.store import Store, Stored
-from service.engine.extractors.store_health import StoreHealth
-from service.engine.record import ExtractorRecord
+from service.engine.extractors.store_health import CHECK_SECONDS, StoreHealth
 from service.engine.tasks import background
+from service.observability.metrics import Metrics
 from service.problems import NotReady, StoreFull
 
-log = logging.getLogger("fxserve.store")
+T = TypeVar("T")
 
 NAMES_PER_EXTRACTOR = 4
-"""How many times as many names as extractors the store may have, names of deleted extractors included for a day."""
+"""How many times as many names as extractors the store may have."""
 
-_MAX_MISSES = 4096
+_COUNT_SECONDS = 60.0
+_MAX_SEEN = 4096
 _THREADS = 4
-
-
-class _Search:
-    """A look-up that several requests wait for."""
-
-    def __init__(self, task: asyncio.Task[Stored | None]) -> None:
-        self.began = time.monotonic()
-        self.task = task
-        # All who wait may have left: asyncio logs an exception that nobody reads.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 class Sharing:
     """Finds, saves, names and deletes extractors in a store, in its own threads. For one event loop.
 
+    Methods raise :class:`~service.problems.NotReady` if the store, or an object that they need, cannot be used.
+
     Args:
         store: what is shared.
-        health: whether it can be used; failed writes and damaged objects are noted there.
+        metrics: where the store's state and errors are counted.
         limit: maximum extractors in the store, about: processes that save at the same time may exceed it.
 
     Attributes:
-        stored: how many extractors the store has, by the last sweep and what this process saved and deleted since.
-        named: how many names it has, by the last sweep and what this process gave since.
+        health: whether the store can be used.
     """
 
-    def __init__(self, store: Store, health: StoreHealth, limit: int) -> None:
-        self.stored = self.named = 0
-        self._limit = limit
-        self._most_names = NAMES_PER_EXTRACTOR * limit
+    def __init__(self, store: Store, metrics: Metrics, limit: int) -> None:
         self._store = store
-        self._health = health
+        self._limit = limit
         self._pool = Pool(_THREADS, "fxserve-store")
         self._listings = Pool(1, "fxserve-store-list", run_at_low_priority)
         self._listing = asyncio.Lock()
-        self._saves: dict[str, set[asyncio.Task[tuple[Stored, bool]]]] = {}
-        self._saving: Counter[str] = Counter()
-        self._deleting: Counter[str] = Counter()
-        self._missing: dict[str, float] = {}
-        self._searches: dict[str, _Search] = {}
+        self.health = StoreHealth(store, self._pool, metrics)
+        self._stored = self._named = 0
+        self._counted = -_COUNT_SECONDS
+        self._seen: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    def start(self) -> None:
-        """Start the threads."""
+    async def start(self) -> None:
+        """Start the threads, and look at the store for the first time."""
         self._pool.start()
         self._listings.start()
+        await self.health.look()
 
     def close(self) -> None:
         """Begin nothing more."""
         for pool in (self._pool, self._listings):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def find(self, id_or_name: str, miss_seconds: float = 0.0) -> Stored | None:
-        """Return the extractor of that id or name. Concurrent callers share one search.
-
-        An extractor that exists when this is called is found: a search that began earlier and found none is repeated.
+    async def find(self, id_or_name: str, max_age: float = 0.0, expected: str | None = None) -> str | None:
+        """Return the id of the extractor with that id or name, or None.
 
         Args:
             id_or_name: what to look for.
-            miss_seconds: how old a search that found none may be to be relied on.
-
-        Raises:
-            NotReady: the store, or that extractor in it, cannot be read.
+            max_age: seconds for which an earlier result is relied on.
+            expected: an earlier result must be this one.
         """
-        asked = time.monotonic()
-        if asked - self._missing.get(id_or_name, -miss_seconds) < miss_seconds:
-            return None
-        while True:
-            search = self._searches.get(id_or_name)
-            if search is None:
-                search = self._searches[id_or_name] = _Search(background(self._find(id_or_name)))
-            found = await asyncio.shield(search.task)
-            if found is not None or search.began >= asked:
-                return found
+        began, task = self._seen.get(id_or_name, (0.0, None))
+        if task is not None and time.monotonic() - began < max_age:
+            id = await asyncio.shield(task)
+            if id == expected:
+                return id
+        if len(self._seen) >= _MAX_SEEN:
+            self._seen.clear()
+        task = background(self._read(self._store.find, id_or_name))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all who wait may have left
+        self._seen[id_or_name] = time.monotonic(), task
+        return await asyncio.shield(task)
 
     async def get(self, id: str) -> Stored | None:
-        """Return the extractor ``id``.
+        """Return the extractor ``id``; None if it does not exist."""
+        return await self._read(self._store.get, id)
 
-        Raises:
-            NotReady: see :meth:`find`.
-        """
-        async with self._operation("read", id):
-            return await in_pool(self._pool, self._store.get, id)
-
-    async def owner(self, name: str) -> Stored | None:
-        """Return the extractor that has ``name``.
-
-        Raises:
-            NotReady: see :meth:`find`.
-        """
-        async with self._operation("read", name):
-            return await in_pool(self._pool, self._store.owner, name)
-
-    async def put(self, record: ExtractorRecord, asked_for: bool = False) -> tuple[Stored, bool]:
-        """Save ``record`` unless the store has it; what the store has then, and whether that is new.
+    async def put(self, stored: Stored, asked_for: bool = False) -> bool:
+        """Save an extractor unless the store has it. Returns whether it is new.
 
         Args:
-            record: the extractor.
+            stored: the extractor.
             asked_for: whether a client asked for it to be kept. What one-step requests make on their way is saved until
                 the store is half full only, so that those cannot fill it.
 
         Raises:
-            NotReady: the store cannot be written.
-            StoreFull: it has as many extractors as it may.
+            StoreFull: the store has as many extractors as it may.
         """
-        id = record.id
-        if self.stored >= (self._limit if asked_for else self._limit // 2):
-            stored = await self.get(id)
-            if stored is None:
-                raise StoreFull("extractors", self.stored, self._limit)
-            return stored, False
-        self._saving[id] += 1
-        try:
-            async with self._operation("write", id):
-                stored, new = await self._save(record)
-        finally:
-            self._saving -= Counter((id,))  # which drops what is zero
-        self.stored += new
-        self._missing.pop(id, None)
-        self._health.damaged.pop(id, None)
-        return stored, new
+        await self._count()
+        room = self._stored < (self._limit if asked_for else self._limit // 2)
+        new = await self._write(stored.id, self._store.put, stored, room)
+        if new is None:
+            raise StoreFull("extractors", self._stored, self._limit)
+        self._stored += new
+        return new
 
-    async def claim(self, name: str, stored: Stored, may_replace: Callable[[str], bool]) -> str:
-        """Give ``name`` to ``stored``, unless another has it that may not be replaced; the id that has it then.
+    async def claim(self, name: str, id: str, may_replace: Callable[[str], bool]) -> str:
+        """Give ``name`` to ``id``, unless another has it that may not be replaced; the id that has it then.
 
         Raises:
-            NotReady: the store cannot be written.
-            StoreFull: it has as many names as it may.
+            StoreFull: the store has as many names as it may.
         """
-        if self.named >= self._most_names and await self.owner(name) is None:
-            self.refuse_more_names()
-        async with self._operation("write", name):
-            owner = await in_pool(self._pool, self._store.claim, name, stored, may_replace)
-        self._missing.pop(name, None)
-        self.named += 1  # or it was known: a sweep will count
+        await self.check_names(name)
+        owner = await self._write(id, self._store.claim, name, id, may_replace)
+        self._named += 1  # or it had the name: it is counted again
         return owner
 
-    def refuse_more_names(self) -> None:
-        """Check that the store has room for another name.
+    async def check_names(self, name: str) -> None:
+        """Check that the store has ``name`` or room for it.
 
         Raises:
             StoreFull: it has not.
         """
-        if self.named >= self._most_names:
-            raise StoreFull("names", self.named, self._most_names)
+        await self._count()
+        most = NAMES_PER_EXTRACTOR * self._limit
+        if self._named >= most and await self._read(self._store.owner, name) is None:
+            raise StoreFull("names", self._named, most)
 
-    async def delete(self, id: str) -> bool:
-        """Delete the extractor ``id`` in all processes; False if the store does not have it.
+    async def delete(self, id: str) -> None:
+        """Delete the extractor ``id`` and its names in all processes. If this raises, it was not deleted."""
+        self._stored -= await self._write(id, self._store.delete, id)
 
-        What this process was saving meanwhile is deleted, too.
+    async def was_deleted(self, id: str) -> bool:
+        """Return whether the extractor ``id`` was preloaded once, and does not exist."""
+        return await self._read(self._store.was_deleted, id)
 
-        Raises:
-            NotReady: the store cannot be read or written; nothing was deleted.
-        """
-        self._deleting[id] += 1
-        try:
-            async with self._operation("read", id):
-                await self._saves_ended(id)
-            async with self._operation("write", id):
-                deleted = await in_pool(self._pool, self._store.delete, id)
-            self._store.drop_cached(id)
-            self.stored -= deleted
-            return deleted
-        finally:
-            self._deleting -= Counter((id,))
+    async def mark_preloaded(self, id: str) -> None:
+        """Record that the extractor ``id`` was preloaded."""
+        await self._write(id, self._store.mark_preloaded, id)
 
     async def all(self) -> list[tuple[Stored, str | None]]:
         """Return all extractors, each with one of its names; none while the store is unavailable.
@@ -196,85 +147,42 @@ class Sharing:
         found: list[tuple[Stored, str | None]] = []
         async with self._listing:
             pages = self._store.pages()
-            while True:
-                try:
-                    async with self._operation("read", ""):
+            try:
+                while True:
+                    async with self.health.operation("read"):
                         page = await in_pool(self._listings, next, pages, None)
-                except NotReady:
-                    return []
-                if page is None:
-                    return found
-                found += page
+                    if page is None:
+                        return found
+                    found += page
+            except NotReady:
+                return []
 
-    def is_saving(self, id: str) -> bool:
-        """Return whether the extractor ``id`` is being saved, so that its token may be out of date."""
-        return id in self._saving
+    async def _count(self) -> None:
+        """Count what the store has once a minute, and before it is called full."""
+        age = time.monotonic() - self._counted
+        full = self._stored >= self._limit or self._named >= NAMES_PER_EXTRACTOR * self._limit
+        if age >= _COUNT_SECONDS or (full and age >= CHECK_SECONDS):
+            self._stored, self._named = await self._read(self._store.counts)
+            self._counted = time.monotonic()
 
-    def is_deleting(self, id: str) -> bool:
-        """Return whether a request is deleting the extractor ``id``."""
-        return id in self._deleting
+    async def _read(self, function: Callable[..., T], *args: object) -> T:
+        async with self.health.operation("read"):
+            return await in_pool(self._pool, function, *args)
 
-    async def _find(self, id_or_name: str) -> Stored | None:
-        try:
-            async with self._operation("read", id_or_name):
-                found = await in_pool(self._pool, self._store.find, id_or_name)
-        finally:
-            del self._searches[id_or_name]
-        if found is None:
-            if len(self._missing) >= _MAX_MISSES:
-                self._missing.clear()
-            self._missing[id_or_name] = time.monotonic()
-        return found
+    async def _write(self, id: str, function: Callable[..., T], *args: object) -> T:
+        """Write what concerns ``id`` after what this process is writing of it.
 
-    async def _save(self, record: ExtractorRecord) -> tuple[Stored, bool]:
-        """Save ``record``.
-
-        A thread cannot be cancelled: after a timeout it goes on, and :meth:`delete` waits for it.
+        A thread cannot be cancelled: after a timeout it goes on, and what comes next must not overtake it.
         """
-        made = record.description
-        fields = made.id, made.spec, made.weights, made.return_nodes, made.fingerprint
-        save = background(in_pool(self._pool, self._store.put, *fields))
-        saves = self._saves.setdefault(record.id, set())
-        saves.add(save)
+        async with self.health.operation("write"):
+            lock = self._locks.setdefault(id, asyncio.Lock())
+            await lock.acquire()
+            task = background(in_pool(self._pool, function, *args))
 
-        def ended(save: asyncio.Task[tuple[Stored, bool]]) -> None:
-            saves.discard(save)
-            if not saves and self._saves.get(record.id) is saves:
-                del self._saves[record.id]
-            if not save.cancelled():
-                save.exception()  # or asyncio would log it, where nobody waits any more
+            def ended(done: asyncio.Task[T]) -> None:
+                lock.release()
+                if not done.cancelled():
+                    done.exception()  # or asyncio logs it, where nobody waits any more
 
-        save.add_done_callback(ended)
-        return await asyncio.shield(save)
-
-    async def _saves_ended(self, id: str) -> None:
-        """Wait until the extractor ``id`` is not being saved."""
-        while saves := self._saves.get(id):
-            await asyncio.wait(set(saves))
-
-    @asynccontextmanager
-    async def _operation(self, operation: str, subject: str) -> AsyncIterator[None]:
-        """Bound the time of what the store is asked for, and note what comes of it.
-
-        Args:
-            operation: ``read`` or ``write``.
-            subject: the id or name that it is about.
-
-        Raises:
-            NotReady: the store is unavailable, or it fails.
-        """
-        if self._health.unavailable is not None:
-            raise NotReady(self._health.unavailable, 1.0)
-        try:
-            async with self._health.in_time():
-                yield
-        except (StoreError, TimeoutError) as error:
-            reason = self._health.failed(operation, error)
-            log.warning("%s", reason)
-            if isinstance(error, DamagedObject):
-                self._health.damaged[subject] = reason
-            elif operation == "write":
-                self._health.unwritable = reason
-            raise NotReady(reason, 1.0) from None
-        if operation == "write":
-            self._health.unwritable = None
+            task.add_done_callback(ended)
+            return await asyncio.shield(task)

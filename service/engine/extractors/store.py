@@ -1,60 +1,38 @@
-"""The store that processes share: specs, names and deletions of extractors, each a small object.
+"""A store of extractors, each a small object.
 
 Under ``FXSERVE_EXTRACTORS``, a folder or any URL that fsspec knows:
 
 - ``store.json`` marks it as a store. Without it the store is taken to be unavailable, not empty.
-- ``specs/ID.json`` is an extractor, which exists as long as this object does. Its token is a new one each time that the
-  extractor is made: one that was deleted and made again is not the same.
-- ``names/NAME/N.json`` gives a name to an id and a token. The highest N is the owner, and the name is free where that
-  extractor, with that token, no longer exists. Giving it to another creates N + 1.
-- ``deleted/KIND-SUBJECT.TIME.TOKEN.json`` is a notice to the other processes that an extractor was deleted, or that a
-  name has another owner. It is kept for a day.
+- ``specs/ID.json`` is an extractor, which exists as long as this object does.
+- ``names/NAME.json`` holds the id that has the name. Without that extractor the name is free.
+- ``named/ID.NAME.json`` lists the names of an id, for its deletion and for listings; ``names`` decides.
+- ``marks/preloaded-ID.json``: the extractor was preloaded once. If it does not exist, it was deleted since.
+- ``marks/free-NAME-TOKEN.json``: a process is removing that name object.
 
 Objects are created exclusively and atomically, and never change; see :mod:`service.engine.extractors.objects`.
 """
 
 from __future__ import annotations
 
-import random
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.extractors.objects import (
-    DamagedObject,
-    NewerVersion,
-    Objects,
-    StoreError,
-    kind_and_subject,
-    unique_name,
-    written_at,
-)
+from service.engine.extractors.objects import VERSION, DamagedObject, NewerVersion, Objects, StoreError
 from service.schemas.v1 import ExtractorSpec
 
-NOTICE_SECONDS = 24 * 3600.0
-"""How long the notice of a deletion is kept."""
-
-MAX_NOTICES = 4096
-"""Maximum notices, of which each process reads the names at every poll. The oldest go first, but none of the last
-minutes, which others may not have seen."""
-
-_UNSEEN_SECONDS = 300.0
-_PRUNED_NAMES = 100
-_FOLDERS = "specs", "names", "deleted", "parts"
-
+_FOLDERS = "specs", "names", "named", "marks", "parts"
 _PAGE = 50
-"""Extractors, or names, that one step of a listing reads."""
-
+_ATTEMPTS = 40
+_DEAD_SECONDS = 60.0
+_PART_SECONDS = 24 * 3600.0
 _CACHED_BYTES = 64 * 1024**2
-_OWNER_BYTES = 512
 _ID = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -65,252 +43,195 @@ class Stored:
 
     Attributes:
         id: as :func:`~service.engine.extractors.resolving.extractor_id` has it.
-        token: a new one each time that it is made.
         spec: with the full name of its weights. Its ``name`` is the one it was made with, which may be another's now.
         return_nodes: key → node, resolved.
         fingerprint: of the model's graph where it was made.
     """
 
     id: str
-    token: str
     spec: ExtractorSpec
     return_nodes: dict[str, str]
     fingerprint: str
 
 
 class Store:
-    """A store at a URL. Blocks: not for the event loop. For any thread.
-
-    Attributes:
-        objects: the objects that it consists of; they know the URL and whether it is a folder.
+    """A store at a URL. Blocks: not for the event loop. For any thread. Methods raise :class:`StoreError`.
 
     Raises:
-        ValueError: there is no driver for the URL, or it is not installed.
+        ValueError: there is no driver for the URL, it is not installed, or it cannot create objects exclusively.
     """
 
     def __init__(self, url: str) -> None:
-        self.objects = Objects(url)
+        self.url = url
+        self._objects = Objects(url)
         self._mark: dict[str, Any] | None = None
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
-        self._owners: ByteCache[str, tuple[str, str]] = ByteCache(_CACHED_BYTES // 4, lambda _: _OWNER_BYTES)
 
     def open(self) -> None:
-        """Read which store it is, and create it if there is none. One that cannot be written can be opened.
-
-        Raises:
-            StoreError: it cannot be read or created, or a newer version made it.
-        """
-        with self.objects.store_errors("opened"):
-            self._mark = self.objects.read("store.json")
-            if self._mark is None:
-                self.objects.make_folders(*_FOLDERS)
-                self.objects.create("store.json", {"store": secrets.token_hex(8)})
-                self._mark = self.objects.read("store.json")
-
-    def probe(self) -> None:
-        """Write something, and remove it.
-
-        Raises:
-            StoreError: the store cannot be written, or has gone.
-        """
-        self.check()  # else the folders would be made again where a store was taken away
-        with self.objects.store_errors("written"):
-            self.objects.make_folders(*_FOLDERS)
-            probe = f"parts/probe-{secrets.token_hex(8)}.json"
-            self.objects.create(probe, {})
-            self.objects.remove(probe)
+        """Read which store it is, and create it if there is none. One that cannot be written can be opened."""
+        with self._objects.store_errors("opened"):
+            mark = self._objects.read("store.json")
+            if mark is None:
+                self._objects.make_folders(*_FOLDERS)
+                self._objects.create("store.json", {"store": secrets.token_hex(8)})
+                mark = self._objects.read("store.json")
+            with suppress(OSError, StoreError):  # it cannot be written
+                self._objects.make_folders(*_FOLDERS)
+                self._objects.prune_parts(time.time() - _PART_SECONDS)
+                if mark is not None and mark["version"] < VERSION:
+                    self._take_over()
+        self._mark = mark
 
     def check(self) -> None:
-        """Check that the store is still the one that was opened.
-
-        Raises:
-            StoreError: it is not.
-        """
+        """Check that the store is the one that was opened; open it if none was."""
         if self._mark is None:
             self.open()
             return
-        with self.objects.store_errors("read"):
-            mark = self.objects.read("store.json")
-        if mark != self._mark:
+        with self._objects.store_errors("read"):
+            mark = self._objects.read("store.json")
+        if mark is None or mark["store"] != self._mark["store"]:
             raise StoreError(
-                f"the store of extractors {self.objects.url} cannot be read: "
+                f"the store of extractors {self.url} cannot be read: "
                 + ("its store.json is missing" if mark is None else "another store has taken its place")
             )
 
-    def put(
-        self, id: str, spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], fingerprint: str
-    ) -> tuple[Stored, bool]:
-        """Create the extractor ``id`` unless it exists; the one that exists then, and whether this created it."""
-        path = f"specs/{id}.json"
+    def probe(self) -> None:
+        """Write something, and remove it."""
+        self.check()  # else the folders would be made again where a store was taken away
+        with self._objects.store_errors("written"):
+            self._objects.make_folders(*_FOLDERS)
+            probe = f"parts/probe-{secrets.token_hex(8)}.json"
+            self._objects.create(probe, {})
+            self._objects.remove(probe)
+
+    def put(self, stored: Stored, room: bool = True) -> bool | None:
+        """Create an extractor unless it exists. A damaged object is replaced.
+
+        Args:
+            stored: the extractor.
+            room: whether another one may be created.
+
+        Returns:
+            Whether this created it; None if it does not exist and there is no room.
+        """
+        path = f"specs/{stored.id}.json"
         content = {
-            "id": id,
-            "token": secrets.token_hex(8),
-            "spec": spec.model_copy(update={"weights": weights}).model_dump(mode="json"),
-            "return_nodes": return_nodes,
-            "fingerprint": fingerprint,
-            "made": time.time(),
+            "id": stored.id,
+            # Without defaults: versions that lack a field read the specs that do not use it.
+            "spec": stored.spec.model_dump(mode="json", exclude_defaults=True),
+            "return_nodes": stored.return_nodes,
+            "fingerprint": stored.fingerprint,
         }
-        with self.objects.store_errors("written"):
-            for _ in range(5):
-                if self.objects.create(path, content):
-                    return _stored(path, content), True
-                try:
-                    existing = self.get(id)
-                except DamagedObject as damaged:
-                    if isinstance(damaged.__cause__, NewerVersion):
-                        raise
-                    self.objects.remove(path)  # to be created again
-                    continue
-                if existing is not None:
-                    return existing, False
-        raise StoreError(f"{path} in {self.objects.url} is made and deleted again and again")
+        with self._objects.store_errors("written"):
+            if self._exists(stored.id, path):
+                return False
+            return self._objects.create(path, content) if room else None
 
     def get(self, id: str) -> Stored | None:
         """Return the extractor ``id``; None if it does not exist."""
         path = f"specs/{id}.json"
-        with self.objects.store_errors("read"):
-            content = self.objects.read(path)
-        return None if content is None else _stored(path, content)
+        with self._objects.store_errors("read"):
+            content = self._objects.read(path)
+        if content is None:
+            return None
+        try:
+            spec = ExtractorSpec.model_validate(content["spec"])
+            return Stored(content["id"], spec, dict(content["return_nodes"]), content["fingerprint"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 
-    def find(self, id_or_name: str) -> Stored | None:
-        """Return the extractor of that id or name, or None.
+    def find(self, id_or_name: str) -> str | None:
+        """Return the id of the extractor with that id or name, or None."""
+        if is_id(id_or_name) and self.get(id_or_name) is not None:
+            return id_or_name
+        id = self.owner(id_or_name)
+        if id is None:
+            self.check()  # else a store that is gone looks empty
+        return id
 
-        Raises:
-            StoreError: the store is unavailable.
-        """
-        found = (self.get(id_or_name) if is_id(id_or_name) else None) or self.owner(id_or_name)
-        if found is None:
-            self.check()
-        return found
-
-    def owner(self, name: str) -> Stored | None:
-        """Return the extractor that has ``name``; None if the name is free."""
+    def owner(self, name: str) -> str | None:
+        """Return the id of the extractor that has ``name``; None if the name is free."""
         if not _NAME.fullmatch(name):
             return None
-        with self.objects.store_errors("read"):
-            return self._owner(name)[1]
+        with self._objects.store_errors("read"):
+            entry = self._entry(name)
+            return None if entry is None or self.get(entry["id"]) is None else str(entry["id"])
 
-    def claim(self, name: str, stored: Stored, may_replace: Callable[[str], bool]) -> str:
-        """Give ``name`` to ``stored``, unless another has it that may not be replaced; the id that has it then."""
-        with self.objects.store_errors("written"):
-            while True:
-                last, owner = self._owner(name)
-                if owner is not None and (owner.id == stored.id or not may_replace(owner.id)):
-                    return owner.id
-                path = f"names/{name}/{last + 1}.json"
-                if not self.objects.create(path, {"name": name, "id": stored.id, "token": stored.token}):
+    def claim(self, name: str, id: str, may_replace: Callable[[str], bool]) -> str:
+        """Give ``name`` to ``id``, unless another has it that may not be replaced; the id that has it then."""
+        listed = f"named/{id}.{name}.json"
+        with self._objects.store_errors("written"):
+            self._objects.create(listed, {})
+            for _ in range(_ATTEMPTS):
+                if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
+                    if self.get(id) is None:  # deleted meanwhile, perhaps before its name was there to be removed
+                        self._free(name, id)
+                    return id
+                entry = self._entry(name)
+                if entry is None:
                     continue
-                numbers = self._numbers(name)
-                if max(numbers, default=0) > last + 1:  # another process was faster
-                    self.objects.remove(path)
-                    continue
-                for number in numbers:
-                    if number <= last:
-                        self.objects.remove(f"names/{name}/{number}.json")
-                if owner is not None:
-                    self._notify("name", name)
-                return stored.id
+                if entry["id"] == id:
+                    return id
+                if self.get(entry["id"]) is not None and not may_replace(entry["id"]):
+                    self._objects.remove(listed)
+                    return str(entry["id"])
+                self._free(name, entry["id"])
+        raise StoreError(f"the name {name} in {self.url} is being freed by another process")
 
     def delete(self, id: str) -> bool:
-        """Remove the extractor ``id``, which frees its names, and leave a notice for the other processes; False if
-        there is none.
+        """Remove the extractor ``id`` and its names; False if it does not exist.
 
-        Raises:
-            StoreError: the store is unavailable or cannot be written; nothing was deleted.
+        It is removed before its names, so that a name given meanwhile is either found here or freed by its claim.
         """
-        if self.get(id) is None:
-            self.check()
-            return False
-        with self.objects.store_errors("written"):
-            self.objects.remove(f"specs/{id}.json")
-        # It is deleted now. If the disk is too full for a notice, the others find out by a sweep.
-        with suppress(StoreError), self.objects.store_errors("written"):
-            self._notify("extractor", id)
-        return True
+        path = f"specs/{id}.json"
+        with self._objects.store_errors("written"):
+            existed = self._exists(id, path)
+            if not existed:
+                self.check()
+            self._objects.remove(path)
+            for owner, name in self._named():
+                with suppress(DamagedObject):
+                    if owner == id:
+                        self._free(name, id)
+        return existed
 
-    def notices(self) -> list[str]:
-        """Notices of the last day: names by :func:`~service.engine.extractors.objects.unique_name`, of ``extractor``
-        or ``name``."""
-        with self.objects.store_errors("read"):
-            return self.objects.names_in("deleted")
+    def mark_preloaded(self, id: str) -> None:
+        """Record that the extractor ``id``, which exists, was preloaded."""
+        with self._objects.store_errors("written"):
+            self._objects.create(f"marks/preloaded-{id}.json", {})
 
-    def ids(self) -> set[str]:
-        """Return the ids of all extractors."""
-        with self.objects.store_errors("read"):
-            return {file.removesuffix(".json") for file in self.objects.names_in("specs")}
+    def was_deleted(self, id: str) -> bool:
+        """Return whether the extractor ``id`` was preloaded once, and does not exist."""
+        with self._objects.store_errors("read"):
+            return self._objects.read(f"marks/preloaded-{id}.json") is not None and self.find(id) is None
 
-    def names(self) -> list[str]:
-        """Return the names that were given, those of extractors deleted lately included."""
-        with self.objects.store_errors("read"):
-            return self.objects.names_in("names")
+    def counts(self) -> tuple[int, int]:
+        """Return how many extractors and names there are."""
+        with self._objects.store_errors("read"):
+            return len(self._objects.names_in("specs")), len(self._objects.names_in("named"))
 
     def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
-        """Yield all extractors that can be read, each with one of its names, in pages.
+        """Yield all extractors that can be read, each with one of its names, in pages: no step takes long."""
+        with self._objects.store_errors("read"):
+            names = dict(sorted(self._named()))
+            yield []
+            ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
+            for start in range(0, len(ids), _PAGE):
+                found = map(self._listed, ids[start : start + _PAGE])
+                yield [(stored, names.get(stored.id)) for stored in found if stored is not None]
 
-        The names are read first, which gives empty pages: no step takes long, however many objects there are.
-        """
-        owned: dict[tuple[str, str], str] = {}
-        with self.objects.store_errors("read"):
-            for names in _in_pages(sorted(self.names())):
-                for name in names:
-                    owner = self._named(name)
-                    if owner is not None:
-                        owned[owner] = name
-                yield []
-            for ids in _in_pages(sorted(self.ids())):
-                found = [stored for stored in map(self._listed, ids) if stored is not None]
-                yield [(stored, owned.get((stored.id, stored.token))) for stored in found]
-
-    def drop_cached(self, id: str) -> None:
-        """Have :meth:`pages` read the extractor ``id`` again."""
-        self._cached.drop(id)
-
-    def prune(self) -> None:
-        """Remove notices that are a day old, repeated or too many, and names that have been free for a day.
-
-        Of the names, some are looked at each time: each is several requests to a bucket.
-        """
-        before = time.time() - NOTICE_SECONDS
-        with self.objects.store_errors("written"):
-            for notice in _old_notices(self.objects.names_in("deleted")):
-                self.objects.remove(f"deleted/{notice}")
-            names = self.names()
-            for name in random.sample(names, min(len(names), _PRUNED_NAMES)):
-                last, owner = self._owner(name)
-                entry = self.objects.read(f"names/{name}/{last}.json") if last and owner is None else None
-                if entry is not None and entry["made"] < before:
-                    self.objects.remove(f"names/{name}/{last}.json")
-                self.objects.remove_empty(f"names/{name}")
-            self.objects.prune_parts(before)
-
-    def _owner(self, name: str) -> tuple[int, Stored | None]:
-        """Return the highest number under ``name``, and the extractor that it gives the name to."""
-        while True:
-            last = max(self._numbers(name), default=0)
-            if not last:
-                return 0, None
-            entry = self.objects.read(f"names/{name}/{last}.json")
-            if entry is None:  # another process has just claimed the name
-                continue
-            owner = self.get(entry["id"])
-            return last, owner if owner is not None and owner.token == entry["token"] else None
-
-    def _named(self, name: str) -> tuple[str, str] | None:
-        """Return the id and the token that ``name`` was given to last, of an extractor that may be gone; None if it
-        cannot be read."""
-        last = max(self._numbers(name), default=0)
-        path = f"names/{name}/{last}.json"
-        owner = self._owners.get(path)
-        if owner is None and last:
-            with suppress(DamagedObject):
-                entry = self.objects.read(path)
-                if entry is not None:
-                    owner = str(entry["id"]), str(entry["token"])
-                    self._owners.put(path, owner)
-        return owner
+    def _exists(self, id: str, path: str) -> bool:
+        """Return whether the extractor ``id`` exists; a damaged one is removed, but not what a newer version wrote."""
+        try:
+            return self.get(id) is not None
+        except DamagedObject as damaged:
+            if isinstance(damaged.__cause__, NewerVersion):
+                raise
+            self._objects.remove(path)
+            return False
 
     def _listed(self, id: str) -> Stored | None:
-        """Return the extractor ``id``, read once; None if it cannot be."""
+        """Return the extractor ``id``, read once: an id is always the same extractor. None if it cannot be read."""
         stored = self._cached.get(id)
         if stored is None:
             with suppress(DamagedObject):
@@ -319,30 +240,59 @@ class Store:
                 self._cached.put(id, stored)
         return stored
 
-    def _numbers(self, name: str) -> list[int]:
-        texts = (file.removesuffix(".json") for file in self.objects.names_in(f"names/{name}"))
-        return [int(text) for text in texts if text.isdigit()]
+    def _named(self) -> list[tuple[str, str]]:
+        """Return ids and names, each pair once."""
+        pairs = (file.removesuffix(".json").partition(".") for file in self._objects.names_in("named"))
+        return [(id, name) for id, _, name in pairs]
 
-    def _notify(self, kind: str, subject: str) -> None:
-        self.objects.create(f"deleted/{unique_name(kind, subject)}.json", {"kind": kind, "what": subject})
+    def _entry(self, name: str) -> dict[str, Any] | None:
+        entry = self._objects.read(f"names/{name}.json")
+        if entry is not None and not (isinstance(entry.get("id"), str) and isinstance(entry.get("token"), str)):
+            raise DamagedObject(f"names/{name}.json in {self.url} cannot be used: it lacks an id or a token")
+        return entry
 
+    def _free(self, name: str, id: str) -> None:
+        """Take ``name`` from ``id``, unless another has it.
 
-def _in_pages(texts: list[str]) -> Iterator[list[str]]:
-    return (texts[start : start + _PAGE] for start in range(0, len(texts), _PAGE))
+        One process at a time removes a name object: a second one, slower, would remove what the first then created.
+        """
+        self._objects.remove(f"named/{id}.{name}.json")
+        entry = self._entry(name)
+        if entry is None or entry["id"] != id:
+            return
+        mark = f"marks/free-{name}-{entry['token']}.json"
+        try:
+            mine = self._objects.create(mark, {})
+        except OSError:
+            mine = True  # a full disk, where nobody creates a name either
+        if not mine:
+            other = self._objects.read(mark)
+            if other is not None and time.time() - other["made"] > _DEAD_SECONDS:
+                self._objects.remove(mark)
+            time.sleep(0.05)
+            return
+        if self._entry(name) == entry:
+            self._objects.remove(f"names/{name}.json")
+        self._objects.remove(mark)
 
-
-def _old_notices(notices: Iterable[str]) -> list[str]:
-    """Return those of ``notices`` that tell nothing any more, or are the oldest of too many."""
-    now = time.time()
-    old = []
-    subjects: set[tuple[str, str]] = set()
-    for notice in sorted(notices, key=written_at, reverse=True):
-        age, subject = now - written_at(notice), kind_and_subject(notice)
-        useless = age > NOTICE_SECONDS or subject in subjects or len(subjects) >= MAX_NOTICES
-        if useless and age > min(_UNSEEN_SECONDS, NOTICE_SECONDS):
-            old.append(notice)
-        subjects.add(subject)
-    return old
+    def _take_over(self) -> None:
+        """Bring a store of format 1 up to date, once: names were folders, and deletions were notices."""
+        if self._objects.read("marks/format-2.json") is not None:
+            return
+        for name in self._objects.names_in("names"):
+            numbers = [
+                int(number) for number in map(_stem, self._objects.names_in(f"names/{name}")) if number.isdigit()
+            ]
+            with suppress(DamagedObject, KeyError):
+                entry = self._objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
+                spec = None if entry is None else self._objects.read(f"specs/{entry['id']}.json")
+                if entry is not None and spec is not None and spec["token"] == entry["token"]:
+                    self.claim(name, entry["id"], lambda _: False)
+        for notice in self._objects.names_in("deleted"):
+            kind, _, id = notice.partition(".")[0].partition("-")
+            if kind == "extractor":
+                self._objects.create(f"marks/preloaded-{id}.json", {})
+        self._objects.create("marks/format-2.json", {})
 
 
 def is_id(text: str) -> bool:
@@ -350,14 +300,5 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def _stored(path: str, content: dict[str, Any]) -> Stored:
-    try:
-        return Stored(
-            content["id"],
-            content["token"],
-            ExtractorSpec.model_validate(content["spec"]),
-            dict(content["return_nodes"]),
-            content["fingerprint"],
-        )
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
+def _stem(file: str) -> str:
+    return file.removesuffix(".json")

@@ -47,7 +47,7 @@ async def find(state: State, caller: Caller, name: str, version: str = VERSION) 
 
 
 async def _any_version(state: State, caller: Caller, name: str) -> ExtractorRecord | ModelEntry:
-    record = state.engine.records.known(name)
+    record = await state.engine.extractors.known(name)
     if record is not None and record.state != "failed":
         return record
     try:

@@ -41,7 +41,12 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
     """
     payload = await small_json(request, state, IndexRequest)
     async with state.listings.place(caller) as place:
-        others = [] if payload.ready else await state.engine.extractors.elsewhere()
+        extractors = state.engine.extractors
+        others = [] if payload.ready else await extractors.elsewhere()
+        if payload.ready:
+            for record in state.engine.records.list():
+                if record.runtime is not None:
+                    await extractors.known(record.id)  # which another process may have deleted
         targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
         here = metadata.entries(state, targets)
         entries = chain(

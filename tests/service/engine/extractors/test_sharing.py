@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.engine.extractors import extractors, sharing, store_health, watching
-from service.engine.extractors.store import Store
+from service.engine.extractors import adoption, extractors, sharing, store_health
+from service.engine.extractors.store import Store, Stored
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
 from tests.small_disk import small_disk
@@ -23,6 +22,17 @@ pytestmark = pytest.mark.anyio
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy disk may take seconds for what takes none."""
     monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", PATIENCE)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was read is relied on, as two seconds later."""
+    for module in (adoption, extractors, store_health):
+        monkeypatch.setattr(module, "CHECK_SECONDS", 0.0)
+
+
+def ids(url: str) -> set[str]:
+    return {stored.id for page in Store(url).pages() for stored, _ in page}
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.exhaustive)])
@@ -62,18 +72,20 @@ async def test_what_one_process_makes_another_builds_once(
 
         with pytest.raises(NameTaken):
             await other.extractor(spec("resnet18", ["layer4"], name="r"), keep=True)
-        assert len(Store(url).ids()) == 1
+        assert ids(url) == {record.id}
         with pytest.raises(Forbidden):  # a key of scope read makes nothing
             await other.extractor(spec("resnet18", ["layer4"]), build=False)
 
 
-async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url: str) -> None:
+async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url: str, later: None) -> None:
     preload = "mobilenet_v3_small@random:features.8"
     async with engine(extractors=url, preload=preload) as one, engine(extractors=url, preload=preload) as other:
         await until(lambda: one.readiness()[0] and other.readiness()[0])
         [record] = one.records.list()
         await one.extractors.delete(record.id)
-        await until(lambda: not other.records.list())
+        with pytest.raises(UnknownExtractor):
+            await other.extractors.look_up(record.id)
+        assert other.records.list() == []
         async with engine(extractors=url, preload=preload) as later:  # takes the place of one that died
             await until(lambda: later.readiness()[0])
             assert later.records.list() == []
@@ -81,35 +93,60 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
                 await later.extractors.look_up(record.id)
             await built(later, nodes=["features.8"])
             assert (await one.extractors.look_up(record.id)).id == record.id
-            # The other makes it again before it can know of the deletion.
+            # The other makes it again before it knows of the deletion.
             await later.extractors.delete(record.id)
             _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
             assert created
             assert (await later.extractors.look_up("anew")).id == record.id
-            seconds = watching.POLL_SECONDS if Store(url).objects.local else watching.REMOTE_POLL_SECONDS
-            await asyncio.sleep(2 * seconds + 0.5)
-            assert one.records.known("anew") is not None
+            assert await one.extractors.known("anew") is not None
 
 
-async def test_what_is_being_made_again_is_not_forgotten(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the notice of its deletion comes while a slow disk writes it."""
-    put = Store.put
-
-    def slow(*args: Any) -> Any:
-        time.sleep(4 * watching.POLL_SECONDS)
-        return put(*args)
-
+async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record = await built(one)
-        await other.extractors.look_up(record.id)
-        monkeypatch.setattr(Store, "put", slow)
-        await other.extractors.delete(record.id)
-        again, created = await one.extractor(spec(name="anew"), keep=True)
-        assert created
-        assert one.records.known("anew") is again
+        made = [await one.extractor(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True) for n in range(5)]
+        records = [await other.extractors.look_up(f"n{n}") for n in range(5)]
+        used = [other.extractors.load(record) for record in records]
+        await asyncio.gather(*used)
+        for record, _ in made:
+            await one.extractors.delete(record.id)
+        assert len(other.records.list()) == 5  # nothing was used since
+        assert await other.extractors.known("n0") is None
+        assert await other.extractors.namesake("n1") is None
+        with pytest.raises(UnknownExtractor):
+            await other.extractors.delete("n2")
+        with pytest.raises(Forbidden):
+            await other.extractor(spec(nodes=["features.3"]), build=False)
+        assert [record.id for record in other.records.list()] == [made[4][0].id]
+        again, created = await other.extractor(spec(nodes=["features.4"]))  # in one step
+        assert (created, again.name, again is records[4]) == (True, None, True)
+        assert await other.extractors.elsewhere() == []
+        assert other.records.list() == [again]
+        assert ids(url) == {again.id}
+
+
+async def test_the_store_is_read_no_more_often_than_it_must(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor by several requests at a time, nor on the event loop."""
+    for module in (adoption, extractors, store_health):
+        monkeypatch.setattr(module, "CHECK_SECONDS", PATIENCE)
+    url, find, read = str(tmp_path / "store"), Store.find, []
+
+    def counted(store: Store, key: str) -> str | None:
+        read.append(threading.current_thread().name)
+        return find(store, key)
+
+    async with engine(extractors=url) as one:
+        record, _ = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+        monkeypatch.setattr(Store, "find", counted)
+        for key in (record.id, "r"):
+            read.clear()
+            for _ in range(2):
+                await asyncio.gather(*(one.extractors.look_up(key) for _ in range(8)))
+                await one.extractors.known(key)
+                await one.extractor(spec())
+            assert [name.rpartition("_")[0] for name in read] == ["fxserve-store"]
 
 
 async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, url: str) -> None:
@@ -127,7 +164,9 @@ async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, u
         assert (await other.extractors.look_up("r")).id == record.id
 
 
-async def test_what_was_made_without_the_store_is_saved_later(engine: MakeEngine, tmp_path: Path) -> None:
+async def test_what_was_made_without_the_store_is_saved_when_it_is_asked_for_again(
+    engine: MakeEngine, tmp_path: Path, later: None
+) -> None:
     folder, aside = tmp_path / "store", tmp_path / "aside"
     async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
         await until(lambda: one.readiness() == (True, "ready"))
@@ -138,33 +177,18 @@ async def test_what_was_made_without_the_store_is_saved_later(engine: MakeEngine
             await other.extractors.look_up(record.id)
         with pytest.raises(NotReady):
             await one.extractor(spec(name="r"), keep=True)
+        assert await one.extractors.look_up(record.id) is record
         aside.rename(folder)
-        await until(lambda: record.token is not None)
-        await until(lambda: other.readiness()[1] == "ready")
+        await until(lambda: one.readiness()[1] == other.readiness()[1] == "ready")
+        assert await one.extractors.look_up(record.id) is record
+        assert await one.extractor(spec()) == (record, True)
         assert (await other.extractors.look_up(record.id)).id == record.id
-
-
-async def test_what_is_deleted_while_the_store_is_away_is_not_saved_later(engine: MakeEngine, tmp_path: Path) -> None:
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one:
-        await until(lambda: one.readiness() == (True, "ready"))
-        folder.rename(aside)
-        await until(lambda: one.readiness()[1] != "ready")
-        record = await built(one)
-        kept = await built(one, nodes=["features.3"])
-        async with engine(extractors=str(aside)) as other:  # it still reaches the store
-            assert (await other.extractor(spec(), keep=True))[0].id == record.id
-            await other.extractors.delete(record.id)
-        aside.rename(folder)
-        await until(lambda: kept.token is not None)
-        assert one.records.list() == [kept]
-        assert Store(str(folder)).ids() == {kept.id}
 
 
 async def test_a_name_that_moves_while_another_process_looks_it_up(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names the extractor that the store says, though the one that had it exists again."""
+    """Two seconds later it names the extractor that the store says, though the one that had it exists again."""
     url = str(tmp_path / "store")
     resolve = extractors.resolve
     begun, resume = threading.Event(), threading.Event()
@@ -186,21 +210,22 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
         resume.set()
         await looking
         assert again.id == first.id
+        monkeypatch.setattr(adoption, "CHECK_SECONDS", 0.0)
         assert (await other.extractors.look_up("x")).id == second.id
 
 
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = sharing.Sharing.owner
+    find = sharing.Sharing.find
     free = []
 
     async def together(self: sharing.Sharing, name: str) -> Any:
-        free.append(await owner(self, name))
+        free.append(await find(self, name))
         await until(lambda: len(free) == 3)
         return None
 
-    monkeypatch.setattr(sharing.Sharing, "owner", together)
+    monkeypatch.setattr(sharing.Sharing, "find", together)
     async with engine(extractors=str(tmp_path / "store")) as one:
         wanted = [spec(nodes=[f"features.{number}"], name="x") for number in (2, 3, 4)]
         given = await asyncio.gather(*(one.extractor(each, keep=True) for each in wanted), return_exceptions=True)
@@ -217,7 +242,7 @@ async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
     async with engine(extractors=url) as one:
         with pytest.raises(StoreFull, match="names"):
             await one.extractor(spec(name="x"), keep=True)
-        assert Store(url).ids() == set()
+        assert ids(url) == set()
 
 
 class SlowPut:
@@ -233,32 +258,6 @@ class SlowPut:
             return put(*args)
 
         monkeypatch.setattr(Store, "put", slow)
-
-
-async def test_a_deletion_during_a_deferred_save_stays(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one:
-        await until(lambda: one.readiness() == (True, "ready"))
-        folder.rename(aside)
-        await until(lambda: one.readiness()[1] != "ready")
-        records = [await built(one), await built(one, nodes=["features.8"])]
-        with pytest.raises(NotReady):  # it would be deleted here only
-            await one.extractors.delete(records[0].id)
-        slow = SlowPut(monkeypatch)
-        aside.rename(folder)
-        await until(slow.begun.is_set)  # the first one; the second one is next
-        deletions = [asyncio.create_task(one.extractors.delete(record.id)) for record in records]
-        await until(deletions[1].done)
-        assert not deletions[0].done()
-        slow.resume.set()
-        await asyncio.gather(*deletions)
-        await until(lambda: one.readiness()[1] == "ready")
-        assert Store(str(folder)).ids() == set()
-        for record in records:
-            with pytest.raises(UnknownExtractor):
-                await one.extractors.look_up(record.id)
 
 
 async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeEngine, tmp_path: Path) -> None:
@@ -281,36 +280,19 @@ async def test_a_deletion_is_refused_while_a_save_is_pending(
         slow = SlowPut(monkeypatch)
         monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", 0.3)
         record = await built(one)  # without the store
-        assert record.token is None
+        assert not record.saved
         with pytest.raises(NotReady):
             await one.extractors.delete(record.id)
         assert one.records.known(record.id) is record
         monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", PATIENCE)
-        await until(lambda: one.readiness()[1] == "ready" or slow.resume.set())
-        await one.extractors.delete(record.id)
-        assert Store(url).ids() == set()
+        deletion = asyncio.create_task(one.extractors.delete(record.id))
+        await asyncio.sleep(0.1)
+        assert not deletion.done()
+        slow.resume.set()
+        await deletion
+        assert ids(url) == set()
         with pytest.raises(UnknownExtractor):
             await one.extractors.look_up(record.id)
-
-
-async def test_a_long_eviction_sweep_blocks_no_request(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bucket with thousands of names is swept for minutes."""
-    url = str(tmp_path / "store")
-    resume = threading.Event()
-    ended = []
-    monkeypatch.setattr(Store, "prune", lambda store: ended.append(resume.wait(PATIENCE)))
-    try:
-        async with engine(extractors=url) as one, engine(extractors=url) as other:
-            record = await built(one)
-            await other.extractors.look_up(record.id)
-            await one.extractors.delete(record.id)
-            await until(lambda: not other.records.list())
-            assert other.readiness() == (True, "ready")
-            assert not ended
-    finally:
-        resume.set()
 
 
 async def test_listings_take_turns_and_keep_no_read_waiting(
@@ -320,7 +302,7 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
     store.open()
     ids = [f"{number:012x}" for number in range(120)]
     for id in ids:
-        store.put(id, spec(), "IMAGENET1K_V1", {"layer4": "layer4"}, "fingerprint")
+        store.put(Stored(id, spec(), {"layer4": "layer4"}, "fingerprint"))
     pages, gate, begun = Store.pages, threading.Event(), []
 
     def held(store: Store) -> Any:
@@ -341,7 +323,7 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
             assert [stored.id for stored, _ in listed] == ids
 
 
-async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path) -> None:
+async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
         async with engine(extractors=url) as before:
@@ -354,19 +336,18 @@ async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, 
             with pytest.raises(NotReady, match="No space left on device"):
                 await one.extractor(spec(nodes=["features.8"], name="other"), keep=True)
             record = await built(one, nodes=["features.8"])
-            assert record.token is None
+            assert not record.saved
             disk.free()
-            await until(lambda: record.token is not None)
-            assert one.readiness() == (True, "ready")
-            assert Store(url).ids() == {known.id, record.id}
+            await until(lambda: one.readiness() == (True, "ready"))
+            await built(one, nodes=["features.8"])
+            assert ids(url) == {known.id, record.id}
 
 
 async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url, max_stored_extractors=3) as one:
-        await until(lambda: one.extractors._watcher._sweeping.done())  # it counts them
         by_the_way = [await built(one, nodes=[f"features.{number}"]) for number in (2, 3)]
-        assert [record.token is not None for record in by_the_way] == [True, False]
+        assert [record.saved for record in by_the_way] == [True, False]
         asked_for = [
             (await one.extractor(spec(nodes=[f"features.{number}"], name=f"n{number}"), keep=True))[0]
             for number in (4, 5)
@@ -375,9 +356,8 @@ async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) ->
             await one.extractor(spec(nodes=["features.6"]), keep=True)
         assert await one.extractor(spec(nodes=["features.4"], name="again"), keep=True) == (asked_for[0], False)
         stored = {record.id for record in (by_the_way[0], *asked_for)}
-        assert Store(url).ids() == stored
+        assert ids(url) == stored
         async with engine(extractors=url, max_stored_extractors=3) as other:
-            await until(lambda: other.extractors.sharing and other.extractors.sharing.stored == 3)
             with pytest.raises(StoreFull):
                 await other.extractor(spec(nodes=["features.6"]), keep=True)
         await one.extractors.delete("n5")

@@ -15,13 +15,14 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.extractors import store as store_module
-from service.engine.extractors.objects import DamagedObject, StoreError, kind_and_subject, written_at
+from service.engine.extractors.objects import DamagedObject, Objects, StoreError
 from service.engine.extractors.store import Store, Stored
 from service.schemas.v1 import ExtractorSpec
 from tests.small_disk import small_disk
 
-SPEC = ExtractorSpec(model="resnet18", weights="DEFAULT", return_nodes={"layer4": "C5"})
+SPEC = ExtractorSpec(
+    model="resnet18", weights="IMAGENET1K_V1", return_nodes={"layer4": "C5"}, transforms=["fold_constants"]
+)
 NODES = {"C5": "layer4.1.relu_1"}
 IDS = [f"{number:012x}" for number in range(100)]
 
@@ -30,8 +31,13 @@ def never(id: str) -> bool:
     return False
 
 
+def extractor(id: str, fingerprint: str = "fingerprint") -> Stored:
+    return Stored(id, SPEC, NODES, fingerprint)
+
+
 def put(store: Store, id: str) -> Stored:
-    return store.put(id, SPEC, "IMAGENET1K_V1", NODES, "fingerprint")[0]
+    store.put(extractor(id))
+    return extractor(id)
 
 
 @pytest.fixture(params=["folder", "folder without hard links", "s3", "memory"])
@@ -62,62 +68,158 @@ def opened(url: str) -> Store:
 def test_one_writes_and_another_reads(url: str) -> None:
     one, other = opened(url), opened(url)
     assert other.find(IDS[0]) is None
-    stored, new = one.put(IDS[0], SPEC, "IMAGENET1K_V1", NODES, "fingerprint")
-    assert new
-    assert stored.spec == SPEC.model_copy(update={"weights": "IMAGENET1K_V1"})
-    assert other.put(IDS[0], SPEC, "IMAGENET1K_V1", NODES, "fingerprint") == (stored, False)
-    assert other.find(IDS[0]) == stored
-    assert (other.ids(), listed(other)) == ({IDS[0]}, [(stored, None)])
+    assert one.put(extractor(IDS[0]), room=False) is None
+    assert one.put(extractor(IDS[0])) is True
+    assert other.put(extractor(IDS[0]), room=False) is False
+    assert (other.find(IDS[0]), other.get(IDS[0])) == (IDS[0], extractor(IDS[0]))
+    assert listed(other) == [(extractor(IDS[0]), None)]
 
-    assert other.claim("r18", stored, never) == IDS[0]
-    assert one.find("r18") == stored
-    assert listed(one) == [(stored, "r18")]
-    second = put(one, IDS[1])
-    assert one.claim("r18", second, never) == IDS[0]
-    assert one.claim("r18", second, IDS[0].__eq__) == IDS[1]  # what failed gives up its names
-    assert other.find("r18") == second
-    assert [kind_and_subject(text) for text in other.notices()] == [("name", "r18")]
+    assert other.claim("r18", IDS[0], never) == IDS[0]
+    assert one.claim("r18", IDS[0], never) == IDS[0]
+    assert one.find("r18") == IDS[0]
+    assert listed(one) == [(extractor(IDS[0]), "r18")]
+    put(one, IDS[1])
+    assert one.claim("r18", IDS[1], never) == IDS[0]
+    assert listed(one) == [(extractor(IDS[0]), "r18"), (extractor(IDS[1]), None)]
+    assert one.claim("r18", IDS[1], IDS[0].__eq__) == IDS[1]  # what failed gives up its names
+    assert other.find("r18") == IDS[1]
+    assert other.counts() == (2, 1)
 
 
-def test_deleting_frees_names_for_good(url: str) -> None:
+def test_what_is_at_its_default_is_not_written(url: str) -> None:
+    """So that a version that lacks a field reads the specs that do not use it."""
+    put(opened(url), IDS[0])
+    files, root = _files(url)
+    spec = json.loads(files.cat_file(f"{root}/specs/{IDS[0]}.json"))["spec"]
+    assert spec == {
+        "model": "resnet18",
+        "weights": "IMAGENET1K_V1",
+        "return_nodes": {"layer4": "C5"},
+        "transforms": ["fold_constants"],
+    }
+
+
+def test_deleting_removes_an_extractor_and_its_names(url: str) -> None:
     one, other = opened(url), opened(url)
-    stored = put(one, IDS[0])
-    one.claim("r18", stored, never)
-    other.delete(IDS[0])
-    one.delete(IDS[0])
+    put(one, IDS[0])
+    for name in ("r18", "r.18", "r18.json"):
+        one.claim(name, IDS[0], never)
+    assert other.delete(IDS[0])
+    assert not one.delete(IDS[0])
     assert one.find(IDS[0]) is one.find("r18") is None
-    assert one.ids() == set()
-    assert {kind_and_subject(text) for text in one.notices()} == {("extractor", IDS[0])}
-    assert all(abs(written_at(text) - time.time()) < 60 for text in one.notices())
+    assert one.counts() == (0, 0)
+    files, root = _files(url)
+    assert [path for path in files.find(root) if "store.json" not in path] == []
 
-    again = put(other, IDS[0])
-    assert again.token != stored.token
+    put(other, IDS[0])
     assert one.find("r18") is None  # the name was the deleted one's
-    assert one.claim("r18", put(one, IDS[1]), never) == IDS[1]
-    assert other.claim("r18", again, never) == IDS[1]
+    put(one, IDS[1])
+    assert one.claim("r18", IDS[1], never) == IDS[1]
+    assert other.claim("r18", IDS[0], never) == IDS[1]
+    one.delete(IDS[0])
+    assert one.find("r18") == IDS[1]
+
+
+def test_a_name_of_a_deletion_that_did_not_end_is_free(url: str) -> None:
+    one, other = opened(url), opened(url)
+    put(one, IDS[0])
+    one.claim("r18", IDS[0], never)
+    files, root = _files(url)
+    files.rm_file(f"{root}/specs/{IDS[0]}.json")
+    assert other.find("r18") is None
+    put(other, IDS[1])
+    assert other.claim("r18", IDS[1], never) == IDS[1]
+    assert listed(one) == [(extractor(IDS[1]), "r18")]
+
+
+def test_a_name_given_during_a_deletion_goes_with_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = opened(url), opened(url)
+    put(one, IDS[0])
+    create = Objects.create
+
+    def deleted_first(objects: Objects, path: str, content: dict[str, Any]) -> bool:
+        if path == "names/r18.json":
+            monkeypatch.setattr(Objects, "create", create)
+            other.delete(IDS[0])
+        return create(objects, path, content)
+
+    monkeypatch.setattr(Objects, "create", deleted_first)
+    one.claim("r18", IDS[0], never)
+    put(one, IDS[0])
+    assert other.find("r18") is None
+
+
+def test_one_that_frees_a_name_late_leaves_its_next_owner(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = opened(url), opened(url)
+    for id in IDS[:3]:
+        put(one, id)
+    one.claim("r18", IDS[0], never)
+    create = Objects.create
+
+    def slow(objects: Objects, path: str, content: dict[str, Any]) -> bool:
+        if path.startswith("marks/free-r18"):
+            monkeypatch.setattr(Objects, "create", create)
+            assert other.claim("r18", IDS[1], IDS[0].__eq__) == IDS[1]
+        return create(objects, path, content)
+
+    monkeypatch.setattr(Objects, "create", slow)
+    assert one.claim("r18", IDS[2], IDS[0].__eq__) == IDS[1]
+    assert one.find("r18") == IDS[1]
 
 
 def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
-    stored = [put(store, id) for store, id in zip(stores, IDS, strict=False)]
-    dead = put(stores[0], IDS[50])
-    stores[0].claim("taken.over", dead, never)
-    stores[0].delete(IDS[50])
+    for store, id in zip(stores, IDS, strict=False):
+        put(store, id)
+    put(stores[0], IDS[50])
+    stores[0].claim("taken.over", IDS[50], never)
     with ThreadPoolExecutor(8) as pool:
         for name in ("new", "taken.over"):
-            claims = [pool.submit(store.claim, name, one, never) for store, one in zip(stores, stored, strict=True)]
-            owners = {claim.result() for claim in claims}
-            owner = stores[0].find(name)
-            assert owner is not None
-            assert owners == {owner.id}
+            claims = [
+                pool.submit(store.claim, name, id, IDS[50].__eq__) for store, id in zip(stores, IDS, strict=False)
+            ]
+            assert {claim.result() for claim in claims} == {stores[0].find(name)}
 
 
 def test_concurrent_creations_of_an_extractor_save_one(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda s: s.put(IDS[0], SPEC, "IMAGENET1K_V1", NODES, "fingerprint"), stores))
-    assert [new for _, new in made].count(True) == 1
-    assert len({stored.token for stored, _ in made}) == 1
+        made = list(pool.map(lambda store: store.put(extractor(IDS[0])), stores))
+    assert made.count(True) == 1
+
+
+def test_what_was_preloaded_and_deleted_is_known(url: str) -> None:
+    one, other = opened(url), opened(url)
+    assert not one.was_deleted(IDS[0])
+    put(one, IDS[0])
+    one.mark_preloaded(IDS[0])
+    assert not other.was_deleted(IDS[0])
+    other.delete(IDS[0])
+    assert one.was_deleted(IDS[0])
+
+
+def test_a_store_of_format_1_is_taken_over(url: str) -> None:
+    """As it was written: names are folders, the highest number counts, and deletions are notices."""
+    files, root = _files(url)
+
+    def write(path: str, **content: Any) -> None:
+        files.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
+        files.pipe_file(f"{root}/{path}", json.dumps({"version": 1, "made": 1.0, **content}).encode())
+
+    write("store.json", store="0123456789abcdef")
+    spec = {**SPEC.model_dump(mode="json", include={"model", "weights", "return_nodes", "transforms"}), "name": "r18"}
+    for number, id in enumerate(IDS[:2]):
+        write(f"specs/{id}.json", id=id, token=f"{number}", spec=spec, return_nodes=NODES, fingerprint="f")
+    write("names/r18/1.json", name="r18", id=IDS[0], token="0")
+    write("names/r18/2.json", name="r18", id=IDS[1], token="1")
+    write("names/gone/1.json", name="gone", id=IDS[0], token="older")
+    write(f"deleted/extractor-{IDS[9]}.1764000000000.0a1b2c3d.json")
+    store = opened(url)
+    assert (store.find(IDS[0]), store.find("r18"), store.find("gone")) == (IDS[0], IDS[1], None)
+    assert store.was_deleted(IDS[9])
+    store.delete(IDS[1])
+    put(store, IDS[1])
+    assert opened(url).find("r18") is None  # once
 
 
 def _files(url: str) -> tuple[Any, str]:
@@ -125,23 +227,24 @@ def _files(url: str) -> tuple[Any, str]:
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"[]", b"", b'{"version": 2}', b'{"version": 1, "id": "0"}'], ids=lambda data: data.decode()
+    "content", [b"{", b"[]", b"", b'{"version": 3}', b'{"version": 1, "id": "0"}'], ids=lambda data: data.decode()
 )
 def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
     store = opened(url)
-    whole, broken = put(store, IDS[0]), put(store, IDS[1])
+    whole = put(store, IDS[0])
+    put(store, IDS[1])
     files, root = _files(url)
     files.pipe_file(f"{root}/specs/{IDS[1]}.json", content)
     with pytest.raises(DamagedObject, match=IDS[1]):
         store.find(IDS[1])
     fresh = opened(url)
     assert listed(fresh) == [(whole, None)]
-    if b"2" in content:  # a newer version's: not ours to replace
+    if b"3" in content:  # a newer version's: not ours to replace
         with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
     else:
-        assert put(store, IDS[1]).token != broken.token
-        assert store.find(IDS[1]) is not None
+        assert store.put(extractor(IDS[1])) is True
+        assert store.find(IDS[1]) == IDS[1]
 
 
 def test_a_store_that_is_gone_is_unavailable_and_not_empty(url: str) -> None:
@@ -156,55 +259,19 @@ def test_a_store_that_is_gone_is_unavailable_and_not_empty(url: str) -> None:
         store.check()
 
 
-def test_old_notices_and_free_names_are_pruned(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(url)
-    kept, gone = put(store, IDS[0]), put(store, IDS[1])
-    store.claim("kept", kept, never)
-    store.claim("gone", gone, never)
-    store.delete(IDS[1])
-    store.prune()
-    assert len(store.notices()) == 1
-    monkeypatch.setattr(store_module, "NOTICE_SECONDS", -1.0)
-    store.prune()
-    assert store.notices() == []
-    files, root = _files(url)
-    assert [path.rpartition("/names/")[2] for path in files.find(f"{root}/names")] == ["kept/1.json"]
-    assert store.find("kept") == kept
-
-
-def test_notices_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(str(tmp_path))
-
-    def notice(kind: str, subject: str, age: float) -> str:
-        name = f"{kind}-{subject}.{(time.time() - age) * 1000:.0f}.0a1b2c3d.json"
-        store.objects.create(f"deleted/{name}", {})
-        return name
-
-    kept = {notice("extractor", IDS[0], age) for age in (10, 200)} | {notice("name", "r.1", 400)}
-    notice("extractor", IDS[0], 400)
-    notice("name", "r.1", 500)
-    store.prune()
-    assert set(store.notices()) == kept
-    few = {notice("extractor", id, 600 - place) for place, id in enumerate(IDS[1:9])}
-    monkeypatch.setattr(store_module, "MAX_NOTICES", 4)
-    store.prune()
-    assert kept < set(store.notices())
-    assert len(set(store.notices()) & few) == 2
-
-
 def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
         store = opened(url)
         stored = put(store, IDS[0])
-        store.claim("r18", stored, never)
+        store.claim("r18", IDS[0], never)
         disk.fill()
         later = opened(url)
-        assert later.find("r18") == stored
+        assert later.find("r18") == IDS[0]
         for change in (
             later.probe,
             lambda: put(later, IDS[1]),
-            lambda: later.claim("other", stored, never),
+            lambda: later.claim("other", IDS[0], never),
         ):
             with pytest.raises(StoreError, match=r"cannot be written: OSError: .*No space left on device"):
                 change()
@@ -213,7 +280,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         assert later.find("r18") is None
         disk.free()
         later.probe()
-        assert put(later, IDS[1]).id == IDS[1]
+        assert later.put(extractor(IDS[1]))
         assert not list((disk.path / "store/parts").iterdir())
 
 
@@ -249,11 +316,11 @@ def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.Monkey
 
 WRITER = """
 import sys, time
-from tests.service.engine.extractors.test_store import IDS, SPEC, NODES, opened, never
+from tests.service.engine.extractors.test_store import IDS, extractor, opened, never
 store = opened(sys.argv[1])
 for id in IDS:
-    stored, new = store.put(id, SPEC, "IMAGENET1K_V1", NODES, "x" * 100000)
-    print(id, stored.token, store.claim("name" + id, stored, never), flush=True)
+    store.put(extractor(id, "x" * 100000))
+    print(id, store.claim("name" + id, id, never), flush=True)
 """
 
 
@@ -272,8 +339,7 @@ def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
     printed = writers[3].communicate(timeout=120)[0].split()
     for writer in writers[:3]:
         writer.communicate()
-    assert printed[0::3] == printed[2::3] == IDS
-    store = opened(url)
-    assert [stored.token for stored, _ in listed(store)] == printed[1::3]
+    assert printed[0::2] == printed[1::2] == IDS
+    assert listed(opened(url)) == [(extractor(id, "x" * 100000), f"name{id}") for id in IDS]
     for path in Path(url).rglob("*.json"):
-        assert json.loads(path.read_text())["version"] == 1
+        assert json.loads(path.read_text())["version"] == 2
