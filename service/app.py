@@ -28,7 +28,17 @@ from service.http.middleware.access import Access
 from service.http.middleware.body_limit import BodyLimit
 from service.http.middleware.head_as_get import HeadAsGet
 from service.http.middleware.request_context import RequestContext
-from service.http.routes import embeddings, exports, extractors, features, models, operations, page, transforms
+from service.http.routes import (
+    attributions,
+    embeddings,
+    exports,
+    extractors,
+    features,
+    models,
+    operations,
+    page,
+    transforms,
+)
 from service.http.routes.v2 import discovery, inference, repository
 from service.http.routing.declared import DeclaredRoutes, declares
 from service.http.server.draining import Accepted, drained_on_signals
@@ -100,7 +110,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     document = next(route for route in app.routes if isinstance(route, Route) and route.path == app.openapi_url)
     declares("open")(document.endpoint)
     # Routes are matched in this order: the most frequently requested come first.
-    hot_routes = [*features.routes, *embeddings.routes, *inference.routes]
+    hot_routes = [*features.routes, *attributions.routes, *embeddings.routes, *inference.routes]
     app.router.routes[:0] = hot_routes
     routers = [
         module.router for module in (models, extractors, operations, transforms, exports, discovery, repository, page)

@@ -172,6 +172,10 @@ class UnneededInput(Invalid, slug="unneeded-input", title="Unneeded input"):
     """No output depends on a node to begin at; ``name``."""
 
 
+class BadTarget(Invalid, slug="bad-target", title="Bad target"):
+    """No such result can be attributed; ``target``."""
+
+
 class TooManyNodes(Invalid, slug="too-many-nodes", title="Too many nodes"):
     """Groups of names are more nodes than the ``limit``; ``count``."""
 

@@ -78,9 +78,18 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
 
 
 def write(
-    kind: str, source: Source, outputs: Mapping[str, Tensor], images: int, encoding: str
+    kind: str,
+    source: Source,
+    outputs: Mapping[str, Tensor],
+    images: int,
+    encoding: str,
+    more: Mapping[str, object] | None = None,
 ) -> list[bytes | memoryview]:
-    """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`."""
+    """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`.
+
+    Args:
+        more: fields of the JSON document beside its outputs.
+    """
     if kind == safetensors.MEDIA_TYPE:
         return safetensors.write(outputs, source.metadata)
     if kind == npy.NPZ_MEDIA_TYPE:
@@ -88,7 +97,7 @@ def write(
     if kind == npy.MEDIA_TYPE:
         return npy.write(next(iter(outputs.values())))
     document = {"model": source.model, "extractor": source.extractor, "weights": source.weights, "images": images}
-    return json.write(document, source.nodes, outputs, encoding)
+    return json.write({**document, **(more or {})}, source.nodes, outputs, encoding)
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import PIL.Image
 import torch
+from torch import Tensor
 
 from fxcore.errors import FxError, summarize
 from fxcore.memory import use_one_heap
@@ -35,6 +36,7 @@ from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord, retry_seconds
 from service.engine.requests.admission import SERVICE, Admission, Reservation
+from service.engine.requests.attributing import Attributed, Question, attribute
 from service.engine.requests.decoding import Decoders
 from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
@@ -334,6 +336,21 @@ class Engine:
         with self.admission.enter(client, reservation) as ticket, self._in_flight:
             async with self.extractors.use(record) as runtime:
                 return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket)
+
+    async def attribute(
+        self,
+        record: ExtractorRecord,
+        values: Mapping[str, Tensor],
+        asked: Question,
+        deadline: float,
+        reservation: Reservation,
+    ) -> Attributed:
+        """Attribute the result of an extractor that begins at inner nodes to one of its inputs; see
+        :func:`service.engine.requests.attributing.attribute`."""
+        self._refuse_new_work()
+        with self.admission.enter(reservation.client, reservation) as ticket, self._in_flight:
+            async with self.extractors.use(record) as runtime:
+                return await attribute(runtime, values, asked, self._queue, ticket, deadline)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""

@@ -14,6 +14,7 @@ from service.http.problem_responses import shape_of
 from service.http.routing.declared import Declared, DeclaredRoutes
 from service.http.routing.hot_routes import HotRoute
 from service.schemas import embeddings, v2
+from service.schemas.attributions import AttributionDocument
 from service.schemas.features import FeatureDocument, ImagesBody
 from service.schemas.problems import PROBLEM, documented
 from service.schemas.v1 import Problem
@@ -60,6 +61,7 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
             (v2.ErrorV2, "serialization"),
             (ImagesBody, "validation"),
             (FeatureDocument, "serialization"),
+            (AttributionDocument, "serialization"),
             (embeddings.EmbeddingsDocument, "serialization"),
             (v2.InferResponse, "serialization"),
             (embeddings.EmbeddingsRequest, "validation"),

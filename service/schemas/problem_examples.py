@@ -71,6 +71,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
     problems.UnneededInput: Example(
         "no node that is asked for depends on the input 'layer2' beside the others", {"name": "layer2"}
     ),
+    problems.BadTarget: Example("target is from 0 to 999, or max for the largest, not 1000", {"target": 1000}),
     problems.TooManyNodes: Example(
         "the names stand for 81 nodes, and groups may stand for 64 at most (FXSERVE_MAX_NODES); name fewer",
         {"count": 81, "limit": 64},

@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
@@ -48,7 +49,7 @@ _PROBLEMS = (
 )
 
 
-_BODY = {
+BODY = {
     "required": True,
     "content": {
         "image/*": _BINARY,
@@ -84,7 +85,7 @@ _BODY = {
         safetensors.MEDIA_TYPE: _BINARY,
     },
 }
-_RESPONSE = {
+RESPONSE: dict[str, Any] = {
     "description": "The features, in the media type that Accept prefers.",
     "content": {json.MEDIA_TYPE: json_body(FeatureDocument), **{kind: _BINARY for kind in responses.OFFERED[1:]}},
     "headers": {
@@ -321,6 +322,6 @@ def _options(
 
 
 routes = [
-    HotRoute("/v1/extractors/{extractor}/features", extract, _OF_EXTRACTOR, "features", _BODY, _RESPONSE),
-    HotRoute("/v1/models/{model}/features", extract_in_one_step, _OF_MODEL, "features", _BODY, _RESPONSE),
+    HotRoute("/v1/extractors/{extractor}/features", extract, _OF_EXTRACTOR, "features", BODY, RESPONSE),
+    HotRoute("/v1/models/{model}/features", extract_in_one_step, _OF_MODEL, "features", BODY, RESPONSE),
 ]

@@ -51,6 +51,8 @@ def test_every_route(document):
         "GET /v1/extractors/{extractor}/graph",
         "GET /v1/extractors/{extractor}/code",
         "POST /v1/extractors/{extractor}/features",
+        "POST /v1/models/{model}/attributions",
+        "POST /v1/extractors/{extractor}/attributions",
     }
 
 

@@ -1,0 +1,197 @@
+"""Attributions: which values of a node a result came from."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from torch import Tensor
+
+from fxcore.graph.cut import OpenCut, UnneededInput
+from fxcore.graph.model_graph import model_graph
+from fxcore.images.files import image_header
+from service import problems
+from service.codecs import bodies, heatmap, json, responses
+from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.requests.admission import Reservation
+from service.engine.requests.attributing import Attributed, Question
+from service.http.access.callers import Caller, caller_of
+from service.http.deadline import Deadline
+from service.http.headers import header, joined_header
+from service.http.reservations import reservation_of
+from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
+from service.http.routes.features import BODY, RESPONSE
+from service.http.routes.models import Model
+from service.http.routing.declared import declares
+from service.http.routing.hot_routes import HotRoute, Parameters, json_body
+from service.http.state import State, state_of
+from service.schemas.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
+from service.schemas.v1 import ExtractorSpec
+
+_ATTRIBUTION, _TARGETS = "attribution", "targets"
+
+_RESPONSE = {**RESPONSE, "content": {**RESPONSE["content"], json.MEDIA_TYPE: json_body(AttributionDocument)}}
+
+_OF_EXTRACTOR = Parameters(AttributionQuery, extractor=IdOrName)
+_OF_MODEL = Parameters(OneStepAttributionQuery, model=Model)
+
+_declares = declares(
+    "read",
+    *MAKING_PROBLEMS,
+    *COMPUTE_PROBLEMS,
+    problems.UnknownExtractor,
+    problems.BadTarget,
+    problems.NotAcceptable,
+    problems.BodyTooLarge,
+    problems.NoHeatMap,
+    body="images",
+)
+
+
+@_declares
+async def attribute(request: Request) -> Response:
+    """Compute which values of a node a result of an extractor's model came from. It runs on eager in float32."""
+    query, timeout = _OF_EXTRACTOR.parse(request)
+    state = state_of(request)
+
+    async def whole() -> ExtractorSpec:
+        record = await state.engine.extractors.look_up(request.path_params["extractor"])
+        spec = record.description.spec
+        why = "attributions are of a whole differentiable model, at one size"
+        if spec.precision == "int8":
+            raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], why)
+        for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms), ("fit", spec.fit == "native")):
+            if other:
+                raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {why}", field=field)
+        return spec
+
+    return await _respond(request, state, whole, query, timeout)
+
+
+@_declares
+async def attribute_in_one_step(request: Request) -> Response:
+    """Compute which values of a node a result of a model came from. It runs on eager in float32."""
+    query, timeout = _OF_MODEL.parse(request)
+    state, model = state_of(request), request.path_params["model"]
+
+    async def whole() -> ExtractorSpec:
+        await state.model(caller_of(request.scope), model)
+        return ExtractorSpec(model=model, weights=query.weights, return_nodes=[query.of])
+
+    return await _respond(request, state, whole, query, timeout)
+
+
+async def _respond(
+    request: Request,
+    state: State,
+    find: Callable[[], Awaitable[ExtractorSpec]],
+    query: AttributionQuery,
+    timeout: float | None,
+) -> Response:
+    encoding = joined_header(request.scope, b"content-encoding")
+    kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
+    reservation, engine = reservation_of(request.scope), state.engine
+    engine.admission.check(reservation.client)
+    with Deadline(request, state.request_seconds(timeout)) as deadline:
+        spec = await find()
+        body = await bodies.receive(request, kind, parameters)
+        deadline.body_read()
+        front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
+        for record in (front, back):
+            await engine.extractors.load(record)
+        accepted = _negotiate(front, query, joined_header(request.scope, b"accept"))
+        sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
+        del body
+        if accepted == heatmap.MEDIA_TYPE and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
+            available = list(responses.OFFERED[:-1])
+            raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
+        options = FeatureOptions(preprocess=query.preprocess)
+        values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
+        at = front.outputs[0]
+        target = None if query.target == "max" else query.target
+        asked = Question(query.method, at, target, query.steps)
+        given = {name: values.outputs[name] for name in begin}
+        found = await engine.attribute(back, given, asked, deadline.at, reservation)
+        started = time.perf_counter()
+        if accepted == heatmap.MEDIA_TYPE:
+            assert not isinstance(sent.inputs, Mapping)
+            parts = await _draw(state, front, query, sent.inputs[0], found, reservation)
+        else:
+            source = responses.Source(
+                spec.model, back.id, back.description.weights, back.description.fingerprint, {_ATTRIBUTION: at.node}
+            )
+            targets = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
+            made = (accepted, source, _outputs(accepted, found), values.images, query.encoding, targets)
+            reservation.claim(responses.written_bytes(accepted, made[2], query.encoding))
+            parts = await engine.run_in_encoder(responses.write, *made)
+        timings = dict(values.timings)
+        timings["compute"] += found.milliseconds
+        timings["encode"] = (time.perf_counter() - started) * 1000
+        headers = {**state.response_headers(request.scope, back, timings), "Vary": "Accept"}
+        return responses.PartsResponse(parts, accepted, {**headers, "X-Fxserve-Backend": "eager"})
+
+
+async def _halves(
+    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery
+) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
+    """Return the extractor of the node's values and of what else the result depends on, the one from there to the
+    result, and the names of what lies between."""
+    at = query.at
+    if at is None:
+        if query.method == "gradcam":
+            raise problems.InvalidRequest("gradcam needs at, a feature map such as at=C5", field="at")
+        entry = await state.model(caller, spec.model)
+        at = await state.trace_in(caller)(lambda: model_graph(entry, entry.structure(spec.weights)).inputs[0].name)
+    own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
+    begin = [at]
+    while True:
+        behind = ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager")
+        try:
+            back = await state.extractor(caller, behind)
+            break
+        except OpenCut as error:
+            begin = [*begin, *error.extra["missing"]]
+        except UnneededInput as error:
+            detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
+            raise problems.BadTarget(detail) from error
+    before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")
+    return await state.extractor(caller, before), back, begin
+
+
+def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | None) -> str:
+    accepted = responses.negotiate(accept, ("float32",), False)
+    if accepted == heatmap.MEDIA_TYPE and query.method != "gradcam":
+        heatmap.check(front.outputs[0].shape, front.outputs[0].layout)
+    return accepted
+
+
+def _outputs(accepted: str, found: Attributed) -> dict[str, Tensor]:
+    outputs = {_ATTRIBUTION: found.values}
+    return outputs if accepted == "application/json" else {**outputs, _TARGETS: found.targets}
+
+
+async def _draw(
+    state: State,
+    front: ExtractorRecord,
+    query: AttributionQuery,
+    image: bytes,
+    found: Attributed,
+    reservation: Reservation,
+) -> list[bytes | memoryview]:
+    """Draw an attribution over the image that it is of."""
+    engine = state.engine
+    preprocessing = None if query.preprocess == "none" else front.description.preprocessing
+    header = await engine.run_in_encoder(image_header, image)
+    size = header.height, header.width
+    reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
+    map_of = (found.values[:, None], "NCHW") if query.method == "gradcam" else (found.values, front.outputs[0].layout)
+    return await engine.run_in_encoder(heatmap.write, image, preprocessing, *map_of)
+
+
+routes = [
+    HotRoute("/v1/extractors/{extractor}/attributions", attribute, _OF_EXTRACTOR, "features", BODY, _RESPONSE),
+    HotRoute("/v1/models/{model}/attributions", attribute_in_one_step, _OF_MODEL, "features", BODY, _RESPONSE),
+]

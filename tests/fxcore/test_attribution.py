@@ -1,0 +1,97 @@
+"""Attributions are those of captum and of pytorch-grad-cam."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from captum.attr import IntegratedGradients, LayerGradCam
+from pytorch_grad_cam import GradCAM
+from pytorch_grad_cam.utils.image import scale_cam_image
+from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+from torch import Tensor, nn
+
+from fxcore.attribution import BadTarget, gradcam, gradients, integration_points, positions
+from fxcore.extractor import Extractor, build_extractor
+from fxcore.graph.model_graph import model_graph
+from fxcore.models.catalog import get_model
+from fxcore.models.weights import load_model
+
+CASES = {  # model: node, its result, the module that gives the node
+    "resnet18": ("layer4", "fc", "layer4"),
+    "swin_t": ("features.7", "head", "features.7"),
+    "timm.test_vit": ("blocks.4", "head", "blocks.4"),
+}
+
+
+@cache
+def model(name: str) -> nn.Module:
+    return load_model(get_model(name), "random").eval()
+
+
+def image(name: str) -> Tensor:
+    [spec] = model_graph(name).inputs
+    return torch.rand(2, *(size or 1 for size in spec.shape[1:]), generator=torch.Generator().manual_seed(0))
+
+
+def back(name: str, node: str, result: str) -> Extractor:
+    graph = model_graph(name)
+    return build_extractor(graph, model(name), graph.resolve([result]), inputs=graph.resolve([node]))
+
+
+def front(name: str, node: str) -> Extractor:
+    graph = model_graph(name)
+    return build_extractor(graph, model(name), graph.resolve([node]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_gradcam_are_captums_and_grad_cams(name: str) -> None:
+    node, result, path = CASES[name]
+    begin, x, target = front(name, node), image(name), 7
+    [value] = begin.module(x).values()
+    found = gradients(back(name, node, result).module, [value], 0, target)
+    info = begin.outputs[0]
+    cam = gradcam(positions(value, info.layout, info.tokens), positions(found.values, info.layout, info.tokens))
+
+    seen: dict[str, Tensor] = {}
+    layer = model(name).get_submodule(path)
+    with layer.register_forward_hook(lambda _, __, output: seen.update(value=output)):
+        score = model(name)(x.clone().requires_grad_())[:, target].sum()
+        [expected] = torch.autograd.grad(score, seen["value"])
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-6)
+    assert found.targets.tolist() == [target] * 2
+
+    def to_map(output: Tensor) -> Tensor:
+        return positions(output, info.layout, info.tokens)
+
+    theirs = GradCAM(model(name), [layer], reshape_transform=None if info.layout == "NCHW" else to_map)
+    size = (x.shape[3], x.shape[2])
+    ours = scale_cam_image(scale_cam_image(cam.numpy(), size))  # as theirs are, once a layer and once for all
+    np.testing.assert_allclose(ours, theirs(x.requires_grad_(), [ClassifierOutputTarget(target)] * 2), atol=1e-4)
+    if info.layout == "NCHW":
+        captums = LayerGradCam(model(name), layer).attribute(x, target, relu_attributions=True)
+        torch.testing.assert_close(cam[:, None], captums, rtol=1e-4, atol=1e-5)
+
+
+def test_integrated_gradients_are_captums() -> None:
+    x, whole = image("resnet18"), back("resnet18", "x", "fc").module
+    found = torch.zeros_like(x)
+    for share, weight in integration_points(20):
+        found += weight * gradients(whole, [share * x], 0, torch.tensor([3, 8])).values
+    expected = IntegratedGradients(model("resnet18")).attribute(x, target=torch.tensor([3, 8]), n_steps=20)
+    torch.testing.assert_close(found * x, expected.float(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_largest_result_is_found() -> None:
+    x = image("resnet18")
+    found = gradients(back("resnet18", "x", "fc").module, [x], 0)
+    with torch.no_grad():
+        assert found.targets.tolist() == model("resnet18")(x).argmax(1).tolist()
+
+
+@pytest.mark.parametrize(("result", "target", "said"), [("fc", 1000, "from 0 to 999"), ("layer4", 0, "one vector")])
+def test_what_has_no_such_result_is_refused(result: str, target: int, said: str) -> None:
+    with pytest.raises(BadTarget, match=said):
+        gradients(back("resnet18", "layer3", result).module, [torch.zeros(1, 256, 14, 14)], 0, target)

@@ -1,0 +1,101 @@
+"""Attributions over HTTP are captum's of the model that torchvision built."""
+
+from __future__ import annotations
+
+import io
+
+import httpx
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from captum.attr import IntegratedGradients, LayerGradCam
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fxcore import get_model, load_model, photos
+from tests.hostile_images import saved
+from tests.service.conftest import Client
+
+PHOTO = saved(photos.photos()[0], "PNG")
+ROUTE = "/v1/models/resnet18/attributions"
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return load_model(get_model("resnet18"), "random").eval()
+
+
+@pytest.fixture(scope="module")
+def image() -> Tensor:
+    weights = get_model("resnet18").preprocessing("random")
+    row: Tensor = weights.rgb.tensor(torch.from_numpy(np.array(photos.photos()[0]))[None])
+    return row
+
+
+def asked(client: Client, query: str, accept: str = "application/x-safetensors", route: str = ROUTE) -> httpx.Response:
+    headers = {"Content-Type": "image/png", "Accept": accept}
+    return client.post(f"{route}?{query}", content=PHOTO, headers=headers)
+
+
+def test_gradcam_is_captums(client: Client, model: nn.Module, image: Tensor) -> None:
+    response = asked(client, "weights=random&of=fc&at=layer4&target=281")
+    assert response.status_code == 200, response.text
+    found = load(response.content)
+    expected = LayerGradCam(model, model.layer4).attribute(image, 281, relu_attributions=True)[:, 0]
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
+    assert found["targets"].tolist() == [281]
+    assert response.headers["x-fxserve-backend"] == "eager"
+
+
+def test_integrated_gradients_at_the_input_are_captums(client: Client, model: nn.Module, image: Tensor) -> None:
+    found = load(asked(client, "weights=random&of=fc&method=integrated_gradients&target=7&steps=3").content)
+    expected = IntegratedGradients(model).attribute(image, target=7, n_steps=3).float()
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_largest_result_is_named_and_what_else_it_depends_on_is_found(
+    client: Client, model: nn.Module, image: Tensor
+) -> None:
+    """The value of layer4.1.conv1 goes beside the shortcut, which is no part of the gradient."""
+    document = asked(client, "weights=random&of=fc&at=layer4.1.conv1&method=gradient", "application/json").json()
+    seen: dict[str, Tensor] = {}
+    with model.layer4[1].conv1.register_forward_hook(lambda _, __, output: seen.update(value=output)):
+        scores = model(image.clone().requires_grad_())
+    [expected] = torch.autograd.grad(scores.max(), seen["value"])
+    [output] = document["outputs"]
+    assert (document["targets"], document["backend"]) == ([int(scores.argmax())], "eager")
+    assert (output["name"], output["node"], output["shape"]) == ("attribution", "layer4.1.conv1", [1, 512, 7, 7])
+    torch.testing.assert_close(torch.tensor(output["data"]).view(1, 512, 7, 7), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) -> None:
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C3"]}
+    id = client.post("/v1/extractors", json=spec).json()["id"]
+    response = asked(client, "of=fc&at=C5", "image/png", f"/v1/extractors/{id}/attributions")
+    assert PIL.Image.open(io.BytesIO(response.content)).size == (224, 224)
+
+
+@pytest.mark.parametrize(
+    ("query", "slug", "said"),
+    [
+        ("of=fc&at=layer4&target=1000", "bad-target", "from 0 to 999"),
+        ("of=layer4&at=layer3", "bad-target", "one vector an image"),
+        ("of=avgpool&at=fc", "bad-target", "'avgpool' does not depend on 'fc'"),
+        ("of=fc", "invalid-request", "gradcam needs at"),
+        ("of=fc&at=flatten", "bad-tensor", "gradcam needs a feature map"),
+        ("of=fc&at=layr4", "unknown-node", "layer4"),
+        ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
+    ],
+)
+def test_what_cannot_be_attributed_is_said(client: Client, query: str, slug: str, said: str) -> None:
+    response = asked(client, f"weights=random&{query}")
+    assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}"), response.text
+    assert said in response.json()["detail"]
+
+
+def test_int8_is_refused(client: Client) -> None:
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C3"], "precision": "int8"}
+    id = client.post("/v1/extractors?wait=0", json=spec).json()["id"]
+    response = asked(client, "of=fc&at=C5", route=f"/v1/extractors/{id}/attributions")
+    assert (response.status_code, response.json()["field"]) == (422, "precision")
