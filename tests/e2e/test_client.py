@@ -179,7 +179,7 @@ def test_it_waits_for_a_busy_server(start, three):
     busy = start(max_inflight=1)
     with Client(busy.url, concurrency=6, retries=500, timeout=300) as client:
         extractor = client.extractor("resnet18", NODES, weights="random")
-        extractor.rows = lambda pool: 1  # type: ignore[method-assign]
+        extractor.rows = lambda *_: 1  # type: ignore[method-assign]
         assert len(extractor(three * 4, pool="avg")["C5"]) == 12
         refused = 'fxserve_requests_total{method="POST",route="/v1/extractors/{extractor}/features",status="429"}'
         assert busy.metric(refused) > 0

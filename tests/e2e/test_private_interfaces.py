@@ -84,6 +84,8 @@ WORKERS = {"uvicorn's supervisor": 2}
 
 
 PRIVATE = {
+    # Documented as "torch._assert", a traceable assertion.
+    "torch._assert": {"fxcore/models/sized_vit.py"},
     "torch._inductor": {"fxcore/backends/aoti.py"},
     "torch._subclasses": {"fxcore/tracing/input_mismatch.py"},
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},

@@ -106,7 +106,7 @@ def attention_of_the_class_token(photo: bytes) -> NDArray[np.float32]:
 def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
-    said = run("split_network", tmp_path / "cat.jpg", "--server", url, "--model", "resnet18", "--at", "layer3")
+    said = run("split_network", tmp_path / "cat.jpg", "--server", url, "--model", "resnet18", "--at", "layer3", *RANDOM)
     match = re.match(r"class (\d+) by the head here, class (\d+) by the server; apart by (\S+)", said)
     assert match is not None, said
     assert match[1] == match[2]
