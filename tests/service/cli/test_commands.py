@@ -206,7 +206,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["nodes", "resnet5"], 1, "there is no model 'resnet5'; did you mean resnet50"),
         (["nodes", "resnet18", "--weights", "V9"], 1, "no weights 'V9'; ask for one of DEFAULT, IMAGENET1K_V1"),
         (["graph", "resnet18", "--height", "64"], 2, "--height and --width go together (see fxserve graph --help)"),
-        (["graph", "vit_b_16", "--height", "64", "--width", "64"], 1, "cannot take an input of 64 x 64"),
+        (["graph", "vit_b_16", "--height", "100", "--width", "100"], 1, "cannot take an input of 100 x 100"),
         (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'json', 'table'"),
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
         (["graph", "resnet18", "--depth", "1"], 2, "--depth is for drawings (dot, svg, mermaid, layout)"),

@@ -18,6 +18,8 @@ JPEG = {"content-type": "image/jpeg"}
 READS = {
     ("post", "/v1/models/{model}/features"),
     ("post", "/v1/extractors/{extractor}/features"),
+    ("post", "/v1/extractors/{extractor}/attributions"),
+    ("post", "/v1/models/{model}/attributions"),
     ("post", "/v1/embeddings"),
     ("post", "/v2/models/{name}/infer"),
     ("post", "/v2/models/{name}/versions/{version}/infer"),
@@ -169,6 +171,7 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
             continue
         concrete = path.replace("{model}", "alexnet").replace("{name}", "alexnet").replace("{version}", "1")
         query = {"nodes": "features", "weights": "random"} if path.endswith("/features") else {}
+        query = {"of": "classifier", "weights": "random"} if path.endswith("/attributions") else query
         image = photos["chelsea"] if method == "post" and not path.endswith("/load") else b""
         sent = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
         response = locked.run(locked.http.request(method, concrete, **sent))
