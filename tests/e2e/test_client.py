@@ -185,7 +185,7 @@ def test_it_waits_for_a_busy_server(start, three):
         assert busy.metric(refused) > 0
     with Client(busy.url, concurrency=6, retries=0) as client:
         hasty = client.find(extractor.id)
-        hasty.rows = lambda pool: 1  # type: ignore[method-assign]
+        hasty.rows = lambda *_: 1  # type: ignore[method-assign]
         with pytest.raises(exceptions.AdmissionFull):
             hasty(three * 4)
 
