@@ -8,24 +8,22 @@ its name and its description, and is built again by the next request for it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
-from weakref import WeakValueDictionary
 
 import torch
 
 from fxcore.errors import FxError
 from service.engine.backends.upgrade import Upgrades
-from service.engine.device.threads import RunInThread, in_pool
+from service.engine.device.threads import RunInThread
 from service.engine.extractors.adoption import Adoption
+from service.engine.extractors.naming import Naming
 from service.engine.extractors.records import Records
-from service.engine.extractors.resolving import resolve
+from service.engine.extractors.resolving import Resolver
 from service.engine.extractors.sharing import Sharing
-from service.engine.extractors.store import Store, Stored, is_id
+from service.engine.extractors.store import Store, Stored
 from service.engine.extractors.store_health import CHECK_SECONDS
 from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
@@ -40,12 +38,10 @@ from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy
 from service.observability.metrics import Metrics
-from service.problems import ExtractorFailed, Forbidden, NameTaken, NotReady, Problem, StoreFull
+from service.problems import ExtractorFailed, Forbidden, NotReady, Problem, StoreFull
 from service.schemas.v1 import MAX_NODES, ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
-
-_REMEMBERED_SPECS = 4096
 
 
 class Extractors:
@@ -89,11 +85,9 @@ class Extractors:
         max_nodes: int = MAX_NODES,
     ) -> None:
         self._deleted = Deleted(pool)
-        self._device = device
         self._pool = pool
-        self._max_nodes = max_nodes
-        self._allowed = None if allowed is None else frozenset(allowed)
         self._records = records
+        self._resolver = Resolver(records, device, pool, allowed, max_nodes)
         ledger = Ledger()
         self.eviction = Eviction(
             models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled, projections
@@ -105,10 +99,8 @@ class Extractors:
         self._adoption: Adoption | None = None
         if store is not None:
             self.sharing = Sharing(store, metrics, max_stored)
-            self._adoption = Adoption(self.sharing, records, self._resolve, self.ensure, self._forget)
-        # The one-step route asks with the same few specs again and again: resolving those is a look-up.
-        self._resolved: OrderedDict[bytes, str] = OrderedDict()
-        self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+            self._adoption = Adoption(self.sharing, records, self._resolver.fresh, self.ensure, self._forget)
+        self._naming = Naming(records, self.sharing)
 
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
@@ -128,14 +120,14 @@ class Extractors:
             NotReady: the store cannot be written.
             StoreFull: it has as many extractors as it may.
         """
-        record = await self._described(spec, trace_in)
+        record = await self._resolver.record(spec, trace_in)
         created = self._records.get(record.id) is None
         if not build:
             await self._require(record)
         elif self.sharing is not None:
             created = await self._save(self.sharing, record, spec.name, keep)
         elif created and spec.name is not None:
-            self._refuse_name(spec.name, record.id, self._owner_here(spec.name))
+            self._naming.refuse_here(spec.name, record.id)
         if record.deleted:  # meanwhile, or by another process
             return await self.get(spec, build, keep, trace_in)
         known = self._records.get(record.id)
@@ -146,7 +138,7 @@ class Extractors:
             record, created = known, False
         if spec.name is not None:
             try:
-                await self._check_name(spec.name, record)
+                await self._naming.check(spec.name, record)
             except (FxError, Problem):
                 if record.state == "building":  # it is known by now, without the name
                     self.ensure(record)
@@ -154,26 +146,6 @@ class Extractors:
             self._records.name(record, spec.name)
         self.ensure(record)
         return record, created
-
-    async def _described(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> ExtractorRecord:
-        """Return the record of ``spec`` that is known here, or a new one."""
-        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
-        record = self._records.get(self._resolved.get(key, ""))
-        if record is None:
-            fresh = await self._resolve(spec, trace_in)
-            record = self._records.get(fresh.id) or fresh
-            self._resolved[key] = record.id
-            if len(self._resolved) > _REMEMBERED_SPECS:
-                self._resolved.popitem(last=False)
-        return record
-
-    async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
-        if trace_in is None:
-            made = await in_pool(self._pool, resolve, spec, self._device, self._allowed, self._max_nodes)
-            return ExtractorRecord(made)
-        # One at a time: all but the first find the graph traced.
-        async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            return ExtractorRecord(await trace_in(lambda: resolve(spec, self._device, self._allowed, self._max_nodes)))
 
     async def _require(self, record: ExtractorRecord) -> None:
         """Check that ``record`` was made before, here or by another process.
@@ -210,7 +182,7 @@ class Extractors:
         record.put_at = time.monotonic()
         try:
             if new and name is not None:
-                self._refuse_name(name, record.id, await sharing.find(name))
+                self._naming.refuse(name, record.id, await sharing.find(name))
                 await sharing.check_names(name)
             created = await sharing.put(_stored(record), asked_for=keep)
         except (NotReady, StoreFull):
@@ -263,7 +235,7 @@ class Extractors:
         """
         if self.sharing is None:
             return (await self.get(spec))[0]
-        if await self.sharing.was_deleted((await self._described(spec, None)).id):
+        if await self.sharing.was_deleted((await self._resolver.record(spec)).id):
             return None
         record, _ = await self.get(spec)
         if record.saved:
@@ -429,38 +401,6 @@ class Extractors:
         else:
             self._pool.submit(tidy)
 
-    async def _check_name(self, name: str, record: ExtractorRecord) -> None:
-        """Claim ``name`` for ``record``; extractors whose build failed give up their names.
-
-        Raises:
-            NameTaken: it is another's.
-        """
-        if self.sharing is None or not record.saved:
-            self._refuse_name(name, record.id, self._owner_here(name))
-            return
-        if is_id(name) and name != record.id and await self.sharing.get(name) is not None:
-            raise _taken(name, name)
-        id = await self.sharing.claim(name, record.id, self._gives_up_names)
-        if id != record.id:
-            raise _taken(name, id)
-
-    def _owner_here(self, name: str) -> str | None:
-        owner = self._records.known(name)
-        return None if owner is None else owner.id
-
-    def _gives_up_names(self, id: str) -> bool:
-        record = self._records.get(id)
-        return record is not None and record.state == "failed"
-
-    def _refuse_name(self, name: str, id: str, owner: str | None) -> None:
-        """Check that no extractor but ``id`` has ``name``.
-
-        Raises:
-            NameTaken: ``owner`` has it.
-        """
-        if owner is not None and owner != id and (owner == name or not self._gives_up_names(owner)):
-            raise _taken(name, owner)
-
 
 def _stored(record: ExtractorRecord) -> Stored:
     made = record.description
@@ -472,11 +412,3 @@ def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> No
     record.build = None
     said = f"extractor {record.id} was deleted, or the service closed, before it was built"
     record.fail(ExtractorFailed(said, problem={"error": said}))
-
-
-def _taken(name: str, id: str) -> NameTaken:
-    return NameTaken(
-        f"the name {name!r} is taken by extractor {id}; choose another name or delete that extractor",
-        name=name,
-        extractor=id,
-    )

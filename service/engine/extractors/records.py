@@ -65,10 +65,6 @@ class Records:
             self._evictions.labels("record", "unused").inc()
         self._by_id[record.id] = record
 
-    def replace(self, record: ExtractorRecord) -> None:
-        """Replace the record of the same id by ``record``."""
-        self._by_id[record.id] = record
-
     def remove(self, record: ExtractorRecord) -> None:
         """Forget ``record`` and its names."""
         del self._by_id[record.id]

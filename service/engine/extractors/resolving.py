@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Executor
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -16,12 +20,67 @@ from fxcore.models.catalog import get_model
 from fxcore.tensors import TensorSpec
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
+from service.engine.device.threads import RunInThread, in_pool
+from service.engine.extractors.records import Records
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import require_served
 from service.engine.options import VALID_BOX
+from service.engine.record import ExtractorRecord
 from service.problems import TooManyNodes
 from service.schemas.v1 import ExtractorSpec
+
+_REMEMBERED_SPECS = 4096
+
+
+class Resolver:
+    """Finds or makes the record of a spec. For one event loop.
+
+    Args:
+        records: the extractors known here.
+        device: where extractors run.
+        pool: the threads that trace and build.
+        allowed: the only models served; None for all.
+        max_nodes: nodes that groups of names may stand for.
+    """
+
+    def __init__(
+        self, records: Records, device: torch.device, pool: Executor, allowed: Collection[str] | None, max_nodes: int
+    ) -> None:
+        self._records = records
+        self._pool = pool
+        self._served = device, None if allowed is None else frozenset(allowed), max_nodes
+        # The one-step route asks with the same few specs again and again: resolving those is a look-up.
+        self._ids: OrderedDict[bytes, str] = OrderedDict()
+        self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+
+    async def record(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
+        """Return the record of ``spec`` that is known here, or a new one; see :meth:`fresh`."""
+        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
+        record = self._records.get(self._ids.get(key, ""))
+        if record is None:
+            fresh = await self.fresh(spec, trace_in)
+            record = self._records.get(fresh.id) or fresh
+            self._ids[key] = record.id
+            if len(self._ids) > _REMEMBERED_SPECS:
+                self._ids.popitem(last=False)
+        return record
+
+    async def fresh(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
+        """Return a new record of ``spec``.
+
+        Args:
+            spec: names its model and nodes.
+            trace_in: runs in a thread what may trace the model; by default in one of those that build.
+
+        Raises:
+            FxError: see :func:`resolve`.
+        """
+        if trace_in is None:
+            return ExtractorRecord(await in_pool(self._pool, resolve, spec, *self._served))
+        # One at a time: all but the first find the graph traced.
+        async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
+            return ExtractorRecord(await trace_in(lambda: resolve(spec, *self._served)))
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None, max_nodes: int) -> Description:

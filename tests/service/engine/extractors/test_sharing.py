@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.extractors import adoption, extractors, sharing, store_health
+from service.engine.extractors import adoption, extractors, resolving, sharing, store_health
 from service.engine.extractors.store import Store, Stored
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
@@ -46,13 +46,13 @@ async def test_what_one_process_makes_another_builds_once(
     engine: MakeEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resolved = []
-    resolve = extractors.resolve
+    resolve = resolving.resolve
 
     def counting(*args: object) -> object:
         resolved.append(args)
         return resolve(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(extractors, "resolve", counting)
+    monkeypatch.setattr(resolving, "resolve", counting)
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         record, created = await one.extractor(spec(name="r"), PATIENCE, keep=True)
         assert created
@@ -190,7 +190,7 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
 ) -> None:
     """Two seconds later it names the extractor that the store says, though the one that had it exists again."""
     url = str(tmp_path / "store")
-    resolve = extractors.resolve
+    resolve = resolving.resolve
     begun, resume = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
@@ -201,7 +201,7 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
 
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         first, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
-        monkeypatch.setattr(extractors, "resolve", slow)
+        monkeypatch.setattr(resolving, "resolve", slow)
         looking = asyncio.create_task(other.extractors.look_up("x"))
         await until(begun.is_set)
         await one.extractors.delete(first.id)
