@@ -112,6 +112,12 @@ class Extractor:
         """The inputs of the module, in order."""
         return self.graph.inputs if self.part is None else self.part.inputs
 
+    @property
+    def nodes(self) -> int:
+        """How many nodes of graphs it holds."""
+        graphs = [one.graph for one in (self.module, self.front, self.part) if one is not None]
+        return sum(len(graph.nodes) for graph in graphs)
+
     def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at."""
         if self.front is None:

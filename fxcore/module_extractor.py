@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.agreement import check_traced
 from fxcore.copies import narrowed, own_modules
-from fxcore.errors import BadTensor, FxError, summarize
+from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import MANY, metadata, observe, observe_many
 from fxcore.graph.cut import cut, is_named_tensor, pruned
 from fxcore.graph.node_names import NodeNames
@@ -108,6 +108,9 @@ def create_extractor(
     )
     exact = names.resolve(return_nodes)
     begin = names.resolve(inputs) if inputs else {}
+    for key, name in begin.items():
+        if not isinstance(names.by_name[name].meta["value"], Tensor):
+            raise UnknownNode(f"the value of {key!r} is no tensor; begin at nodes that are", name=key, suggestions=[])
     if begin:
         observe_many(traced, given)
     pure = out_of_place(traced)

@@ -91,8 +91,6 @@ def cut(
     for key, node in given.items():
         if node not in needed:
             raise UnneededInput(f"no node that is asked for depends on the input {key!r} beside the others", name=key)
-    if single := next((key for key, node in given.items() if not isinstance(node.meta["value"], Tensor)), None):
-        raise UnneededInput(f"the value of the input {single!r} is no tensor; begin at nodes that are", name=single)
     part = Part()
     taken: set[str] = set()
     for key, node in given.items():
@@ -143,7 +141,7 @@ class _Flow:
                 continue
             read = node.all_input_nodes
             beside = not self._open.isdisjoint(read) or not self.numbers.isdisjoint(read) or node.op == "placeholder"
-            if beside and not node.meta.get("carries") and _is_known(node):
+            if beside and not node.meta.get("carries") and _follows_from_sizes(node):
                 self.numbers.add(node)
                 continue
             if not self._fed.isdisjoint(read):
@@ -175,14 +173,12 @@ class _Flow:
 _READ_FROM_VALUES = ("item", "tolist", "__bool__", "__int__", "__float__", bool, int, float)
 
 
-def _is_known(node: fx.Node) -> bool:
+def _follows_from_sizes(node: fx.Node) -> bool:
     """Return whether a node's value without tensors follows from the sizes of the model's inputs."""
-    return "value" in node.meta and node.target not in _READ_FROM_VALUES and not _unknown(node.meta["value"], node)
-
-
-def _unknown(value: Any, node: fx.Node) -> bool:
-    one, (factor, many) = value, node.meta.get(MANY, (1, value))
-    return not _follows(one, many, factor)
+    if "value" not in node.meta or node.target in _READ_FROM_VALUES:
+        return False
+    factor, many = node.meta.get(MANY, (1, node.meta["value"]))
+    return _follows(node.meta["value"], many, factor)
 
 
 def _follows(one: Any, many: Any, factor: int) -> bool:

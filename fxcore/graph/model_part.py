@@ -27,6 +27,7 @@ class ModelPart:
 
     Attributes:
         inputs: its inputs, in order. Height and width of a map are None where the rest may take others.
+        graph: from them to the nodes to end at.
         any_size: whether it may take them: no size of the image is a constant in it.
 
     Raises:
@@ -52,6 +53,7 @@ class ModelPart:
         wanted = [copies[graph.by_name[name]] for name in return_nodes.values()]
         part = cut(whole, given, wanted, lambda node: PATH in node.meta and graph.extractable(node))
         part.graph.output(tuple(part.kept[node] for node in wanted))
+        self.graph = part.graph
         self._module = fx.GraphModule(graph.root, part.graph)
         self.any_size = not part.fixed
         self.inputs = tuple(_spec(key, node, part.fixed) for key, node in given.items())

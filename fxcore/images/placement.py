@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,11 +87,8 @@ class Placement:
             "lies outside of the part of its image that the model sees: leave it out": (carried[:, 2:] <= 0).any(dim=1)
             | (carried[:, :2] >= seen).any(dim=1),
         }
-        for fault, found in faults.items():
-            if found.any():
-                index = int(found.nonzero()[0])
-                shown = ", ".join(f"{value:g}" for value in boxes[index])
-                raise BadBox(f"box {index}, [{shown}], {fault}", box=index)
+        if fault := _first(faults, boxes):
+            raise BadBox(f"box {fault[1]}", box=fault[0])
         return carried.float()
 
     def carry_points(self, points: Sequence[Sequence[float]]) -> Tensor:
@@ -127,11 +124,8 @@ class Placement:
                 (carried < -_TOLERANCE) | (carried > seen + _TOLERANCE)
             ).any(dim=1),
         }
-        for fault, found in faults.items():
-            if found.any():
-                index = int(found.nonzero()[0])
-                shown = ", ".join(f"{value:g}" for value in points[index])
-                raise BadPoint(f"point {index}, [{shown}], {fault}", point=index)
+        if fault := _first(faults, points):
+            raise BadPoint(f"point {fault[1]}", point=fault[0])
         return carried.float()
 
     def carry_masks(self, masks: Sequence[Mask], grids: Sequence[Grid]) -> list[Tensor]:
@@ -179,6 +173,19 @@ def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, i
     (height, width), (resized_height, resized_width) = image, resized
     top, left = (_before(have, want) for have, want in zip(resized, crop, strict=True))
     return Placement(image, resized_height / height, resized_width / width, top, left, crop)
+
+
+def _first(faults: Mapping[str, Tensor], given: Sequence[Sequence[float]]) -> tuple[int, str] | None:
+    """Return the index of the first of ``given`` with a fault, and the two in words; None if there is none.
+
+    Args:
+        faults: which have it, bool ``[n]``, by what is wrong; the first fault that any has counts.
+    """
+    for fault, found in faults.items():
+        if found.any():
+            index = int(found.nonzero()[0])
+            return index, f"{index}, [{', '.join(f'{value:g}' for value in given[index])}], {fault}"
+    return None
 
 
 def _before(have: int, want: int) -> int:

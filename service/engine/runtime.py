@@ -147,7 +147,7 @@ class Runtime:
     @property
     def own_bytes(self) -> int:
         """Bytes that it holds beside what the ledger counts: Python objects, and what its backend made meanwhile."""
-        nodes = len(self.extractor.module.graph.nodes)
+        nodes = self.extractor.nodes
         others = sum(sized.own_bytes for sized in self.sizes.values())
         return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown + others
 

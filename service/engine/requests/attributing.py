@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fxcore.attribution import Gradients, check_result, gradcam, gradients, integration_points, positions
+from fxcore.attribution import check_result, gradcam, gradients, integration_points, positions
 from fxcore.extractor import OutputInfo
 from service.engine.device.queue import Queue
 from service.engine.requests.admission import Ticket
@@ -83,61 +84,81 @@ async def attribute(
     size = given[at].nbytes
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
     await ticket.turn()
-    made, targets, seconds = [], [], 0.0
+    parts, seconds = [], 0.0
     for start in range(0, len(given[0]), rows):
-        part = [value[start : start + rows] for value in given]
-        found, spent = await _of_rows(runtime, part, at, asked, queue, deadline)
-        seconds += spent
-        made.append(found.values)
-        targets.append(found.targets)
-    return Attributed(torch.cat(made), torch.cat(targets), seconds * 1000)
+        part = _Part(runtime, [value[start : start + rows] for value in given], at, asked)
+        works: list[Callable[[], None]] = [part.begin]
+        works += [partial(part.differentiate, *point) for point in part.points]
+        for work in (*works, part.end):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded()
+            seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))
+        parts.append(part)
+    attributed, targets = ([getattr(part, name) for part in parts] for name in ("attributed", "targets"))
+    if len(parts) == 1:
+        return Attributed(attributed[0], targets[0], seconds * 1000)
+    return Attributed(await asyncio.to_thread(torch.cat, attributed), torch.cat(targets), seconds * 1000)
 
 
-async def _of_rows(
-    runtime: Runtime, values: Sequence[Tensor], at: int, asked: Question, queue: Queue, deadline: float
-) -> tuple[Gradients, float]:
-    """Return the attribution of some rows, and the seconds it took on the device."""
-    device, dtype = torch.device(runtime.description.device), runtime.description.dtype
-    seconds = 0.0
-    total: Tensor | None = None
-    target: int | Tensor | None = asked.target
-    if target is None and asked.method == "integrated_gradients":
-        target = (await _pass(runtime, values, at, None, queue, deadline))[0].targets
-    points = integration_points(asked.steps) if asked.method == "integrated_gradients" else [(1.0, 1.0)]
-    for share, weight in points:
-        scaled = [share * value if place == at else value for place, value in enumerate(values)]
-        found, spent = await _pass(runtime, scaled, at, target, queue, deadline)
-        seconds += spent
-        total = weight * found.values if total is None else total + weight * found.values
-    assert total is not None
-    place = values[at].to(device, dtype)
-    if asked.method == "integrated_gradients":
-        total = total * place
-    if asked.method == "gradcam":
-        layout, tokens = asked.at.layout, asked.at.tokens
-        total = gradcam(positions(place, layout, tokens), positions(total, layout, tokens))
-    return Gradients(found.targets.cpu(), total.float().cpu()), seconds
+def _timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
-async def _pass(
-    runtime: Runtime,
-    values: Sequence[Tensor],
-    at: int,
-    target: int | Tensor | None,
-    queue: Queue,
-    deadline: float,
-) -> tuple[Gradients, float]:
-    """Differentiate once on the device worker; the seconds it took."""
-    if time.monotonic() > deadline:
-        raise DeadlineExceeded()
-    device, dtype = torch.device(runtime.description.device), runtime.description.dtype
+class _Part:
+    """The attribution of some rows. Its methods run on the device worker.
 
-    def work() -> tuple[Gradients, float]:
-        started = time.perf_counter()
-        found = gradients(runtime.extractor.module, [value.to(device, dtype) for value in values], at, target)
-        return found, time.perf_counter() - started
+    Args:
+        runtime: see :func:`attribute`.
+        values: of its inputs, some rows of them.
+        at: which input the result is attributed to.
+        asked: the attribution.
 
-    return await asyncio.wrap_future(queue.run_idle(work, max_wait=0.0))
+    Attributes:
+        points: the passes, by share of the values and weight.
+        targets: index of the result of each row, on the CPU in the end.
+        attributed: in the end.
+    """
+
+    attributed: Tensor
+
+    def __init__(self, runtime: Runtime, values: Sequence[Tensor], at: int, asked: Question) -> None:
+        self._module = runtime.extractor.module
+        self._placed = torch.device(runtime.description.device), runtime.description.dtype
+        self._values, self._at, self._asked = list(values), at, asked
+        self.targets: int | Tensor | None = asked.target
+        self.points = integration_points(asked.steps) if asked.method == "integrated_gradients" else [(1.0, 1.0)]
+        self._gradients: Tensor | None = None
+
+    def begin(self) -> None:
+        """Put the values on the device, and choose the targets where passes with other values would choose others."""
+        self._values = [value.to(*self._placed) for value in self._values]
+        if self.targets is None and len(self.points) > 1:
+            with torch.no_grad():
+                [result] = self._module(*self._values).values()
+            self.targets = result.argmax(1)
+
+    def differentiate(self, share: float, weight: float) -> None:
+        """Add the gradients at a ``share`` of the values, times ``weight``."""
+        values = list(self._values)
+        if share != 1:
+            values[self._at] = share * values[self._at]
+        found = gradients(self._module, values, self._at, self.targets)
+        self.targets = found.targets
+        added = found.values if weight == 1 else found.values.mul_(weight)
+        self._gradients = added if self._gradients is None else self._gradients.add_(added)
+
+    def end(self) -> None:
+        """Make the attribution of the gradients."""
+        found, values, info = self._gradients, self._values[self._at], self._asked.at
+        assert found is not None
+        assert isinstance(self.targets, Tensor)
+        if self._asked.method == "integrated_gradients":
+            found = found * values
+        elif self._asked.method == "gradcam":
+            found = gradcam(*(positions(one, info.layout, info.tokens) for one in (values, found)))
+        self.attributed, self.targets = found.float().cpu(), self.targets.cpu()
 
 
 def _row_bytes(runtime: Runtime, values: Sequence[Tensor]) -> int:

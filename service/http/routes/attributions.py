@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -12,18 +11,17 @@ from torch import Tensor
 
 from fxcore.graph.cut import OpenCut, UnneededInput
 from fxcore.graph.model_graph import model_graph
-from fxcore.images.files import image_header
+from fxcore.graph.nodes import is_group
 from service import problems
 from service.codecs import bodies, heatmap, json, responses
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.requests.admission import Reservation
 from service.engine.requests.attributing import Attributed, Question
 from service.http.access.callers import Caller, caller_of
 from service.http.deadline import Deadline
 from service.http.headers import header, joined_header
 from service.http.reservations import reservation_of
 from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.features import BODY, RESPONSE
+from service.http.routes.features import BODY, RESPONSE, draw, require_one_image
 from service.http.routes.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
@@ -105,10 +103,11 @@ async def _respond(
         accepted = _negotiate(front, query, joined_header(request.scope, b"accept"))
         sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
         del body
-        if accepted == heatmap.MEDIA_TYPE and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
-            available = list(responses.OFFERED[:-1])
-            raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
+        drawn = accepted == heatmap.MEDIA_TYPE
+        if drawn:
+            require_one_image(sent)
         options = FeatureOptions(preprocess=query.preprocess)
+        options.check_regions(sent.regions)
         values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
         at = front.outputs[0]
         target = None if query.target == "max" else query.target
@@ -116,9 +115,12 @@ async def _respond(
         given = {name: values.outputs[name] for name in begin}
         found = await engine.attribute(back, given, asked, deadline.at, reservation)
         started = time.perf_counter()
-        if accepted == heatmap.MEDIA_TYPE:
+        if drawn:
             assert not isinstance(sent.inputs, Mapping)
-            parts = await _draw(state, front, query, sent.inputs[0], found, reservation)
+            preprocessing = None if query.preprocess == "none" else front.description.preprocessing
+            cam = query.method == "gradcam"
+            drawn_map = (found.values[:, None], "NCHW") if cam else (found.values, at.layout)
+            parts = await draw(state, sent.inputs[0], preprocessing, *drawn_map, reservation)
         else:
             source = responses.Source(
                 spec.model, back.id, back.description.weights, back.description.fingerprint, {_ATTRIBUTION: at.node}
@@ -139,6 +141,10 @@ async def _halves(
 ) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
     """Return the extractor of the node's values and of what else the result depends on, the one from there to the
     result, and the names of what lies between."""
+    for field, name in (("of", query.of), ("at", query.at)):
+        if is_group(name):
+            detail = f"query parameter {field!r} is one node, and {name!r} stands for several"
+            raise problems.InvalidRequest(detail, field=field)
     at = query.at
     if at is None:
         if query.method == "gradcam":
@@ -171,24 +177,6 @@ def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | No
 def _outputs(accepted: str, found: Attributed) -> dict[str, Tensor]:
     outputs = {_ATTRIBUTION: found.values}
     return outputs if accepted == "application/json" else {**outputs, _TARGETS: found.targets}
-
-
-async def _draw(
-    state: State,
-    front: ExtractorRecord,
-    query: AttributionQuery,
-    image: bytes,
-    found: Attributed,
-    reservation: Reservation,
-) -> list[bytes | memoryview]:
-    """Draw an attribution over the image that it is of."""
-    engine = state.engine
-    preprocessing = None if query.preprocess == "none" else front.description.preprocessing
-    header = await engine.run_in_encoder(image_header, image)
-    size = header.height, header.width
-    reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
-    map_of = (found.values[:, None], "NCHW") if query.method == "gradcam" else (found.values, front.outputs[0].layout)
-    return await engine.run_in_encoder(heatmap.write, image, preprocessing, *map_of)
 
 
 routes = [

@@ -10,8 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
+from torch import Tensor
 
 from fxcore.images.files import image_header
+from fxcore.images.preprocessing import Preprocessing
 from service import problems
 from service.codecs import bodies, heatmap, json, npy, responses, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
@@ -235,16 +237,17 @@ async def _extract(
 ) -> Response:
     """Compute the features of ``sent`` and write them as ``accepted``."""
     drawn = accepted == heatmap.MEDIA_TYPE
-    if drawn and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
-        available = list(responses.OFFERED[:-1])
-        raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
+    if drawn:
+        require_one_image(sent)
     reservation = reservation_of(request.scope)
     features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.regions, reservation)
     started = time.perf_counter()
     if drawn:
         assert not isinstance(sent.inputs, Mapping)
-        preprocessed = query.preprocess != "none"
-        parts = await _draw(state, record, features, sent.inputs[0], preprocessed, reservation)
+        preprocessing = None if query.preprocess == "none" else record.description.preprocessing
+        output = record.outputs[0]
+        drawn_map = features.outputs[output.key], output.layout
+        parts = await draw(state, sent.inputs[0], preprocessing, *drawn_map, reservation)
     else:
         parts = await _write(state, record, features, accepted, query, reservation)
     timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
@@ -252,23 +255,30 @@ async def _extract(
     return responses.PartsResponse(parts, accepted, headers)
 
 
-async def _draw(
+def require_one_image(sent: bodies.Sent) -> None:
+    """Check that a body has what a heat-map is drawn over.
+
+    Raises:
+        NotAcceptable: it has not.
+    """
+    if isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1:
+        available = list(responses.OFFERED[:-1])
+        raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
+
+
+async def draw(
     state: State,
-    record: ExtractorRecord,
-    features: FeatureResult,
     image: bytes,
-    preprocessed: bool,
+    preprocessing: Preprocessing | None,
+    values: Tensor,
+    layout: str | None,
     reservation: Reservation,
 ) -> Parts:
-    """Draw the first output over the image, as the model's preprocessing makes it if it was ``preprocessed``."""
-    output = record.outputs[0]
-    preprocessing = record.description.preprocessing if preprocessed else None
+    """Draw a map ``[1, …]`` over its image; see :func:`service.codecs.heatmap.write`."""
     header = await state.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
-    return await state.engine.run_in_encoder(
-        heatmap.write, image, preprocessing, features.outputs[output.key], output.layout
-    )
+    return await state.engine.run_in_encoder(heatmap.write, image, preprocessing, values, layout)
 
 
 async def _write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 
 import httpx
@@ -83,6 +84,8 @@ def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) ->
         ("of=layer4&at=layer3", "bad-target", "one vector an image"),
         ("of=avgpool&at=fc", "bad-target", "'avgpool' does not depend on 'fc'"),
         ("of=fc", "invalid-request", "gradcam needs at"),
+        ("of=layer4.*&at=layer3", "invalid-request", "'of' is one node"),
+        ("of=fc&at=layer*.*", "invalid-request", "'at' is one node"),
         ("of=fc&at=flatten", "bad-tensor", "gradcam needs a feature map"),
         ("of=fc&at=layr4", "unknown-node", "layer4"),
         ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
@@ -99,3 +102,22 @@ def test_int8_is_refused(client: Client) -> None:
     id = client.post("/v1/extractors?wait=0", json=spec).json()["id"]
     response = asked(client, "of=fc&at=C5", route=f"/v1/extractors/{id}/attributions")
     assert (response.status_code, response.json()["field"]) == (422, "precision")
+
+
+def test_regions_are_refused(client: Client) -> None:
+    body = {"images": [base64.b64encode(PHOTO).decode()], "boxes": [[[0, 0, 9, 9]]]}
+    response = client.post(f"{ROUTE}?weights=random&of=fc&at=C5", json=body)
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-box")
+
+
+def test_rows_over_a_batch_are_attributed_as_alone(client: Client) -> None:
+    """They are more than the device worker takes at a time."""
+    body = {"images": [base64.b64encode(PHOTO).decode()] * 33}
+    url = f"{ROUTE}?weights=random&of=fc&at=C5&method=integrated_gradients&steps=2&encoding=base64"
+    many = client.post(url, json=body).json()
+    one = load(asked(client, "weights=random&of=fc&at=C5&method=integrated_gradients&steps=2").content)
+    [output] = many["outputs"]
+    values = torch.frombuffer(bytearray(base64.b64decode(output["data"])), dtype=torch.float32).view(output["shape"])
+    assert len(values) == 33
+    assert many["targets"] == one["targets"].tolist() * 33
+    torch.testing.assert_close(values[[0, 32]], one["attribution"].expand(2, -1, -1, -1), rtol=1e-3, atol=1e-6)
