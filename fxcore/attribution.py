@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
+from fxcore.graph.layout import TOKENS
 from fxcore.graph.tokens import TokenGrid
+from fxcore.pooling import as_maps
 
 Back = Callable[..., Mapping[str, Tensor]]
 """``back(*values) -> {key: tensor}``, such as the module of an extractor that begins at inner nodes."""
@@ -90,12 +92,8 @@ def positions(values: Tensor, layout: str | None, tokens: TokenGrid | None = Non
     Raises:
         BadTensor: they have no positions.
     """
-    if layout == "NCHW":
-        return values
-    if layout == "NHWC":
-        return values.movedim(-1, 1)
-    if tokens is not None and values.ndim == 3:
-        return values[:, tokens.prefix :].mT.reshape(len(values), -1, tokens.height, tokens.width)
+    if layout in ("NCHW", "NHWC") or (layout == TOKENS and tokens is not None):
+        return as_maps(values, layout, tokens)
     raise BadTensor(f"gradcam needs a feature map, or tokens on a grid; this is {layout} {list(values.shape)}")
 
 

@@ -19,6 +19,7 @@ from torchvision.ops import roi_align
 from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens import TokenGrid
 
 Method = Literal["avg", "max", "gem", "cls"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -224,14 +225,24 @@ def pool_masks(tensor: Tensor, layout: str | None, grid: MapGrid, weights: Seque
     return torch.cat(averaged).to(tensor.dtype)
 
 
+def as_maps(tensor: Tensor, layout: str | None, grid: MapGrid | TokenGrid | None) -> Tensor:
+    """Return maps, or tokens on ``grid``, as ``[N, C, H, W]``.
+
+    Args:
+        tensor: maps ``[N, C, H, W]`` or ``[N, H, W, C]``, or tokens ``[N, L, C]``.
+        layout: of an :class:`~fxcore.extractor.OutputInfo`.
+        grid: the positions of tokens; those before them are left out.
+    """
+    if layout != TOKENS:
+        return tensor.movedim(channel_dim(layout, tensor.ndim), 1)
+    assert grid is not None
+    positions = tensor[:, grid.prefix :].transpose(1, 2)
+    return positions.reshape(*positions.shape[:2], grid.height, grid.width)
+
+
 def _wide_maps(tensor: Tensor, layout: str | None, grid: MapGrid) -> Tensor:
-    """Return maps, or tokens on a grid, as ``[N, C, H, W]`` in float32 or wider."""
-    if layout == TOKENS:
-        positions = tensor[:, grid.prefix :].transpose(1, 2)
-        maps = positions.reshape(*positions.shape[:2], grid.height, grid.width)
-    else:
-        maps = tensor.movedim(channel_dim(layout, tensor.ndim), 1)
-    return maps.to(torch.promote_types(tensor.dtype, torch.float32))
+    """Return :func:`as_maps` in float32 or wider."""
+    return as_maps(tensor, layout, grid).to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
