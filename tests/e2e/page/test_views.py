@@ -406,4 +406,4 @@ def test_work_that_is_no_longer_wanted_is_not_done(open_server, visit):
           return (await Promise.all(jobs)).filter((row) => row !== null)
         }"""
     )
-    assert done == [0, 8]  # the one that ran already, and the last
+    assert done in ([0, 8], [8])  # the last, and the first where it ran before the others came
