@@ -77,8 +77,13 @@ KINDS = frozenset(
 )
 
 
+# What sweeps over models run of the product, a few of these models do too, and coverage's tracer takes a sweep's time
+# twice over.
+SWEPT = (pytest.mark.exhaustive, pytest.mark.no_cover)
+
+
 def each(names: Iterable[str], always: frozenset[str] = KINDS, turn: int | None = None) -> list[ParameterSet]:
-    """A parameter for each of ``names``; those not in ``always`` are marked exhaustive.
+    """A parameter for each of ``names``; those not in ``always`` are exhaustive, and no coverage is measured of them.
 
     ``turn``: beside :data:`FAMILIES`, of those every fourth only, from this one on. Tests with another turn each share
     the rest of a family.
@@ -86,9 +91,7 @@ def each(names: Iterable[str], always: frozenset[str] = KINDS, turn: int | None 
     names, kept = list(names), always | FAMILIES
     rest = [name for name in names if name not in kept]
     kept |= set(rest if turn is None else rest[turn::4])
-    return [
-        pytest.param(name, marks=() if name in always else pytest.mark.exhaustive) for name in names if name in kept
-    ]
+    return [pytest.param(name, marks=() if name in always else SWEPT) for name in names if name in kept]
 
 
 # Values are compared at these sizes where the model takes any, so that the largest models take seconds.

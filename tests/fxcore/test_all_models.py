@@ -18,7 +18,7 @@ from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_gra
 from fxcore.memory import give_back
 from fxcore.models.entry import weightless
 from fxcore.tracing.parts import DetectorParts, FlowParts
-from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FIXED_SIZE, LARGE, SMALL, each, filled
+from tests.fxcore.model_list import ALL, CLOSED, FAMILIES, FIXED_SIZE, LARGE, SMALL, SWEPT, each, filled
 
 
 def opened(entry: ModelEntry, model: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
     [
         "googlenet",
         *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
+            pytest.param(name, marks=SWEPT)
             for name in (
                 "inception_v3",
                 "fcn_resnet50",

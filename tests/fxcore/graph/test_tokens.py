@@ -11,6 +11,7 @@ from fxcore.graph.prefix_tokens import PrefixTokens
 from fxcore.graph.tokens import prefix_tokens, token_grid
 from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
+from tests.fxcore.model_list import SWEPT
 
 KINDS = [
     "vit_tiny_patch16_224",
@@ -28,7 +29,7 @@ MORE = sorted(
 )[::5]
 
 
-@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
+@pytest.mark.parametrize("name", [*KINDS, *(pytest.param(name, marks=SWEPT) for name in MORE)])
 def test_as_timm_counts_and_pools_them(name):
     torch.manual_seed(0)
     made = timm.create_model(name, img_size=112, num_classes=3, depth=1).eval()

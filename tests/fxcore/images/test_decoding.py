@@ -30,6 +30,7 @@ from fxcore.images.files import open_image
 from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification
 from tests import hostile_images
+from tests.fxcore.model_list import SWEPT
 
 ORIENTATION = 0x0112
 
@@ -217,9 +218,7 @@ def all_weights() -> list[Any]:
         for weights in entry.weights:
             usual = name in FAMILIES and weights == entry.default_weights
             way = str(entry.preprocessing(weights).describe()), entry.task
-            found.append(
-                pytest.param(name, weights, usual or way not in seen, marks=() if usual else pytest.mark.exhaustive)
-            )
+            found.append(pytest.param(name, weights, usual or way not in seen, marks=() if usual else SWEPT))
             seen.add(way)
     return found
 

@@ -76,6 +76,7 @@ FAMILIES = [
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shape", range(3))
 def test_every_family_as_timm_makes_it(name: str, shape: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.transforms import attention_maps
+from tests.fxcore.model_list import SWEPT
 
 
 def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     [
         ("test_vit", 1),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
+            pytest.param(*case, marks=SWEPT)
             for case in [
                 ("swin_tiny_patch4_window7_224", None),
                 ("vit_small_patch16_dinov3", 5),

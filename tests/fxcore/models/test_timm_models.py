@@ -24,6 +24,7 @@ from fxcore import build_extractor, get_model, list_models, load_model, model_gr
 from fxcore.errors import BadTensor, UnknownModel, UnknownNode, UnknownWeights, WeightsUnavailable
 from fxcore.models.hub import HubWeights
 from fxcore.photos import photos
+from tests.fxcore.model_list import SWEPT
 
 FAMILIES = [
     "vit_small_patch14_dinov2",
@@ -75,9 +76,7 @@ def hooked(model: torch.nn.Module, modules: Sequence[str], x: torch.Tensor) -> d
     return seen
 
 
-@pytest.mark.parametrize(
-    "architecture", [*QUICK, *(pytest.param(f, marks=pytest.mark.exhaustive) for f in FAMILIES if f not in QUICK)]
-)
+@pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(f, marks=SWEPT) for f in FAMILIES if f not in QUICK)])
 def test_names_values_levels_and_preprocessing_are_timms(architecture: str) -> None:
     entry = get_model(f"timm.{architecture}")
     graph = model_graph(entry, entry.structure())
