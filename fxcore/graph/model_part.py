@@ -9,7 +9,7 @@ from torch import fx
 
 from fxcore.errors import BadTensor, DuplicateKey, UnknownNode, summarize
 from fxcore.graph.annotate import values_at
-from fxcore.graph.cut import cut
+from fxcore.graph.cut import OpenCut, cut
 from fxcore.graph.layout import layout_name
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.passes.functionalize import functionalize
@@ -74,6 +74,26 @@ class ModelPart:
             shown = ", ".join(f"{spec.name} {list(shape)}" for spec, shape in zip(self.inputs, shapes, strict=True))
             raise BadTensor(f"this part of {self._model} cannot take {shown}: {summarize(error)}") from error
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
+
+
+def closed(graph: ModelGraph, at: str, of: str) -> list[str]:
+    """Return names of nodes to begin at, ``at`` first, through which alone ``of`` depends on the image.
+
+    Raises:
+        UnneededInput: ``of`` does not depend on ``at``.
+        UnknownNode: there is no such node, or its values cannot be given.
+
+    >>> from fxcore import model_graph
+    >>> closed(model_graph("resnet18"), "layer2.0.conv1", "fc")
+    ['layer2.0.conv1', 'layer1.1.relu_1']
+    """
+    begin = [at]
+    while True:
+        try:
+            ModelPart(graph, graph.resolve(begin), graph.resolve([of]))
+            return begin
+        except OpenCut as error:
+            begin += error.extra["missing"]
 
 
 def check_inputs(graph: ModelGraph, inputs: Mapping[str, str]) -> None:

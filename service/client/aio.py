@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Fit, Precision, Preprocess, Source
+from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
+    MAX_ROWS,
     BaseClient,
     BaseExtractor,
+    attribution_query,
     feature_query,
 )
 from service.client.images import split_call
@@ -194,6 +196,30 @@ class AsyncExtractor(BaseExtractor):
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy
         await self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
+        return assembly.tensors() if as_torch else assembly.arrays()
+
+    async def attributions(
+        self,
+        images: Any,
+        *,
+        of: str,
+        at: str | None = None,
+        target: int | Literal["max"] = "max",
+        method: Attribution = "gradcam",
+        steps: int = 20,
+        preprocess: Preprocess = "default",
+        as_torch: bool = False,
+    ) -> dict[str, Any]:
+        """Attributions. Arguments and errors are those of :meth:`service.client.Extractor.attributions`."""
+        parts = await asyncio.to_thread(
+            split_call, images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none"
+        )
+        assembly = Assembly(parts[-1].row_end)
+        query = attribution_query(of, at, target, method, steps, preprocess)
+        policy = self._client.retry_policy
+        await self._client._run_all(
+            [flows.extract(self.ref, part, query, assembly, policy, "attributions") for part in parts]
+        )
         return assembly.tensors() if as_torch else assembly.arrays()
 
     async def delete(self) -> None:

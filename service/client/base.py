@@ -106,3 +106,11 @@ def feature_query(
         name: value for name, value in given.items() if value not in (None, "none" if name == "pool" else "default")
     }
     return query | {name: str(value) for name, value in numbers.items() if value is not None}
+
+
+def attribution_query(
+    of: str, at: str | None, target: int | str, method: str, steps: int, preprocess: str
+) -> dict[str, str]:
+    """Query parameters of a request for attributions."""
+    given = {"of": of, "at": at, "target": target, "method": method, "steps": steps, "preprocess": preprocess}
+    return {name: str(value) for name, value in given.items() if value is not None}

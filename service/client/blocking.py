@@ -10,12 +10,14 @@ from typing import Any, Literal, TypeVar
 
 import httpx
 
-from service.choices import Backend, Dtype, Fit, Precision, Preprocess, Source
+from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
 from service.client.base import (
     MAX_BODY_BYTES,
+    MAX_ROWS,
     BaseClient,
     BaseExtractor,
+    attribution_query,
     feature_query,
 )
 from service.client.images import split_call
@@ -245,6 +247,44 @@ class Extractor(BaseExtractor):
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy
         self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
+        return assembly.tensors() if as_torch else assembly.arrays()
+
+    def attributions(
+        self,
+        images: Any,
+        *,
+        of: str,
+        at: str | None = None,
+        target: int | Literal["max"] = "max",
+        method: Attribution = "gradcam",
+        steps: int = 20,
+        preprocess: Preprocess = "default",
+        as_torch: bool = False,
+    ) -> dict[str, Any]:
+        """Compute which values of a node the result of another came from: ``attribution``, and ``targets``.
+
+        The extractor's outputs play no part: it stands for its model, weights and size.
+
+        Args:
+            images: as in a call.
+            of: a node with one vector an image, such as ``fc``.
+            at: the node whose values it is attributed to; the model's input if None, which ``gradcam`` cannot take.
+            target: index of the result, or ``max`` for the largest of each image.
+            method: ``gradcam`` gives ``[n, H, W]``; ``gradient`` and ``integrated_gradients`` the shape of the values.
+            steps: passes of ``integrated_gradients``.
+            preprocess: as in a call.
+            as_torch: return torch tensors instead of NumPy arrays.
+
+        Raises:
+            Problem, FxserveError: as in a call.
+        """
+        parts = split_call(images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none")
+        assembly = Assembly(parts[-1].row_end)
+        query = attribution_query(of, at, target, method, steps, preprocess)
+        policy = self._client.retry_policy
+        self._client._run_all(
+            [flows.extract(self.ref, part, query, assembly, policy, "attributions") for part in parts]
+        )
         return assembly.tensors() if as_torch else assembly.arrays()
 
     def delete(self) -> None:

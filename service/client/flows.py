@@ -238,9 +238,15 @@ class ExtractorRef:
 
 
 def extract(
-    ref: ExtractorRef, part: Part, query: Mapping[str, str], assembly: tensors.Assembly, retry_policy: RetryPolicy
+    ref: ExtractorRef,
+    part: Part,
+    query: Mapping[str, str],
+    assembly: tensors.Assembly,
+    retry_policy: RetryPolicy,
+    resource: str = "features",
 ) -> Flow[None]:
-    """Put the features of ``part`` into ``assembly``, splitting the request if the server finds it too large.
+    """Put the features (or another ``resource``) of ``part`` into ``assembly``, splitting the request if the server
+    finds it too large.
 
     An extractor that the server does not know is recreated, within ``retry_policy.timeout`` seconds.
 
@@ -250,7 +256,7 @@ def extract(
     """
     body, content_type = yield Call(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
-    send = Send("POST", extractor_path(ref.id, "features"), query, headers, body)
+    send = Send("POST", extractor_path(ref.id, resource), query, headers, body)
     try:
         response = yield from _send_rebuilding(ref, send, retry_policy)
     except ImageProblem as problem:
@@ -266,7 +272,7 @@ def extract(
         return
     del body, send
     for smaller in part.split(rows):
-        yield from extract(ref, smaller, query, assembly, retry_policy)
+        yield from extract(ref, smaller, query, assembly, retry_policy, resource)
 
 
 def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Response]:

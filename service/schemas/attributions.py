@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from service.choices import Preprocess
+from service.choices import Attribution, Fit, Preprocess
 from service.schemas.features import Encoding, FeatureDocument
+from service.schemas.image_size import ImageSizeText
 from service.schemas.v1 import MAX_NAME_LENGTH, WeightsName
 
 
@@ -30,7 +31,7 @@ class AttributionQuery(BaseModel):
         "take.",
         examples=["layer4"],
     )
-    method: Literal["gradcam", "gradient", "integrated_gradients"] = Field(
+    method: Attribution = Field(
         default="gradcam",
         description="`gradient` is that of the result by the values; `gradcam` the positive part of the channels' sum "
         "weighted by their mean gradients, `[n, H, W]`; `integrated_gradients` goes from zeros to the values.",
@@ -55,3 +56,5 @@ class OneStepAttributionQuery(AttributionQuery):
     """Query of an attribution in a model."""
 
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
+    image_size: ImageSizeText | None = Field(default=None, description="As for features.", examples=["448x672"])
+    fit: Fit = Field(default="crop", description="As for features, but for `native`.", examples=["stretch"])

@@ -107,6 +107,22 @@ def test_images_in_every_form(extractor, three, expected, tmp_path):
     agree(mixed, expected)
 
 
+def test_attributions(client, extractor, three):
+    alone = [extractor.attributions(photo, of="fc", at="C5", target=7)["attribution"] for photo in three]
+    found = extractor.attributions(three, of="fc", at="C5", target=7)
+    assert found["targets"].tolist() == [7, 7, 7]
+    assert_allclose(found["attribution"], np.concatenate(alone), rtol=1e-4, atol=1e-6)
+
+    async def asked():
+        async with AsyncClient(client.url) as other:
+            again = await other.find(extractor.id)
+            return await again.attributions(three, of="fc", at="C5", target=7, as_torch=True)
+
+    assert_allclose(asyncio.run(asked())["attribution"], found["attribution"], rtol=1e-4, atol=1e-6)
+    with pytest.raises(exceptions.Problem, match="does not depend on"):
+        extractor.attributions(three[0], of="layer1", at="C5")
+
+
 def test_torch_out(extractor, three, expected):
     features = extractor(three, as_torch=True)
     assert all(isinstance(value, torch.Tensor) for value in features.values())

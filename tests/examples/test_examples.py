@@ -16,8 +16,10 @@ import PIL.Image
 import pytest
 import torch
 import torchvision
+from captum.attr import LayerGradCam
 from numpy.typing import NDArray
 
+from fxcore import get_model, load_model
 from tests.decoding import decoded
 from tests.e2e.conftest import Server, start  # noqa: F401
 
@@ -111,3 +113,20 @@ def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict
     assert match is not None, said
     assert match[1] == match[2]
     assert float(match[3]) < 1e-3
+
+
+def test_evidence_for_the_second_class_is_found(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
+    said = run("second_best", tmp_path / "cat.jpg", tmp_path / "cams.png", "--server", url)
+    entry = get_model("efficientnet_lite0")
+    model = load_model(entry, entry.canonical_weights("DEFAULT"))
+    batch = entry.preprocessing().image(PIL.Image.open(tmp_path / "cat.jpg"))[None]
+    best = model(batch)[0].argsort(descending=True)[:2].tolist()
+    lines = []
+    for place, index in zip(("first", "second"), best, strict=True):
+        cam = LayerGradCam(model, model.features[7]).attribute(batch, index, relu_attributions=True)[0, 0]
+        row, column = divmod(int(cam.argmax()), 7)
+        lines.append(f"{place}: class {index}, strongest at row {row}, column {column} of 7 x 7")
+    assert said.splitlines() == lines
+    assert set(best) <= {281, 282, 285}  # tabby, tiger cat, Egyptian cat
+    assert PIL.Image.open(tmp_path / "cams.png").size == (448, 224)

@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fxcore.attribution import check_result, gradcam, gradients, integration_points, positions
 from fxcore.extractor import OutputInfo
+from service.choices import Attribution
 from service.engine.device.queue import Queue
 from service.engine.requests.admission import Ticket
 from service.engine.runtime import Runtime
 from service.problems import DeadlineExceeded
-
-Method = Literal["gradcam", "gradient", "integrated_gradients"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Question:
         steps: of integrated gradients.
     """
 
-    method: Method
+    method: Attribution
     at: OutputInfo
     target: int | None = None
     steps: int = 20

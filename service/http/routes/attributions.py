@@ -9,8 +9,9 @@ from typing import Any
 from fastapi import Request, Response
 from torch import Tensor
 
-from fxcore.graph.cut import OpenCut, UnneededInput
+from fxcore.graph.cut import UnneededInput
 from fxcore.graph.model_graph import model_graph
+from fxcore.graph.model_part import closed
 from fxcore.graph.nodes import is_group
 from service import problems
 from service.codecs import bodies, heatmap, json, responses
@@ -28,6 +29,8 @@ from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
 from service.schemas.v1 import ExtractorSpec
+
+_WHOLE = "attributions are of a whole differentiable model, at one size"
 
 _ATTRIBUTION, _TARGETS = "attribution", "targets"
 
@@ -58,12 +61,11 @@ async def attribute(request: Request) -> Response:
     async def whole() -> ExtractorSpec:
         record = await state.engine.extractors.look_up(request.path_params["extractor"])
         spec = record.description.spec
-        why = "attributions are of a whole differentiable model, at one size"
         if spec.precision == "int8":
-            raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], why)
-        for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms), ("fit", spec.fit == "native")):
+            raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], _WHOLE)
+        for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms)):
             if other:
-                raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {why}", field=field)
+                raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {_WHOLE}", field=field)
         return spec
 
     return await _respond(request, state, whole, query, timeout)
@@ -77,7 +79,9 @@ async def attribute_in_one_step(request: Request) -> Response:
 
     async def whole() -> ExtractorSpec:
         await state.model(caller_of(request.scope), model)
-        return ExtractorSpec(model=model, weights=query.weights, return_nodes=[query.of])
+        return ExtractorSpec(
+            model=model, weights=query.weights, return_nodes=[query.of], image_size=query.image_size, fit=query.fit
+        )
 
     return await _respond(request, state, whole, query, timeout)
 
@@ -145,24 +149,23 @@ async def _halves(
         if is_group(name):
             detail = f"query parameter {field!r} is one node, and {name!r} stands for several"
             raise problems.InvalidRequest(detail, field=field)
-    at = query.at
-    if at is None:
-        if query.method == "gradcam":
-            raise problems.InvalidRequest("gradcam needs at, a feature map such as at=C5", field="at")
-        entry = await state.model(caller, spec.model)
-        at = await state.trace_in(caller)(lambda: model_graph(entry, entry.structure(spec.weights)).inputs[0].name)
+    if spec.fit == "native":
+        raise problems.Unsupported.choice("fit", "native", ["crop", "stretch", "pad"], _WHOLE)
+    if query.at is None and query.method == "gradcam":
+        raise problems.InvalidRequest("gradcam needs at, a feature map such as at=C5", field="at")
+    entry = await state.model(caller, spec.model)
+
+    def begin_at() -> list[str]:
+        graph = model_graph(entry, entry.structure(spec.weights))
+        return closed(graph, query.at or graph.inputs[0].name, query.of)
+
+    try:
+        begin = await state.trace_in(caller)(begin_at)
+    except UnneededInput as error:
+        detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
+        raise problems.BadTarget(detail) from error
     own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
-    begin = [at]
-    while True:
-        behind = ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager")
-        try:
-            back = await state.extractor(caller, behind)
-            break
-        except OpenCut as error:
-            begin = [*begin, *error.extra["missing"]]
-        except UnneededInput as error:
-            detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
-            raise problems.BadTarget(detail) from error
+    back = await state.extractor(caller, ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager"))
     before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")
     return await state.extractor(caller, before), back, begin
 

@@ -46,7 +46,7 @@ finally:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0
     assert "HEAVY []" in run.stdout
-    for command in ("serve", "models", "nodes", "graph", "extract", "key"):
+    for command in ("serve", "models", "nodes", "graph", "extract", "why", "key"):
         assert command in run.stdout
 
 

@@ -13,6 +13,7 @@ import torch
 from captum.attr import IntegratedGradients, LayerGradCam
 from safetensors.torch import load
 from torch import Tensor, nn
+from torchvision.transforms.v2.functional import normalize, pil_to_tensor, resize
 
 from fxcore import get_model, load_model, photos
 from tests.hostile_images import saved
@@ -55,6 +56,15 @@ def test_integrated_gradients_at_the_input_are_captums(client: Client, model: nn
     torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_gradcam_of_an_image_of_another_size_is_captums(client: Client, model: nn.Module) -> None:
+    found = load(asked(client, "weights=random&of=fc&at=layer4&target=281&image_size=96x160&fit=stretch").content)
+    resized = resize(pil_to_tensor(photos.photos()[0]), [96, 160], antialias=True).float() / 255
+    image = normalize(resized, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])[None]
+    expected = LayerGradCam(model, model.layer4).attribute(image, 281, relu_attributions=True)[:, 0]
+    assert found["attribution"].shape == (1, 3, 5)
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_the_largest_result_is_named_and_what_else_it_depends_on_is_found(
     client: Client, model: nn.Module, image: Tensor
 ) -> None:
@@ -88,6 +98,7 @@ def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) ->
         ("of=fc&at=layer*.*", "invalid-request", "'at' is one node"),
         ("of=fc&at=flatten", "bad-tensor", "gradcam needs a feature map"),
         ("of=fc&at=layr4", "unknown-node", "layer4"),
+        ("of=fc&at=layer4&fit=native", "unsupported", "available: crop, stretch, pad"),
         ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
     ],
 )
