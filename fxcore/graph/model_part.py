@@ -85,7 +85,7 @@ def closed(graph: ModelGraph, at: str, of: str) -> list[str]:
 
     >>> from fxcore import model_graph
     >>> closed(model_graph("resnet18"), "layer2.0.conv1", "fc")
-    ['layer2.0.conv1', 'layer1.1.relu_1']
+    ['layer2.0.conv1', 'layer2.0.downsample.1']
     """
     begin = [at]
     while True:
