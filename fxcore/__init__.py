@@ -21,6 +21,7 @@ From a model's name and a photograph to features:
 
 from fxcore.analysis.profile import profile
 from fxcore.analysis.verify import verify
+from fxcore.edits import Edit
 from fxcore.errors import FxError
 from fxcore.extractor import Extractor, OutputInfo, build_extractor
 from fxcore.graph.levels import Level
@@ -43,6 +44,7 @@ from fxcore.tracing.tracer import trace
 from fxcore.transforms import apply_transforms, list_transforms
 
 __all__ = [
+    "Edit",
     "Extractor",
     "FxError",
     "Interpreter",

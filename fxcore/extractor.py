@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.edits import BadEdit, Edit, EditedNode, PlannedFactors, edited_node, insert_edits
 from fxcore.errors import BadArgument
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.cut import Part, Scale, cut, pruned
@@ -87,6 +88,7 @@ class Extractor:
         part: what it computes, where it begins at inner nodes.
         front: computes its inputs from the model's own, ``front(*inputs) -> {key: tensor}``, where it begins at inner
             nodes.
+        edited: the nodes whose values it edits: its module has a scale and a shift of each as further inputs.
 
     Its module has only the nodes that the outputs need, and shares the model's parameters:
 
@@ -106,6 +108,7 @@ class Extractor:
     dtype: torch.dtype
     part: ModelPart | None = None
     front: fx.GraphModule | None = None
+    edited: tuple[EditedNode, ...] = ()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -119,12 +122,34 @@ class Extractor:
         return sum(len(graph.nodes) for graph in graphs)
 
     def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at."""
-        if self.front is None:
-            return inputs
-        with torch.no_grad():
-            values = self.front(*inputs)
-        return tuple(values[spec.name].reshape(len(inputs[0]), *spec.usual) for spec in self.inputs)
+        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at, and factors
+        that edit nothing."""
+        if self.front is not None:
+            with torch.no_grad():
+                values = self.front(*inputs)
+            inputs = tuple(values[spec.name].reshape(len(inputs[0]), *spec.usual) for spec in self.inputs)
+        return inputs + self.factors((), *inputs)
+
+    def factors(self, edits: Sequence[Edit], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return what its module takes beside ``inputs`` for some edits: scale and shift of each edited node.
+
+        Raises:
+            BadEdit: one of a node that is not edited, or that selects what its value does not have.
+        """
+        names = {name for node in self.edited for name in (node.key, node.name)}
+        for index, edit in enumerate(edits):
+            if edit.node not in names:
+                shown = ", ".join(node.key for node in self.edited) or "none"
+                raise BadEdit(f"edit {index}: this extractor edits {shown}, and not {edit.node!r}", edit=index)
+        if not self.edited:
+            return ()
+        dims = self.values_at([tuple(x.shape[1:]) for x in inputs])
+        size = None if self.part is not None else (inputs[0].shape[-2], inputs[0].shape[-1])
+        found: list[Tensor] = []
+        for node in self.edited:
+            planned = PlannedFactors(node, edits, len(inputs[0]), dims[node.name][0], size, self.dtype)
+            found += planned.make().of(slice(None))
+        return tuple(factor.to(inputs[0].device) for factor in found)
 
     def values_at(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[list[int], torch.dtype]]:
         """Return shape and dtype of its outputs and of what they depend on by node, for one row; nothing is computed.
@@ -152,6 +177,7 @@ def build_extractor(
     *,
     any_size: bool | None = None,
     inputs: Mapping[str, str] | None = None,
+    edits: Mapping[str, str] | None = None,
 ) -> Extractor:
     """Prune ``graph`` to what ``return_nodes`` need and bind it to ``model``.
 
@@ -164,10 +190,12 @@ def build_extractor(
         any_size: whether inputs have sizes of their own, so that the described outputs have no fixed ones; by default
             as by the model's own preprocessing.
         inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`; default: the model's inputs.
+        edits: key → exact name of a node to edit, from :meth:`ModelGraph.resolve`; see :meth:`Extractor.factors`.
 
     Raises:
-        BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes`` or ``inputs`` are not exact names of
-            its nodes.
+        BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes``, ``inputs`` or ``edits`` are not exact
+            names of its nodes.
+        BadEdit: a node to edit has no floating-point values, or no output depends on it.
         OpenCut, UnneededInput, DuplicateKey, UnknownNode: see :class:`~fxcore.graph.model_part.ModelPart`.
         CannotTransform: the model's in-place operations cannot be rewritten; see
             :func:`fxcore.passes.functionalize.functionalize`.
@@ -181,10 +209,14 @@ def build_extractor(
     >>> half = build_extractor(graph, model, graph.resolve(["C5"]), inputs=graph.resolve(["layer3"]))
     >>> half.module(torch.zeros(1, 256, 14, 14))["C5"].shape
     torch.Size([1, 512, 7, 7])
+    >>> edited = build_extractor(graph, model, graph.resolve(["C5"]), edits=graph.resolve(["layer4"]))
+    >>> image = torch.zeros(1, 3, 224, 224)
+    >>> edited.module(image, *edited.factors([Edit("layer4", scale=0, shift=2.5)], image))["C5"].unique()
+    tensor([2.5000])
     """
     if not isinstance(graph, ModelGraph):
         raise BadArgument(f"graph is what model_graph returns, not {graph!r:.100}")
-    for name, named in (("return_nodes", return_nodes), ("inputs", {} if inputs is None else inputs)):
+    for name, named in (("return_nodes", return_nodes), ("inputs", inputs or {}), ("edits", edits or {})):
         exact = named.values() if isinstance(named, Mapping) else [None]
         if any(not isinstance(node, str) or node not in graph.by_name for node in exact):
             raise BadArgument(f"{name} is what graph.resolve returns, not {named!r:.100}")
@@ -192,16 +224,18 @@ def build_extractor(
     varies = not graph.preprocessing.fixed_size if any_size is None else any_size
     varies = varies and (part is None or part.any_size)
     outputs = [_describe(graph, key, name, dtype, varies) for key, name in return_nodes.items()]
+    edited = tuple(edited_node(key, graph.by_name[name], graph.input_size) for key, name in (edits or {}).items())
     whole, by_name = _bound(graph, model, dtype, with_output=False)
     wanted = {key: by_name[name] for key, name in return_nodes.items()}
-    if not inputs:
-        return Extractor(_module(graph, model, pruned(whole, wanted.values()), wanted), graph, outputs, dtype)
-    given = {key: by_name[name] for key, name in inputs.items()}
-    front = pruned(whole, given.values())
-    between = cut(whole, given, wanted.values(), scales=_scales(graph, model, whole, given.values()))
-    return Extractor(
-        _module(graph, model, between, wanted), graph, outputs, dtype, part, _module(graph, model, front, given)
-    )
+    front = None
+    if inputs:
+        given = {key: by_name[name] for key, name in inputs.items()}
+        front = _module(graph, model, pruned(whole, given.values()), given)
+        kept = cut(whole, given, wanted.values(), scales=_scales(graph, model, whole, given.values()))
+    else:
+        kept = pruned(whole, wanted.values())
+    insert_edits(kept, edited, by_name)
+    return Extractor(_module(graph, model, kept, wanted), graph, outputs, dtype, part, front, edited)
 
 
 def _module(graph: ModelGraph, model: nn.Module, part: Part, wanted: Mapping[str, fx.Node]) -> fx.GraphModule:

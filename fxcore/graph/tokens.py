@@ -43,6 +43,17 @@ class TokenGrid:
     prefix: int
     class_token: bool
 
+    def at(self, size: tuple[int, int], usual: tuple[int, int], length: int) -> tuple[int, int] | None:
+        """Return height and width of the grid of ``length`` tokens for another input.
+
+        Args:
+            size: height and width of that input.
+            usual: those of the input that this grid is of.
+            length: how many tokens there are, with the prefix; None is returned where they are no such grid.
+        """
+        height, width = int(size[0] // (usual[0] / self.height)), int(size[1] // (usual[1] / self.width))
+        return (height, width) if self.prefix + height * width == length else None
+
 
 def token_grid(node: fx.Node) -> TokenGrid | None:
     """Return the grid of an annotated ``node``'s tokens; None if its value is no tokens of an image.

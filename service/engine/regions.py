@@ -90,10 +90,9 @@ def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual
     if info.layout == TOKENS:
         if info.tokens is None or len(shape) != 3:
             return None
-        stride_y, stride_x = usual[0] / info.tokens.height, usual[1] / info.tokens.width
-        height, width = int(size[0] // stride_y), int(size[1] // stride_x)
-        prefix = info.tokens.prefix
-        return MapGrid(height, width, stride_y, stride_x, prefix) if prefix + height * width == shape[1] else None
+        sides = info.tokens.at(size, usual, shape[1])
+        strides = usual[0] / info.tokens.height, usual[1] / info.tokens.width
+        return None if sides is None else MapGrid(*sides, *strides, info.tokens.prefix)
     if info.layout not in ("NCHW", "NHWC") or len(shape) != 4 or info.stride is None:
         return None
     height, width = shape[info.layout.index("H")], shape[info.layout.index("W")]

@@ -1,0 +1,390 @@
+"""Edits: an inner value times a scale plus a shift, which are inputs of the graph with a row for each image.
+
+So one graph serves any edits of a node: a zero, a constant, a stronger channel, a patch of another image. It computes
+what forward hooks would that return such a value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.errors import FxError
+from fxcore.graph.cut import Part
+from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.tracing.names import PATH
+
+
+class BadEdit(FxError):
+    """An edit of a value that cannot be edited, or that selects what the value does not have; ``edit`` is its index."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Multiply a node's value by ``scale`` and add ``shift``, where the selectors say.
+
+    A ``scale`` of 0 makes zeros, or the constant ``shift``, of finite values; NaN and infinities become NaN.
+
+    Attributes:
+        node: name of the node.
+        scale, shift: a number, or one for each of ``channels``.
+        channels: their indices; None for all. Those of attention weights ``[N, heads, L, L]`` are the heads.
+        tokens: indices of tokens ``[N, L, C]``, prefix tokens such as the class token first; None for all.
+        box: x1, y1, x2, y2 in positions of a map, or of the grid of tokens, x2 and y2 not included; None for all.
+        images: rows of the input; None for all.
+    """
+
+    node: str
+    scale: float | Sequence[float] = 1.0
+    shift: float | Sequence[float] = 0.0
+    channels: Sequence[int] | None = None
+    tokens: Sequence[int] | None = None
+    box: Sequence[int] | None = None
+    images: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class EditedNode:
+    """A node that a graph edits.
+
+    Attributes:
+        key: its name for the caller.
+        name: its exact name.
+        axes: of one row, as :mod:`fxcore.graph.layout` has them, with ``K`` for windows, which are several an image;
+            None if unknown.
+        ndim: of one row, which is an image.
+        grid: of its tokens, if they are on one.
+        rows: rows of the value that belong to one image.
+        usual: height and width of the model's input that it is described for.
+    """
+
+    key: str
+    name: str
+    axes: str | None
+    ndim: int
+    grid: TokenGrid | None
+    rows: int
+    usual: tuple[int, int]
+
+    @property
+    def channel_dim(self) -> int | None:
+        """The dimension of the channels; None if there is none. In an unknown layout it is the last one of three, as of
+        ``[N, L, C]``, and else the third from last: the heads of queries, keys and attention weights."""
+        if self.axes is not None:
+            return self.axes.index("C") if "C" in self.axes else None
+        own = self.ndim - int(self.rows > 1)
+        return None if own < 2 else self.ndim - (3 if own > 3 else 1)
+
+    @property
+    def token_dim(self) -> int | None:
+        """The dimension of the tokens; None if there is none."""
+        if self.rows > 1 or self.ndim != 3:
+            return None
+        return self.axes.index("L") if self.axes and "L" in self.axes else 1 if self.axes is None else None
+
+    def shape(self, dims: Sequence[int]) -> list[int]:
+        """Return the shape of one row, from that of the value for one image."""
+        return [1, *dims] if self.rows > 1 else list(dims)
+
+
+def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
+    """Describe an annotated ``node`` for edits of it.
+
+    Raises:
+        BadEdit: its values are no floating-point numbers.
+    """
+    value, name, rows = node.meta["value"], node.meta[PATH], node.meta["rows"]
+    if not value.is_floating_point():
+        kind = "quantized" if value.is_quantized else str(value.dtype).removeprefix("torch.")
+        raise BadEdit(f"the values of {name!r} are {kind}; edit a node of floating-point numbers", name=name)
+    axes = node.meta.get("axes")
+    axes = None if axes is None or len(axes) != value.ndim else axes
+    if rows > 1 and axes is not None:
+        axes = "NK" + axes[1:]
+    grid = token_grid(node) if rows == 1 and value.ndim == 3 else None
+    return EditedNode(key, name, axes, value.ndim + int(rows > 1), grid, rows, usual)
+
+
+def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx.Node]) -> None:
+    """Edit values of a part of a graph that has no output yet: all that reads them reads the edited ones.
+
+    The part gets two more inputs for each node, its scale and its shift, of a shape with a row for each image that can
+    be broadcast to the value's.
+
+    Args:
+        part: of the graph; what it ``kept`` of a node is the edited value afterwards.
+        nodes: to edit.
+        whole: the nodes of the whole graph by name.
+
+    Raises:
+        BadEdit: nothing in the part depends on a node.
+    """
+    graph = part.graph
+    inputs = graph.find_nodes(op="placeholder")
+    last = [node for node in inputs if not node.args][-1]  # those with a default follow
+    taken = {str(node.target) for node in inputs}
+    for edited in nodes:
+        value = part.kept.get(whole[edited.name])
+        if value is None:
+            detail = f"no node that is asked for depends on {edited.name!r}; edit one that they depend on"
+            raise BadEdit(detail, name=edited.name)
+        readers = list(value.users)
+        factors = []
+        for what in ("scale", "shift"):
+            name = f"{edited.name.replace('.', '_')}_{what}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            with graph.inserting_after(last):
+                last = graph.placeholder(name)
+            factors.append(last)
+        inputs = graph.find_nodes(op="placeholder")
+        scale, shift = factors
+        with graph.inserting_before((inputs[-1] if value.op == "placeholder" else value).next):
+            result = value
+            if edited.rows > 1:
+                images = graph.call_method("size", (scale, 0))
+                result = graph.call_method("unflatten", (result, 0, (images, -1)))
+            result = graph.call_function(torch.addcmul, (shift, result, scale))
+            if edited.rows > 1:
+                result = graph.call_method("flatten", (result, 0, 1))
+        for reader in readers:
+            reader.replace_input_with(value, result)
+        part.kept[whole[edited.name]] = result
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one node for the rows of a request.
+
+    Attributes:
+        scales, shifts: the different ones, ``[k, …]``, of shapes that can be broadcast to the value's.
+        of_rows: which of them is each row's, int64 ``[rows]``.
+    """
+
+    scales: Tensor
+    shifts: Tensor
+    of_rows: Tensor
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return scale and shift of some rows, ``[n, …]``."""
+        chosen = self.of_rows[rows]
+        if len(self.scales) > 1:
+            return self.scales[chosen], self.shifts[chosen]
+        shape = len(chosen), *self.scales.shape[1:]
+        return self.scales.expand(shape), self.shifts.expand(shape)
+
+
+class PlannedFactors:
+    """The factors of one node, before they are computed.
+
+    Args:
+        node: that is edited.
+        edits: all edits of a request, whose indices errors name; those of other nodes are left out.
+        rows: how many rows the request has.
+        dims: shape of the node's value for one image.
+        size: height and width of the model's input; None if they are not known.
+        dtype: of the graph.
+
+    Attributes:
+        bytes: of the factors.
+
+    Raises:
+        BadEdit: an edit selects what the value does not have; ``edit`` is its index.
+    """
+
+    def __init__(
+        self,
+        node: EditedNode,
+        edits: Sequence[Edit],
+        rows: int,
+        dims: Sequence[int],
+        size: tuple[int, int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._node, self._dtype = node, dtype
+        self._full = node.shape(dims)
+        self._edits: list[_Selected] = []
+        for index, edit in enumerate(edits):
+            if edit.node in (node.key, node.name):
+                with numbered(index):
+                    self._edits.append(_Selected(node, edit, rows, self._full, size, dtype))
+        # Channels are always there, so that nearly all factors of a node have one shape, which a compiled graph takes.
+        there = {node.channel_dim}.union(*(one.where for one in self._edits))
+        self._shape = [size if dim in there else 1 for dim, size in enumerate(self._full)]
+        patterns: dict[tuple[int, ...], int] = {}
+        self._of_rows = []
+        for row in range(rows):
+            active = tuple(at for at, one in enumerate(self._edits) if one.images is None or row in one.images)
+            self._of_rows.append(patterns.setdefault(active, len(patterns)))
+        self._patterns = list(patterns)
+        self.bytes = 2 * len(self._patterns) * math.prod(self._shape[1:]) * dtype.itemsize
+
+    def make(self) -> Factors:
+        """Compute the factors.
+
+        Raises:
+            BadEdit: several edits together are beyond the dtype.
+        """
+        shape = (len(self._patterns), *self._shape[1:])
+        scales, shifts = torch.ones(shape), torch.zeros(shape)
+        for at, one in enumerate(self._edits):
+            mask, scale, shift = one.factors(self._shape, self._node.channel_dim)
+            for place, active in enumerate(self._patterns):
+                if at in active:
+                    scales[place] = torch.where(mask, scales[place] * scale, scales[place])
+                    shifts[place] = torch.where(mask, shifts[place] * scale + shift, shifts[place])
+        made = Factors(scales.to(self._dtype), shifts.to(self._dtype), torch.tensor(self._of_rows))
+        if not made.scales.isfinite().all() or not made.shifts.isfinite().all():
+            raise BadEdit(f"the edits of {self._node.key!r} one after another are beyond {self._dtype}")
+        return made
+
+
+class _Selected:
+    """A checked edit of a node.
+
+    Attributes:
+        where: indices by dimension of a row.
+        images: the rows it is for; None for all.
+    """
+
+    def __init__(
+        self,
+        node: EditedNode,
+        edit: Edit,
+        rows: int,
+        full: Sequence[int],
+        size: tuple[int, int] | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._full = full
+        self.where: dict[int, list[int]] = {}
+        if edit.channels is not None:
+            if node.channel_dim is None:
+                raise BadEdit(f"the values of {node.key!r} have no channels: {_shown(full)}")
+            self.where[node.channel_dim] = _indices("channel", edit.channels, full[node.channel_dim], node.key)
+        if edit.tokens is not None:
+            if node.token_dim is None:
+                raise BadEdit(f"{node.key!r} has no tokens but {_shown(full)}: select channels, or a box of a map")
+            self.where[node.token_dim] = _indices("token", edit.tokens, full[node.token_dim], node.key)
+        if edit.box is not None:
+            if edit.tokens is not None:
+                raise BadEdit("an edit has tokens or a box of their grid, not both")
+            self.where |= _box(node, edit.box, full, size)
+        self.images = None if edit.images is None else set(_indices("image", edit.images, rows, "the request"))
+        count = len(edit.channels) if edit.channels is not None else full[node.channel_dim or 0]
+        self._channels = list(edit.channels) if edit.channels is not None else None
+        self._scale = _numbers("scale", edit.scale, count, node, dtype)
+        self._shift = _numbers("shift", edit.shift, count, node, dtype)
+        if isinstance(self._scale, list) or isinstance(self._shift, list):
+            self.where.setdefault(node.channel_dim or 0, list(range(count)))
+
+    def factors(self, shape: Sequence[int], channel_dim: int | None) -> tuple[Tensor, float | Tensor, float | Tensor]:
+        """Return where a factor of ``shape`` is changed, a mask that can be broadcast to it, its scale and its
+        shift."""
+        mask = torch.ones([1] * (len(shape) - 1), dtype=torch.bool)
+        for dim, indices in self.where.items():
+            along = torch.zeros(self._full[dim], dtype=torch.bool)
+            along[indices] = True
+            mask = mask & _along(along, dim, len(shape))
+        scale, shift = (self._spread(one, channel_dim, len(shape)) for one in (self._scale, self._shift))
+        return mask, scale, shift
+
+    def _spread(self, numbers: float | list[float], channel_dim: int | None, ndim: int) -> float | Tensor:
+        if not isinstance(numbers, list):
+            return numbers
+        assert channel_dim is not None
+        along = torch.zeros(self._full[channel_dim])
+        along[self._channels if self._channels is not None else slice(None)] = torch.tensor(numbers)
+        return _along(along, channel_dim, ndim)
+
+
+class numbered:
+    """Add the index of the edit to an error."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, FxError):
+            raise BadEdit(f"edit {self.index}: {error.detail}", **{**error.extra, "edit": self.index}) from None
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return factors of several requests as one, broadcast to the shape of the largest."""
+    if len(parts) == 1:
+        return parts[0]
+    row = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([part.expand(len(part), *row) for part in parts])
+
+
+def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
+    """Return ``values`` along dimension ``dim`` of a row, which has ``ndim`` with that of the rows."""
+    shape = [1] * (ndim - 1)
+    shape[dim - 1] = len(values)
+    return values.reshape(shape)
+
+
+def _indices(what: str, given: Sequence[int], count: int, of: str) -> list[int]:
+    if not len(given):
+        raise BadEdit(f"it names no {what}; leave {what}s out for all of them")
+    for index in given:
+        if isinstance(index, bool) or not isinstance(index, Integral) or not 0 <= index < count:
+            raise BadEdit(f"there is no {what} {index!r} in {of}: it has {count}, the first is 0")
+    if len(set(given)) < len(given):
+        raise BadEdit(f"it names a {what} of {of} twice; name each once")
+    return list(given)
+
+
+def _numbers(
+    what: str, given: float | Sequence[float], count: int, node: EditedNode, dtype: torch.dtype
+) -> float | list[float]:
+    most = torch.finfo(dtype).max
+    several = isinstance(given, Sequence)
+    numbers = list(given) if isinstance(given, Sequence) else [given]
+    for one in numbers:
+        if isinstance(one, bool) or not isinstance(one, Real) or not abs(one) <= most:
+            raise BadEdit(f"its {what} {one!r:.40} is no finite number of {str(dtype).removeprefix('torch.')}")
+    if several and node.channel_dim is None:
+        raise BadEdit(f"the values of {node.key!r} have no channels: its {what} is one number")
+    if several and len(numbers) != count:
+        raise BadEdit(f"its {what} has {len(numbers)} numbers for {count} channels; give one number, or one for each")
+    return [float(one) for one in numbers] if several else float(numbers[0])
+
+
+def _box(
+    node: EditedNode, box: Sequence[int], full: Sequence[int], size: tuple[int, int] | None
+) -> dict[int, list[int]]:
+    """Return the indices by dimension that a box selects."""
+    spatial = node.axes is not None and "H" in node.axes and "W" in node.axes
+    if spatial and node.rows == 1:
+        assert node.axes is not None
+        height, width = (full[node.axes.index(axis)] for axis in "HW")
+    elif node.grid is not None and (found := node.grid.at(size or node.usual, node.usual, full[1])) is not None:
+        height, width = found
+    else:
+        raise BadEdit(f"{node.key!r} is no map, nor tokens of a grid, but {_shown(full)}: it takes no box")
+    whole = len(box) == 4 and all(isinstance(one, Integral) for one in box)
+    if not whole or not (0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height):
+        raise BadEdit(
+            f"its box {list(box)!r:.80} is not [x1, y1, x2, y2] with 0 <= x1 < x2 <= {width} and 0 <= y1 < "
+            f"y2 <= {height}, whole numbers: the positions of {node.key!r}"
+        )
+    rows, columns = list(range(box[1], box[3])), list(range(box[0], box[2]))
+    if spatial:
+        assert node.axes is not None
+        return {node.axes.index("H"): rows, node.axes.index("W"): columns}
+    assert node.grid is not None
+    return {1: [node.grid.prefix + y * width + x for y in rows for x in columns]}
+
+
+def _shown(full: Sequence[int]) -> str:
+    return " x ".join(map(str, full[1:]))
