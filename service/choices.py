@@ -21,6 +21,11 @@ FileFormat = Literal["safetensors", "npz", "parquet", "zarr"]
 KeyScope = Literal["read", "admin"]
 LogFormat = Literal["text", "json"]
 
+Reduction = Literal["mean", "std", "cov", "top"]
+
+MAX_TOP = 1000
+"""Maximum images that ``top`` keeps for each channel."""
+
 POOL_PATTERN = "^({0}|({1})(\\+({1}))*)$".format(
     "|".join(("none", *get_args(RegionPooling))), "|".join(get_args(VectorPooling))
 )
@@ -42,3 +47,30 @@ def pooling(text: object) -> str:
         return str(text)
     alone = ", ".join(("none", *get_args(RegionPooling)))
     raise ValueError(f"pool is {alone}, or one or more of {', '.join(known)} joined by +, not {text!r:.100}")
+
+
+def reductions(text: object) -> str:
+    """Return the value of the option ``reduce``: one or more of ``mean``, ``std``, ``cov`` and ``top:N``, joined by
+    commas, in this order.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> reductions("top:9,mean")
+    'mean,top:9'
+    """
+    given = text.replace(" ", "").split(",") if isinstance(text, str) else []
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, count = one.partition(":")
+        is_top = name == "top" and count.isascii() and count.isdigit() and 1 <= int(f"0{count[:9]}") <= MAX_TOP
+        if name in found or not (is_top or one in ("mean", "std", "cov")):
+            found = {}
+            break
+        found[name] = f"top:{int(count)}" if is_top else one
+    if not found:
+        raise ValueError(
+            f"reduce is one or more of mean, std, cov and top:N, N up to {MAX_TOP}, separated by commas and each once, "
+            f"not {text!r:.100}"
+        )
+    return ",".join(found[name] for name in get_args(Reduction) if name in found)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import extract, models, serving, why
+from service.cli import extract, merge, models, serving, why
 from service.cli.usage import Commands
 from service.garbage import collect_rarely
 
@@ -58,6 +58,7 @@ for command in (
     models.nodes,
     models.graph,
     extract.extract,
+    merge.merge,
     why.why,
     serving.key,
 ):

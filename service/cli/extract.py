@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.choices import Backend, Dtype, FileFormat, Fit, Normalize, Precision, Preprocess, pooling
+from service.choices import Backend, Dtype, FileFormat, Fit, Normalize, Precision, Preprocess, pooling, reductions
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
@@ -128,6 +128,17 @@ def extract(
             "valid_box has its place), or native, its own aspect ratio."
         ),
     ] = "crop",
+    reduce: Annotated[
+        str | None,
+        typer.Option(
+            parser=reductions,
+            metavar="STATISTICS",
+            show_default=False,
+            help="Write statistics of the images instead of features: mean, std and cov of each channel over all "
+            "images and positions, and top:N, the N images with the largest values of each channel; several are "
+            "separated by commas. Pooling comes first.",
+        ),
+    ] = None,
     shard_rows: Annotated[
         int | None, typer.Option(min=1, help="Rows per shard; by default, about 64 MiB of them.")
     ] = None,
@@ -158,6 +169,9 @@ def extract(
     With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped. With
     --pool points or mask it is a point or a mask: point has its coordinates, and mask its place in the image's list.
 
+    With --reduce the output is stats.safetensors (NODE.count, NODE.mean, NODE.std, NODE.cov) and top.parquet. Folders
+    of several machines are merged by [bold]fxserve merge[/bold].
+
     With --ray the output is Parquet files; images that could not be read have an error there and are not retried.
 
     \b
@@ -165,6 +179,7 @@ def extract(
     fxserve extract 'shards/*.tar' --model vit_b_16 --nodes encoder:tokens --pool cls --format npz --out features/
     fxserve extract photos/ --model resnet50 --nodes 'layer1,layer2,layer3,layer4' --project 4096 --out features/
     fxserve extract photos/ --model resnet50 --nodes C4 --pool roi --boxes photos/boxes.csv --out regions/
+    fxserve extract photos/ --model resnet50 --nodes layer3,layer4 --reduce mean,std,top:9 --out statistics/
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features --ray auto
     """
@@ -193,6 +208,9 @@ def extract(
             raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} go together")
     if roi_size is not None and boxes is None:
         raise typer.BadParameter("--roi-size goes with --pool roi")
+    if reduce is not None and (format != "safetensors" or shard_rows is not None):
+        given = "--shard-rows" if shard_rows is not None else f"--format {format}"
+        raise typer.BadParameter(f"--reduce writes stats.safetensors and top.parquet, no shards; leave out {given}")
     options = FeatureOptions(
         pool,
         dtype,
@@ -202,7 +220,9 @@ def extract(
         project=project,
         seed=seed,
     )
-    job = Job(tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool))
+    job = Job(
+        tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool), reduce
+    )
     if ray is not None:
         summary = _extract_on_ray(ray, job, settings)
     else:
@@ -214,7 +234,7 @@ def extract(
     out = out.rstrip("/")
     errors = "the column error" if ray is not None else f"{out}/errors.jsonl"
     unreadable = f", {summary.unreadable} could not be read: see {errors}" if summary.unreadable else ""
-    shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}"
+    shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}" if reduce is None else f"statistics ({reduce})"
     print(f"{out}: {summary.done} of {summary.images} images in {shards}{unreadable}")
     if summary.skipped:
         print(summary.skipped)
@@ -227,6 +247,8 @@ def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
 
     if job.servers:
         raise typer.BadParameter("--ray and --server exclude each other")
+    if job.reduce is not None:
+        raise typer.BadParameter("--ray and --reduce exclude each other; merge the folders of several machines")
     if job.format not in ("safetensors", "parquet"):
         raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
     try:

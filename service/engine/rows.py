@@ -48,11 +48,11 @@ def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
     return values.reshape(images, -1, *values.shape[1:])
 
 
-def row_layout(info: OutputInfo) -> str | None:
-    """Return the layout of what :func:`by_image` gives, ``W`` being the windows of an image."""
-    if info.rows_per_image == 1 or info.layout is None:
-        return info.layout
-    return "NWLC" if info.layout == TOKENS else "NW" + info.layout[1:]
+def row_layout(layout: str | None, rows_per_image: int) -> str | None:
+    """Return the layout of what :func:`by_image` gives for such an output, ``W`` being the windows of an image."""
+    if rows_per_image == 1 or layout is None:
+        return layout
+    return "NWLC" if layout == TOKENS else "NW" + layout[1:]
 
 
 def several_rows(info: OutputInfo, rows: int, images: int) -> bool:

@@ -4,6 +4,9 @@ Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its f
 ``error`` says why it has none; if all are NULL, the image is pending. Of runs that pool boxes, points or masks, the
 table ``regions`` has those of each image as JSON. The rows of a shard are added in one transaction after its file is
 complete, so that the index never refers to missing files, and no image is computed twice.
+
+Of runs that reduce images to statistics, the table ``statistics`` has the state of each output, replaced in the same
+transaction that marks its images as done, so that each image counts exactly once.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -26,6 +30,7 @@ CREATE TABLE IF NOT EXISTS images (
     path TEXT PRIMARY KEY, file, "offset" INTEGER NOT NULL, size INTEGER, shard TEXT, "row" INTEGER, error TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS regions (path TEXT PRIMARY KEY, regions TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS statistics (output TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
 """
@@ -174,6 +179,66 @@ class Index:
             self._database.executemany(
                 "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
             )
+
+    def commit_statistics(
+        self, file: str, paths: Sequence[str], errors: Sequence[tuple[str, str]], states: Mapping[str, bytes]
+    ) -> None:
+        """Replace the statistics in the transaction that marks the images that they gained.
+
+        Args:
+            file: name of the file that the statistics end in.
+            paths: of images that count in ``states`` for the first time.
+            errors: (path, reason) of images that could not be read.
+            states: output → its statistics.
+        """
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            self._database.executemany("REPLACE INTO statistics VALUES (?, ?)", states.items())
+            self._database.executemany("UPDATE images SET shard = ? WHERE path = ?", ((file, path) for path in paths))
+            self._database.executemany(
+                "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
+            )
+
+    def add_finished(self, other: Index) -> None:
+        """Add the images of ``other`` that are done or could not be read, with their regions.
+
+        Raises:
+            FxError: an image is done in both.
+        """
+        for block in other._finished():
+            with self._lock, self._database:
+                self._database.execute("BEGIN")
+                for path, file, offset, size, shard, error, regions in block:
+                    known = self._database.execute("SELECT shard FROM images WHERE path = ?", (path,)).fetchone()
+                    if known is not None and known[0] is not None:
+                        if shard is not None:
+                            raise FxError(f"{path} counts in several of the folders")
+                        continue
+                    self._database.execute(
+                        'REPLACE INTO images (path, file, "offset", size, shard, error) VALUES (?, ?, ?, ?, ?, ?)',
+                        (path, file, offset, size, shard, error),
+                    )
+                    if regions is not None:
+                        self._database.execute("REPLACE INTO regions VALUES (?, ?)", (path, regions))
+
+    def _finished(self) -> Iterator[list[tuple[Any, ...]]]:
+        after = ""
+        while True:
+            with self._lock:
+                block = self._database.execute(
+                    'SELECT path, file, "offset", size, shard, error, regions FROM images LEFT JOIN regions USING '
+                    "(path) WHERE path > ? AND (shard IS NOT NULL OR error IS NOT NULL) ORDER BY path LIMIT ?",
+                    (after, _BLOCK),
+                ).fetchall()
+            if not block:
+                return
+            yield block
+            after = block[-1][0]
+
+    def statistics(self) -> dict[str, bytes]:
+        """Return the statistics of each output; empty if there are none."""
+        with self._lock:
+            return dict(self._database.execute("SELECT output, state FROM statistics"))
 
     def finished(self, paths: Sequence[str]) -> set[str]:
         """Return those of ``paths`` that are in a shard or could not be read."""

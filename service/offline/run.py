@@ -19,9 +19,12 @@ from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
+from service.offline.reducer import Reducer, Reduction
 from service.offline.runners import LocalRunner, RemoteRunner
 from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
+from service.offline.statistics import Statistics
+from service.offline.statistics_files import check_installed
 from service.offline.working_folder import WorkingFolder
 from service.offline.writer import ERRORS, Writer, error_line
 from service.schemas.regions import KINDS
@@ -50,6 +53,8 @@ class Job:
         shard_rows: rows per shard; None for about 64 MiB of them.
         regions: file with the boxes, points or masks that are pooled, see :mod:`service.offline.regions`. Images
             without any are skipped.
+        reduce: statistics to write instead of the features; see :func:`service.choices.reductions`. Neither ``format``
+            nor ``shard_rows`` counts then.
     """
 
     inputs: tuple[str, ...]
@@ -61,6 +66,7 @@ class Job:
     api_key: str | None = field(default=None, repr=False)
     shard_rows: int | None = None
     regions: str | None = None
+    reduce: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Summary:
         images: number of images found now or done before.
         done: number of images whose features are in shards.
         unreadable: number of images listed in ``errors.jsonl``.
-        shards: number of shards.
+        shards: number of shards; 0 for statistics.
         skipped: files that were found now and are not images.
     """
 
@@ -97,6 +103,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     out = Folder(job.out)
     before = spec_file.read(out)
     check_regions(job)
+    check_reduce(job)
     runner: LocalRunner | RemoteRunner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
@@ -108,19 +115,31 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         else:
             await runner.start(job.spec, before.get("backend") if before else None)
         probed = await probe(runner, job.options.pool)
-        chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
-        spec = spec_file.SpecFile(runner.info, job.options, job.format, probed)
+        info = runner.info
+        chosen = empty = None
+        if job.reduce is None:
+            chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
+        else:
+            empty = Statistics.empty(job.reduce, info.layouts, probed)
+        spec = spec_file.SpecFile(info, job.options, job.format, probed, job.reduce)
         with write_errors(out):
             spec.write_or_check(out)
             folder = await asyncio.to_thread(WorkingFolder, out)
             index = Index(folder.path)
         try:
             with write_errors(out):
-                skipped = await asyncio.to_thread(_prepare, job, chosen, folder, index)
-            writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
+                skipped = await asyncio.to_thread(prepare, job, chosen, folder, index)
+            writer: Writer | Reducer
+            if chosen is not None:
+                writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
+            else:
+                assert empty is not None
+                assert job.reduce is not None
+                reduction = Reduction(folder, index, empty, job.reduce, spec.outputs, spec.metadata())
+                writer = Reducer(reduction, info.layouts)
             await _Pipeline(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report).run()
             images, done, unreadable = index.counts()
-            return Summary(spec.outputs, images, done, unreadable, len(index.shards()), skipped)
+            return Summary(spec.outputs, images, done, unreadable, len(index.shards()) if chosen else 0, skipped)
         finally:
             index.close()
             with write_errors(out):
@@ -135,11 +154,12 @@ def _count(inputs: Sequence[str]) -> int:
     return count if count < _MAX_COUNTED else sys.maxsize
 
 
-def _prepare(job: Job, chosen: shards.ShardFormat, folder: WorkingFolder, index: Index) -> Skipped:
+def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, index: Index) -> Skipped:
     """Make the index and the folder consistent, and add the images to extract; returns what was skipped."""
     skipped = Skipped(job.out)
-    index.keep_shards(folder.shards(chosen.suffix))
-    folder.remove_all_but(chosen.suffix, index.shards())
+    if chosen is not None:  # statistics are in the index itself
+        index.keep_shards(folder.shards(chosen.suffix))
+        folder.remove_all_but(chosen.suffix, index.shards())
     add_images(job, sources.find(job.inputs, skipped), index)
     with (folder.path / ERRORS).open("wb") as file:
         file.writelines(error_line(path, reason) for path, reason in index.errors())
@@ -154,6 +174,25 @@ def check_regions(job: Job) -> None:
     """
     if job.regions is not None:
         next(_regions(job), None)
+
+
+def check_reduce(job: Job) -> None:
+    """Check that the job's statistics can be made, before anything is built.
+
+    Raises:
+        FxError: the options exclude each other, or a package is missing.
+    """
+    if job.reduce is None:
+        return
+    check_installed(job.reduce)
+    if "top" in job.reduce:
+        pool = job.options.pool
+        advice = "run it by itself with --pool none, avg, max, gem or cls"
+        if pool in KINDS:
+            raise FxError(f"--reduce top keeps one place of an image, and --pool {pool} gives several rows; {advice}")
+        if "+" in pool or job.options.project is not None:
+            other = f"--pool {pool}" if "+" in pool else "--project"
+            raise FxError(f"--reduce top ranks images by a node's own channels, which {other} does not keep; {advice}")
 
 
 def _regions(job: Job) -> Iterator[tuple[str, sources.Regions]]:
@@ -183,7 +222,7 @@ def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
 class _Pipeline:
     """Keeps several batches in flight and passes their rows to the writer in order."""
 
-    def __init__(self, batches: Batches, index: Index, writer: Writer, report: Report) -> None:
+    def __init__(self, batches: Batches, index: Index, writer: Writer | Reducer, report: Report) -> None:
         self._batches = batches
         self._index = index
         self._writer = writer

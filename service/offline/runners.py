@@ -17,6 +17,7 @@ from service.choices import RegionPooling
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.codecs import regions as body_regions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
+from service.engine.rows import row_layout
 from service.offline.sources import Regions
 from service.problems import Problem
 from service.schemas.regions import KINDS
@@ -65,6 +66,19 @@ class Unreadable(FxError):
 
 
 @dataclass(frozen=True)
+class RowLayout:
+    """Which dimensions of an output's rows are what.
+
+    Attributes:
+        layout: of the rows; None if unknown, or where they are pooled and have their channels in dimension 1.
+        prefix: tokens before those of the positions.
+    """
+
+    layout: str | None = None
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
 class ExtractorInfo:
     """Description of an extractor, for ``spec.json``.
 
@@ -75,6 +89,7 @@ class ExtractorInfo:
         backend: the backend in this process; None if servers choose.
         one_size: whether outputs have the same shape for all images.
         images: how images are preprocessed, in words.
+        layouts: key → layout of each output's rows.
     """
 
     spec: dict[str, Any]
@@ -83,6 +98,7 @@ class ExtractorInfo:
     backend: str | None
     one_size: bool
     images: str
+    layouts: dict[str, RowLayout]
 
 
 class Runner(Protocol):
@@ -161,6 +177,7 @@ class LocalRunner:
             backend=runtime.backend,
             one_size=description.preprocessing.fixed_size and self._options.preprocess != "none",
             images=_images(self._options, self._engine.settings.preprocess),
+            layouts={info.key: _row_layout(self._options, vars(info), info.prefix.count) for info in runtime.outputs},
         )
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
@@ -327,6 +344,10 @@ class RemoteRunner:
             backend=None,
             one_size=fixed and self._options.preprocess != "none",
             images=_images(self._options, default),
+            layouts={
+                output["key"]: _row_layout(self._options, output, (output.get("prefix") or {}).get("count", 0))
+                for output in description["outputs"]
+            },
         )
 
 
@@ -353,6 +374,12 @@ def is_image_error(error: Exception) -> bool:
 def _images(options: FeatureOptions, default: str) -> str:
     preprocess = default if options.preprocess == "default" else options.preprocess
     return PREPROCESS_MODES.get(preprocess, "pixels as they are, in [0, 1]")
+
+
+def _row_layout(options: FeatureOptions, output: Mapping[str, Any], prefix: int) -> RowLayout:
+    if options.one_shape:  # pooled or projected
+        return RowLayout()
+    return RowLayout(row_layout(output["layout"], output["rows_per_image"]), prefix)
 
 
 def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,20 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
 def write_shard(
     chosen: ShardFormat, target: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]
 ) -> None:
-    """Write a shard to disk atomically and durably: ``target`` appears once it is complete and flushed.
+    """Write a shard as :func:`write_whole` does.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_whole(target, lambda file: chosen.write(file, rows, paths, metadata))
+
+
+def write_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Write a file or folder to disk atomically and durably: ``target`` appears once it is complete and flushed.
+
+    Args:
+        target: where it appears.
+        write: writes it to the path it is given.
 
     Raises:
         OSError: it cannot be written.
@@ -155,7 +168,7 @@ def write_shard(
     unfinished = target.with_name(target.name + UNFINISHED)
     remove(unfinished)
     try:
-        chosen.write(unfinished, rows, paths, metadata)
+        write(unfinished)
         for part in sorted(unfinished.rglob("*")) if unfinished.is_dir() else ():
             _fsync(part)
         _fsync(unfinished)

@@ -30,9 +30,12 @@ class SpecFile:
         options: how its outputs are pooled and cast.
         format: format of the shards.
         probe: the features of a fixed image.
+        reduce: the statistics that the folder holds; None if it holds rows.
     """
 
-    def __init__(self, info: ExtractorInfo, options: FeatureOptions, format: str, probe: Rows) -> None:
+    def __init__(
+        self, info: ExtractorInfo, options: FeatureOptions, format: str, probe: Rows, reduce: str | None = None
+    ) -> None:
         one_shape = info.one_size or options.one_shape
         outputs = [
             {
@@ -52,21 +55,16 @@ class SpecFile:
             "backend": info.backend,
             "outputs": outputs,
             "probe": {key: _statistics(values) for key, values in probe.items()},
+            **({"reduce": reduce} if reduce is not None else {}),
         }
 
     def metadata(self) -> dict[str, str]:
         """Metadata of each shard, as strings."""
-        spec = self._document["spec"]
-        return {
-            "model": spec["model"],
-            "weights": spec["weights"],
-            "nodes": orjson.dumps(spec["return_nodes"]).decode(),
-            "fingerprint": self._document["fingerprint"],
-        }
+        return metadata(self._document)
 
     def differences(self, other: SpecFile) -> list[str]:
         """Describe how ``other`` differs; empty if rows of both may be in one folder."""
-        return _differences(other._document, self._document)
+        return differences(other._document, self._document)
 
     def write_or_check(self, folder: Folder) -> None:
         """Write it into a new folder, or compare it with the file that is there.
@@ -79,12 +77,26 @@ class SpecFile:
             # A run that was killed while it wrote this file left an unfinished one.
             if any(name != FILE + UNFINISHED for name in folder.names()):
                 raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
-            folder.write(FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
+            write(folder, self._document)
             return
-        if differences := _differences(before, self._document):
-            raise FxError(
-                f"{folder} was made with {'; '.join(differences)}: use the same to resume it, or name a new folder"
-            )
+        if found := differences(before, self._document):
+            raise FxError(f"{folder} was made with {'; '.join(found)}: use the same to resume it, or name a new folder")
+
+
+def write(folder: Folder, document: Mapping[str, Any]) -> None:
+    """Write the file into ``folder``."""
+    folder.write(FILE, orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
+
+
+def metadata(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return what files of features say about themselves, as strings."""
+    spec = document["spec"]
+    return {
+        "model": spec["model"],
+        "weights": spec["weights"],
+        "nodes": orjson.dumps(spec["return_nodes"]).decode(),
+        "fingerprint": document["fingerprint"],
+    }
 
 
 def read(folder: Folder) -> dict[str, Any] | None:
@@ -107,7 +119,8 @@ def read(folder: Folder) -> dict[str, Any] | None:
     return document
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Describe how the content of a file differs from that of another; empty if one folder may hold both's features."""
     found = []
     for part in ("spec", "options"):
         old, new = before.get(part, {}), now[part]
@@ -117,6 +130,8 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         found.append("a version of fxserve with another preprocess=default")
     elif before.get("images", now["images"]) != now["images"]:
         found.append(f"images prepared by {before['images']}, not {now['images']}")
+    if before.get("reduce") != now.get("reduce"):
+        found.append(f"--reduce {before.get('reduce')}, not {now.get('reduce')}")
     found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
     if not found and not _agree(before.get("probe", {}), now["probe"]):
         found.append("weights that give other values under the same name")

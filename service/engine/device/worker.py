@@ -244,7 +244,12 @@ class DeviceWorker:
         outputs = run(*inputs)
         rows = _rows(items)
         return [
-            OutputRows(info.key, row_layout(info), info.prefix, by_image(info, outputs[info.key], rows))
+            OutputRows(
+                info.key,
+                row_layout(info.layout, info.rows_per_image),
+                info.prefix,
+                by_image(info, outputs[info.key], rows),
+            )
             for info in runtime.outputs
         ]
 

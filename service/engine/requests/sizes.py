@@ -83,7 +83,11 @@ def response_bytes(
 def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: FeatureOptions) -> set[int]:
     """Return how many values the rows have that are projected. The sizes of the rows must be known."""
     return {
-        math.prod(options.pooled(row_size(runtime, shape).outputs[info.key][0], row_layout(info))[1:])
+        math.prod(
+            options.pooled(row_size(runtime, shape).outputs[info.key][0], row_layout(info.layout, info.rows_per_image))[
+                1:
+            ]
+        )
         for shape in set(shapes)
         for info in runtime.outputs
         if options.wants(info.key)
@@ -100,7 +104,7 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
         for info in runtime.outputs:
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
-                layout = row_layout(info)
+                layout = row_layout(info.layout, info.rows_per_image)
                 options.check(info.key, dims, dtype, layout, info.prefix, row.grids.get(info.key))
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)

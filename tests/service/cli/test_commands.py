@@ -83,7 +83,7 @@ def test_version_names_the_libraries_that_decide_the_values() -> None:
     assert fxserve("--version").stdout == expected
 
 
-@pytest.mark.parametrize("command", ["serve", "models", "nodes", "graph", "extract", "key"])
+@pytest.mark.parametrize("command", ["serve", "models", "nodes", "graph", "extract", "merge", "key"])
 def test_every_example_in_a_help_is_a_command_that_can_be_typed(command: str) -> None:
     group: Any = typer.main.get_command(app)
     text = group.commands[command].help
@@ -231,6 +231,18 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--boxes", "x.csv", "--out", "OUT"], 2, "--boxes go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "points", "--out", "OUT"], 2, "--points go together"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--masks", "x.csv", "--out", "OUT"], 2, "--masks go together"),
+        (
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "mean,var", "--out", "OUT"],
+            2,
+            "one or more of mean",
+        ),
+        (
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "mean", "--format", "npz", "--out", "OUT"],
+            2,
+            "leave out --format npz",
+        ),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "top:2", "--project", "9", "--out", "OUT"], 1, "own"),
+        (["merge", "GONE", "--out", "OUT"], 1, "gone.jpg holds no spec.json; name folders that"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--roi-size", "1", "--out", "OUT"], 2, "goes with --pool roi"),
         (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begin with http"),

@@ -1,0 +1,95 @@
+"""``fxserve merge``: merge folders of statistics into one, as if one run had reduced all their images."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from fxcore.errors import FxError
+from service.offline import index as index_file
+from service.offline import spec_file
+from service.offline.failures import write_errors
+from service.offline.folder import Folder
+from service.offline.index import Index
+from service.offline.reducer import Reduction
+from service.offline.run import Summary
+from service.offline.statistics import Statistics
+from service.offline.statistics_files import check_installed
+from service.offline.working_folder import WorkingFolder
+from service.offline.writer import ERRORS, error_line
+
+
+def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
+    """Merge the statistics of several runs, of which none may be going on.
+
+    Args:
+        folders: paths or URLs of folders that ``fxserve extract --reduce`` made with the same options from different
+            images. They are left as they are.
+        out: path or URL of a new folder. It can be resumed and merged as others.
+
+    Raises:
+        FxError: they cannot be merged, or ``out`` cannot be written.
+    """
+    target = Folder(out)
+    if spec_file.read(target) is not None or target.names():
+        raise FxError(f"{target} is not empty; name a new folder")
+    document = None
+    for folder in folders:
+        found = spec_file.read(Folder(folder))
+        if found is None or "reduce" not in found:
+            held = f"no {spec_file.FILE}" if found is None else "features"
+            raise FxError(f"{folder} holds {held}; name folders that fxserve extract --reduce made")
+        document = found if document is None else document
+        if differences := spec_file.differences(found, document):
+            raise FxError(f"{folder} was made with {'; '.join(differences)} as {folders[0]}: they cannot be merged")
+    if document is None:
+        raise FxError("name the folders to merge")
+    check_installed(document["reduce"])
+    with write_errors(target):
+        working = WorkingFolder(target)
+        working.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with closing(Index(working.path)) as index:
+                reduction = None
+                for folder in folders:
+                    with _opened(Folder(folder)) as other:
+                        other_statistics = Statistics.from_states(other.statistics())
+                        index.add_finished(other)
+                    if not other_statistics.outputs:  # it has no images yet
+                        continue
+                    if reduction is None:
+                        metadata = spec_file.metadata(document)
+                        reduction = Reduction(
+                            working, index, other_statistics, document["reduce"], document["outputs"], metadata
+                        )
+                    else:
+                        reduction.merge([], other_statistics, [])
+                if reduction is not None:
+                    reduction.finish()
+                with (working.path / ERRORS).open("wb") as file:
+                    file.writelines(error_line(path, reason) for path, reason in index.errors())
+                images, done, unreadable = index.counts()
+        finally:
+            working.close()
+        spec_file.write(target, document)  # at last: without it, the folder is of no use to other runs
+    return Summary(document["outputs"], images, done, unreadable, 0)
+
+
+@contextmanager
+def _opened(folder: Folder) -> Iterator[Index]:
+    """Open the index of ``folder``, or a copy where it is in a bucket.
+
+    Raises:
+        FxError: there is none, or a run is writing to it.
+    """
+    with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch:
+        place = folder.disk or Path(scratch)
+        if folder.disk is None:
+            folder.get(index_file.FILE, place / index_file.FILE)
+        if not (place / index_file.FILE).exists():
+            raise FxError(f"{folder} holds no {index_file.FILE}; name folders that fxserve extract --reduce made")
+        with closing(Index(place)) as index:
+            yield index

@@ -1,0 +1,156 @@
+"""Reduce rows to statistics, and keep these in the index."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from service.engine.device.threads import compute_with
+from service.offline.failures import write_errors
+from service.offline.index import Index
+from service.offline.runners import RowLayout, Rows
+from service.offline.statistics import Statistics
+from service.offline.statistics_files import STATISTICS, write_statistics
+from service.offline.working_folder import WorkingFolder
+from service.offline.writer import ERRORS, error_line
+
+_SECONDS = 60.0
+"""Minimum time between two commits: a run that is killed loses about this much work."""
+
+_MAX_SHARE = 0.05
+"""Maximum share of the time that commits may take, as of large covariances."""
+
+_MAX_IMAGES = 65536
+
+
+class Reduction:
+    """The statistics of a folder: those of earlier runs, and what is added to them. Images count once they are
+    committed to the index, and the files are written at the end.
+
+    Args:
+        folder: where the files are written.
+        index: where the statistics are kept.
+        statistics: of no images.
+        reduce: see :func:`service.choices.reductions`.
+        outputs: ``key`` and ``node`` of each.
+        metadata: what the files say about themselves.
+    """
+
+    def __init__(
+        self,
+        folder: WorkingFolder,
+        index: Index,
+        statistics: Statistics,
+        reduce: str,
+        outputs: Sequence[Mapping[str, Any]],
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._folder = folder
+        self._index = index
+        states = index.statistics()
+        self._statistics = Statistics.from_states(states) if states else statistics
+        self._reduce = reduce
+        self._outputs = outputs
+        self._metadata = metadata
+        self._paths: list[str] = []
+        self._errors: list[tuple[str, str]] = []
+        self._whole = True
+        self._commit_at = time.monotonic() + _SECONDS
+
+    def add(
+        self,
+        paths: Sequence[str],
+        parts: Sequence[Rows],
+        errors: Sequence[tuple[str, str]],
+        layouts: Mapping[str, RowLayout],
+    ) -> None:
+        """Add the features of some images.
+
+        Args:
+            paths: path of each row's image.
+            parts: consecutive parts of the rows: key → ``[n, ...]``.
+            errors: (path, reason) of images without features.
+            layouts: key → layout of rows.
+        """
+        self._whole = False
+        added, refused = self._statistics.add_parts(paths, parts, layouts)
+        self._added(added, [*errors, *refused])
+
+    def merge(self, paths: Sequence[str], statistics: Statistics, errors: Sequence[tuple[str, str]]) -> None:
+        """Add statistics of some images that were reduced elsewhere.
+
+        Args:
+            paths: of the images.
+            statistics: of these.
+            errors: (path, reason) of images without features.
+        """
+        self._whole = False
+        self._statistics.merge(statistics)
+        self._added(paths, errors)
+
+    def finish(self) -> None:
+        """Commit what was added and write the files."""
+        if not self._whole:  # a failure left some outputs with images that others lack
+            return
+        self._commit()
+        images = self._index.counts()[1]
+        if images:
+            with write_errors(self._folder):
+                write_statistics(
+                    self._folder.path, self._statistics, self._reduce, self._outputs, images, self._metadata
+                )
+
+    def _added(self, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
+        self._paths += paths
+        self._errors += errors
+        self._whole = True
+        if time.monotonic() >= self._commit_at or len(self._paths) + len(self._errors) >= _MAX_IMAGES:
+            self._commit()
+
+    def _commit(self) -> None:
+        began = time.monotonic()
+        with write_errors(self._folder):
+            self._index.commit_statistics(STATISTICS, self._paths, self._errors, self._statistics.states())
+            self._folder.publish_index()
+            with (self._folder.path / ERRORS).open("ab") as file:
+                file.writelines(error_line(path, reason) for path, reason in self._errors)
+        self._paths, self._errors = [], []
+        ended = time.monotonic()
+        self._commit_at = ended + max(_SECONDS, (ended - began) / _MAX_SHARE)
+
+
+class Reducer:
+    """Reduces rows in a thread, one batch at a time while others are computed.
+
+    Args:
+        reduction: what the rows are added to.
+        layouts: key → layout of rows.
+    """
+
+    def __init__(self, reduction: Reduction, layouts: Mapping[str, RowLayout]) -> None:
+        self._reduction = reduction
+        self._layouts = layouts
+        self._thread = ThreadPoolExecutor(1, "fxserve-reduce", compute_with, (1,))
+        self._adding: asyncio.Future[None] | None = None
+
+    async def add(self, paths: Sequence[str], parts: Sequence[Rows], errors: Sequence[tuple[str, str]]) -> None:
+        """Add the features of some images, as :meth:`Reduction.add`."""
+        await self._wait()
+        run = asyncio.get_running_loop().run_in_executor
+        self._adding = run(self._thread, self._reduction.add, paths, parts, errors, self._layouts)
+
+    async def close(self) -> None:
+        """Finish the reduction."""
+        try:
+            await self._wait()
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._reduction.finish)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _wait(self) -> None:
+        if self._adding is not None:
+            adding, self._adding = self._adding, None
+            await adding

@@ -1,0 +1,106 @@
+"""The files of statistics: ``stats.safetensors`` and ``top.parquet``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxcore.errors import FxError
+from service.codecs import safetensors
+from service.offline.shards import write_whole
+from service.offline.statistics import Statistics
+
+STATISTICS = "stats.safetensors"
+TOP = "top.parquet"
+
+
+def check_installed(reduce: str) -> None:
+    """Check that the packages that the files need are installed.
+
+    Raises:
+        FxError: pyarrow is not.
+    """
+    if "top" in reduce:
+        try:
+            importlib.import_module("pyarrow")
+        except ImportError as error:
+            raise FxError(
+                "--reduce top needs pyarrow, which is not installed: pip install 'fxserve[offline]'"
+            ) from error
+
+
+def write_statistics(
+    folder: Path,
+    statistics: Statistics,
+    reduce: str,
+    outputs: Sequence[Mapping[str, Any]],
+    images: int,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write the files atomically, each if there is something for it.
+
+    Args:
+        folder: where to write them.
+        statistics: of at least one image.
+        reduce: see :func:`service.choices.reductions`.
+        outputs: ``key`` and ``node`` of each.
+        images: number of images.
+        metadata: what both say about themselves, beside ``images`` and ``reduce``.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    about = {**metadata, "reduce": reduce, "images": str(images)}
+    tensors = _tensors(statistics, reduce.split(","))
+    if tensors:
+        write_whole(folder / STATISTICS, lambda file: _write_safetensors(file, tensors, about))
+    if "top" in reduce:
+        write_whole(folder / TOP, lambda file: _write_parquet(file, statistics, outputs, about))
+
+
+def _tensors(statistics: Statistics, names: Sequence[str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for key, one in statistics.outputs.items():
+        if (moments := one.moments) is not None:
+            tensors[f"{key}.count"] = torch.tensor(moments.count)
+            tensors[f"{key}.mean"] = moments.mean
+            if "std" in names:
+                tensors[f"{key}.std"] = moments.std()
+            if "cov" in names:
+                tensors[f"{key}.cov"] = moments.cov()
+    return tensors
+
+
+def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
+    with file.open("wb") as stream:
+        stream.writelines(safetensors.write(tensors, about))
+
+
+def _write_parquet(
+    file: Path, statistics: Statistics, outputs: Sequence[Mapping[str, Any]], about: Mapping[str, str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema(
+        {
+            "output": pyarrow.string(),
+            "node": pyarrow.string(),
+            "channel": pyarrow.int32(),
+            "rank": pyarrow.int32(),
+            "path": pyarrow.string(),
+            "value": pyarrow.float64(),
+            "place": pyarrow.list_(pyarrow.int32()),
+        }
+    ).with_metadata(dict(about))
+    with pyarrow.parquet.ParquetWriter(file, schema) as writer:
+        for output in outputs:
+            largest = statistics.outputs[output["key"]].largest
+            names = {"output": output["key"], "node": output["node"]}
+            rows = [] if largest is None else [{**names, **entry._asdict()} for entry in largest]
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))

@@ -1,0 +1,210 @@
+"""Runs that reduce images to statistics: held to NumPy over the rows of a run that writes them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from fxcore.errors import FxError
+from service.offline import extract
+from service.offline.index import Index
+from service.offline.merge import merge
+from service.offline.runners import RowLayout
+from service.offline.statistics import Statistics
+from tests.service.offline.conftest import SETTINGS, job, png, rows
+from tests.service.offline.test_run import errors
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+ALL = "mean,std,cov,top:3"
+
+
+def top(out: Path) -> list[tuple[Any, ...]]:
+    """Output, channel, rank, path, value and place of each row."""
+    found = parquet.read_table(out / "top.parquet").to_pylist()
+    return [tuple(row[name] for name in ("output", "channel", "rank", "path", "value", "place")) for row in found]
+
+
+def assert_statistics(out: Path, right: dict[str, dict[str, NDArray[Any]]], rtol: float = 1e-9) -> None:
+    """The files hold what NumPy says of ``right``: path → output → ``[channels, …positions]``."""
+    found = load_file(out / "stats.safetensors")
+    ranked = []
+    for key in ("mid", "top"):
+        stacked = np.stack([of_image[key].astype(np.float64) for of_image in right.values()])
+        by_channel = stacked.reshape(*stacked.shape[:2], -1).swapaxes(0, 1).reshape(stacked.shape[1], -1)
+        assert found[f"{key}.count"] == by_channel.shape[1]
+        np.testing.assert_allclose(found[f"{key}.mean"], by_channel.mean(1), rtol=rtol)
+        np.testing.assert_allclose(found[f"{key}.std"], by_channel.std(1, ddof=1), rtol=rtol)
+        np.testing.assert_allclose(found[f"{key}.cov"], np.cov(by_channel), rtol=1e-6, atol=rtol)
+        for channel in range(stacked.shape[1]):
+            maxima = sorted((-of_image[key][channel].max(), path) for path, of_image in right.items())[:3]
+            for rank, (value, path) in enumerate(maxima, 1):
+                one = right[path][key][channel]
+                place = [int(index) for index in np.unravel_index(one.argmax(), one.shape)] if one.ndim else []
+                ranked.append((key, channel, rank, path, float(-value), place))
+    if rtol < 1e-8:
+        assert top(out) == ranked
+
+
+@pytest.mark.parametrize("pool", ["none", "avg"])
+def test_statistics_are_those_of_the_rows_of_the_same_run(
+    pool: str, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, out = folder(21), tmp_path / "out"
+    (root / "broken.png").write_bytes(png(0)[:500])
+    extract(job(tmp_path / "rows", root, pool=pool), SETTINGS)
+    made = extract(job(out, root, pool=pool, reduce=ALL), SETTINGS)
+    assert (made.images, made.done, made.unreadable, made.shards) == (22, 21, 1, 0)
+    assert_statistics(out, rows(tmp_path / "rows"))
+    assert list(errors(out)) == [str(root / "broken.png")]
+    assert sorted(file.name for file in out.iterdir()) == [
+        *("errors.jsonl", "index.sqlite", "spec.json", "stats.safetensors", "top.parquet")
+    ]
+    with safe_open(out / "stats.safetensors", "np") as file:
+        metadata = file.metadata()
+    assert (metadata["model"], metadata["images"], metadata["reduce"]) == ("squeezenet1_1", "21", ALL)
+    assert {row["node"] for row in parquet.read_table(out / "top.parquet").to_pylist()} == {
+        *("features.5", "features.12.cat")
+    }
+
+
+def test_tokens_before_the_positions_do_not_count(folder: Callable[..., Path], tmp_path: Path) -> None:
+    """As in averages: the mean over all tokens is that of the averages of the images."""
+    root, out = folder(3), tmp_path / "out"
+    spec = {"model": "vit_b_32", "return_nodes": {"encoder": "mid", "encoder.layers.encoder_layer_0": "top"}}
+    extract(job(tmp_path / "rows", root, pool="none", spec=spec), SETTINGS)
+    extract(job(out, root, pool="none", spec=spec, reduce="mean,top:1"), SETTINGS)
+    found, right = load_file(out / "stats.safetensors"), rows(tmp_path / "rows")
+    assert found["mid.count"] == 3 * 49
+    positions = np.concatenate([of_image["mid"][1:] for of_image in right.values()]).astype(np.float64)
+    np.testing.assert_allclose(found["mid.mean"], positions.mean(0), rtol=1e-9)
+    for _, channel, _, path, value, place in top(out)[:768]:
+        assert value == positions[:, channel].max() == right[path]["mid"][1 + place[0], channel]
+
+
+def test_a_second_run_continues_the_first(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(4), tmp_path / "out"
+    extract(job(out, root, reduce=ALL), SETTINGS)
+    before = [(out / name).read_bytes() for name in ("stats.safetensors", "top.parquet")]
+    made = extract(job(out, folder(4), reduce=ALL), SETTINGS)
+    assert (made.images, made.done) == (4, 4)
+    assert [(out / name).read_bytes() for name in ("stats.safetensors", "top.parquet")] == before
+    extract(job(out, folder(11), reduce=ALL), SETTINGS)
+    extract(job(tmp_path / "rows", root), SETTINGS)
+    assert_statistics(out, rows(tmp_path / "rows"))
+    with pytest.raises(FxError, match="--reduce mean,std,cov,top:3, not mean: use the same"):
+        extract(job(out, root, reduce="mean"), SETTINGS)
+    with pytest.raises(FxError, match="--reduce mean,std,cov,top:3, not None"):
+        extract(job(out, root), SETTINGS)
+
+
+KILLED = """
+import os, signal, sys
+from service.cli import main
+from service.offline import batches, reducer
+from service.offline.index import Index
+
+batches._BATCH, reducer._SECONDS, reducer._MAX_SHARE, left = 2, 0, 1e9, int(sys.argv.pop(1))
+commit = Index.commit_statistics
+
+def limited(self, *arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(self, *arguments)
+    if left == -5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Index.commit_statistics = limited
+main()
+"""
+
+
+def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(11), tmp_path / "out"
+    (root / "broken.png").write_bytes(png(0)[:500])
+    files = sorted(file for file in root.rglob("*.png"))
+    for part, some in (("a", files[:2]), ("b", files[2:9]), ("c", files[9:])):
+        extract(job(tmp_path / part, *some, reduce=ALL), SETTINGS)
+    parts = [str(tmp_path / part) for part in "abc"]
+    made = merge(parts, out)
+    assert (made.images, made.done, made.unreadable) == (12, 11, 1)
+    extract(job(tmp_path / "rows", root), SETTINGS)
+    assert_statistics(out, rows(tmp_path / "rows"))
+    assert list(errors(out)) == [str(root / "broken.png")]
+
+    extract(job(out, folder(13), reduce=ALL), SETTINGS)  # it is a folder as any other
+    extract(job(tmp_path / "rows", root), SETTINGS)
+    assert_statistics(out, rows(tmp_path / "rows"))
+
+    with pytest.raises(FxError, match="out is not empty"):
+        merge(parts, out)
+    with pytest.raises(FxError, match=r"\d+\.png counts in several of the folders"):
+        merge([str(out), parts[1]], tmp_path / "twice")
+    with pytest.raises(FxError, match="rows holds features; name folders that fxserve extract --reduce made"):
+        merge([parts[0], str(tmp_path / "rows")], tmp_path / "other")
+    extract(job(tmp_path / "less", *files[:1], reduce="mean"), SETTINGS)
+    with pytest.raises(FxError, match=r"less was made with --reduce mean, not mean,std,cov,top:3 as .*a: they cannot"):
+        merge([parts[0], str(tmp_path / "less")], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_killed_counts_every_image_once(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(40), tmp_path / "out"
+    extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
+    command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
+    command += f" --out {out} --reduce {ALL} --device cpu --backend eager"
+    for commits in ("4", "-1"):  # before a transaction, and after one
+        killed = subprocess.run([sys.executable, "-c", KILLED, commits, *command.split()], timeout=600)
+        assert killed.returncode == -signal.SIGKILL
+        assert not list(out.glob("stats*"))
+    index = Index(out)
+    assert index.counts()[1] == 2 * 3 + 2 * 4
+    index.close()
+    subprocess.run([sys.executable, "-c", KILLED, "9999", *command.split()], check=True, timeout=600)
+    assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)  # rounding differs with the batches
+    assert load_file(out / "stats.safetensors")["mid.count"] == 40
+
+
+def test_an_image_with_a_value_that_is_not_finite_is_listed_and_does_not_count() -> None:
+    layouts = {"mid": RowLayout("NCHW")}
+    values = torch.arange(3 * 2 * 4.0).reshape(3, 2, 2, 2)
+    values[1, 0, 1, 1] = torch.nan
+    made = Statistics.empty(ALL, layouts, {"mid": values})
+    assert made.add(["a", "b", "c"], {"mid": values}, layouts) == [("b", "mid has values that are not finite")]
+    moments, largest = made.outputs["mid"].moments, made.outputs["mid"].largest
+    assert moments is not None
+    assert largest is not None
+    assert moments.mean.tolist() == values[[0, 2]].mean((0, 2, 3)).tolist()
+    assert [entry.path for entry in largest] == ["c", "a"] * 2
+    assert made.add(["d"], {"mid": values[:1, :1]}, layouts) == [("d", "mid has 1 channels, not 2 as of other images")]
+
+
+def test_what_takes_too_much_memory_is_refused() -> None:
+    layouts = {"one": RowLayout(), "two": RowLayout()}
+    wide = {"one": torch.zeros(1, 8000), "two": torch.zeros(1, 3000)}
+    with pytest.raises(FxError, match=r"cov of one takes 488 MiB of 557 MiB in all, for 8,000 channels; 512 MiB are"):
+        Statistics.empty("cov", layouts, wide)
+    with pytest.raises(FxError, match=r"top:100 of 11,000 channels keeps too many entries; top:47 is the most"):
+        Statistics.empty("mean,top:100", layouts, wide)
+    Statistics.empty("mean,std,top:47", layouts, wide)
+
+
+def test_top_is_refused_where_rows_have_no_channels_of_the_node(folder: Callable[..., Path], tmp_path: Path) -> None:
+    for pool, told in (("roi", "several rows"), ("avg+max", "own channels")):
+        with pytest.raises(FxError, match=told):
+            extract(job(tmp_path / "out", folder(1), pool=pool, reduce="top:1"), SETTINGS)
+    assert not (tmp_path / "out").exists()
