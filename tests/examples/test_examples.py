@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ import torch
 import torchvision
 from captum.attr import LayerGradCam
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from fxcore import get_model, load_model
+from service.engine import FeatureOptions
+from service.offline import Job, extract
+from service.schemas.v1 import ExtractorSpec
+from service.settings import Settings
 from tests.decoding import decoded
 from tests.e2e.conftest import Server, start  # noqa: F401
 
@@ -56,6 +62,32 @@ def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[s
     found = [Path(line.split("  ")[1]).stem for line in lines.splitlines()]
     assert found[0] == "coffee"
     assert sorted(found) == sorted(photos)
+
+
+def test_the_frechet_distance_is_that_of_the_features(photos: dict[str, bytes], tmp_path: Path) -> None:
+    """torch-fidelity's formula, with SciPy's square root of a matrix, over the features that a run writes."""
+    linalg = pytest.importorskip("scipy.linalg")
+    features = []
+    for name in ("coffee", "rocket"):
+        photo = PIL.Image.open(io.BytesIO(photos[name])).convert("RGB")
+        (tmp_path / name).mkdir()
+        for number in range(100):  # more than the node has channels
+            left, top = 17 * (number % 20), 23 * (number // 20)
+            photo.crop((left, top, left + 64, top + 64)).save(tmp_path / name / f"{number}.png")
+        options = FeatureOptions(pool="avg")
+        spec = ExtractorSpec(model="squeezenet1_1", weights="random", return_nodes=["features.0"])
+        job = Job((str(tmp_path / name),), tmp_path / f"{name}-rows", "safetensors", spec, options)
+        settings = Settings(device="cpu", lowering=False)
+        extract(job, settings)
+        extract(replace(job, out=tmp_path / f"{name}-statistics", reduce="mean,cov"), settings)
+        features.append(load_file(tmp_path / f"{name}-rows" / "shard-000000.safetensors")["features.0"].astype(float))
+    means = [rows.mean(axis=0) for rows in features]
+    covariances = [np.cov(rows, rowvar=False) for rows in features]
+    root = linalg.sqrtm(covariances[0] @ covariances[1])
+    difference = means[0] - means[1]
+    right = difference @ difference + np.trace(covariances[0]) + np.trace(covariances[1]) - 2 * np.trace(root.real)
+    said = run("fid", tmp_path / "coffee-statistics", tmp_path / "rocket-statistics", "--node", "features.0")
+    assert float(said) == pytest.approx(right, rel=1e-4)
 
 
 @pytest.mark.exhaustive
