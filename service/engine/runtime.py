@@ -95,6 +95,10 @@ class Runtime:
         """Return what computes rows of ``shape``."""
         return self.sizes.get((shape[0][-2], shape[0][-1]), self) if self.sizes else self
 
+    def drop_size(self, size: tuple[int, int]) -> None:
+        """Retire what computes rows of that size."""
+        self.sizes.pop(size).retire()
+
     def serve(self, run: Lowered, backend: str) -> None:
         """Let ``run`` of ``backend`` compute the batches from now on."""
         self.run, self.backend = run, backend

@@ -358,6 +358,15 @@ class InputDetail(BaseModel):
     )
 
 
+class InputSize(BaseModel):
+    """An input size that an extractor with `fit=native` is in memory for, of a model that is built for one size."""
+
+    height: int = Field(examples=[518])
+    width: int = Field(examples=[784])
+    backend: str = Field(description="What computes images of that size.", examples=["eager"])
+    images: int = Field(description="Images of that size that were answered.", examples=[3])
+
+
 class ExtractorDetail(BaseModel):
     """An extractor and its state."""
 
@@ -373,6 +382,9 @@ class ExtractorDetail(BaseModel):
     outputs: list[OutputDetail]
     preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
+    sizes: list[InputSize] = Field(
+        default_factory=list, description="Input sizes beside the usual one that it is in memory for.", examples=[[]]
+    )
     checks: dict[str, Any] | None = Field(
         description="Errors of the backend's values relative to the unmodified model in eager PyTorch, on photographs; "
         "null until measured.",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -37,6 +38,7 @@ from service.engine.device.threads import Pool, compute_on, in_pool
 from service.engine.errors import is_shortage, shortage
 from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
+from service.engine.rows import RowShape
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy
@@ -47,7 +49,7 @@ log = logging.getLogger("fxserve.upgrades")
 
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
-already."""
+already; and images of an input size other than its own, before that size gets one."""
 
 WORTH_SECONDS = 30.0
 """Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
@@ -187,11 +189,18 @@ class Upgrades:
         made, folder = (runtime.description, runtime.extractor), self._settings.calibration_dir
         return int8_refusal(far, await in_pool(self._foreground, simulation, *made, folder))
 
-    def used(self, runtime: Runtime, images: int) -> None:
-        """Count a request that ``runtime`` answered, and search for a faster backend if it has answered enough and
-        there is place for one more that is compiled."""
+    def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
+        """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what
+        has answered enough, if there is place for one more that is compiled: for the extractor, and for each of its
+        other input sizes."""
+        for size, images in Counter(map(runtime.at, shapes)).items():
+            self._count(size, images, worth=WORTH_A_COPY if size is not runtime else 0)
+
+    def _count(self, runtime: Runtime, images: int, worth: int) -> None:
         runtime.images += images
         if not self._settings.lowering or runtime.upgrade is not None:
+            return
+        if runtime.images < worth:
             return
         if runtime.images < WORTH_A_COPY and self._has_copy(runtime.description.model_key):
             return
@@ -235,8 +244,15 @@ class Upgrades:
         """Return whether one more extractor may be compiled: there are fewer than usual, or one that was not used for
         long can be evicted for it."""
         unused = time.monotonic() - BUSY_SECONDS
-        compiled = [r for r in self._records if r.runtime and (r.backend == "openvino" or r.runtime.searched)]
-        return len(compiled) < self._usual or any(not r.pinned_or_active and r.last_used < unused for r in compiled)
+        compiled = [
+            (record, one)
+            for record in self._records
+            if record.runtime is not None
+            for one in (record.runtime, *record.runtime.sizes.values())
+            if one.backend == "openvino" or one.searched
+        ]
+        evictable = (one for record, one in compiled if not record.pinned_or_active)
+        return len(compiled) < self._usual or any(one.last_used < unused for one in evictable)
 
     def _faster(self, runtime: Runtime) -> Sequence[Backend]:
         """Return the backends that may run ``runtime`` faster than eager."""

@@ -2,7 +2,8 @@
 
 A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
 have one shape. :class:`Queue` has a queue for each (extractor, shape, dtype) and hands out, whenever the device is
-free, the largest batch of the one whose first item has waited longest.
+free, the largest batch of the one whose first item has waited longest, less the seconds that its job has been computed
+for already: a request of many shapes, which has a batch for each, does not hold up one that came after it.
 
 Each extractor has batches of its own, even where several share a model: a batch each is faster than one batch over the
 union of their nodes (``benchmarks/results``). The union computes every node for every row, and it would have to be
@@ -92,7 +93,8 @@ class Queue:
     def take(self) -> list[Item] | BackgroundTask | None:
         """What to do next, waiting until there is something; None once the queue is closed.
 
-        A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest.
+        A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest, less
+        what its job has had.
         Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a
         deadline that passed.
         """
@@ -129,7 +131,7 @@ class Queue:
             self._tasks.remove(task)
             return task
         while self._queues:
-            key = min(self._queues, key=lambda key: self._queues[key][0].since)
+            key = min(self._queues, key=lambda key: _due(self._queues[key][0]))
             batch: list[Item] = []
             queue = self._queues[key]
             try:
@@ -172,6 +174,14 @@ class Queue:
                 batch.pop()
             queue.appendleft(item)
             excess -= len(item.rows)
+
+
+def _due(item: Item) -> float:
+    """Return when it would have been queued if what its job has had so far had come before.
+
+    It grows only while the job is served, so that no stream of later requests holds up the rest of it for good.
+    """
+    return item.since + item.job.computed
 
 
 def usual_size(rows: int) -> int:

@@ -82,7 +82,8 @@ class Builder:
         sized = await in_pool(self.pool, _described, description, spec)
         runtime, original = await self._pruned(sized)
         await self._lowered(runtime, original)
-        runtime.stop()  # a size that comes once is not worth comparing, nor searching a faster backend for
+        runtime.stop()
+        runtime.check = None  # a size that comes once is not worth comparing
         return runtime
 
     async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
@@ -125,6 +126,7 @@ def _described(description: Description, spec: ExtractorSpec) -> Description:
     preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
     return replace(
         description,
+        id="{}@{}x{}".format(description.id, *preprocessing.nominal_size()),
         spec=spec,
         inputs=graph_for(spec, entry, weights).inputs,
         preprocessing=preprocessing,

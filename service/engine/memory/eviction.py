@@ -1,7 +1,8 @@
 """Eviction: weights, built extractors, traced graphs and matrices of projections under one memory budget.
 
 The least recently used goes first: a matrix that no request has used for a while, a whole model with its extractors,
-or, if every model is in use, single extractors, and matrices in use last: they are made again in a second.
+or, if every model is in use, single extractors, then other input sizes of those in use, and matrices in use last: they
+are made again in a second.
 Graphs of models that are not in memory are small and slow to trace: they go first if they take more than their share,
 else last. An evicted extractor keeps its id, its name and its description, and is built again by the next request for
 it.
@@ -26,6 +27,7 @@ from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
 from service.garbage import tidy
 
 log = logging.getLogger("fxserve.eviction")
@@ -117,23 +119,30 @@ class Eviction:
 
     def _evict_compiled(self) -> bool:
         """Evict extractors that OpenVINO runs, down to the limits; whether one was evicted."""
-        built = (record for record in self._records if record.runtime is not None)
-        compiled = [record for record in built if record.backend == "openvino"]
+        compiled = [(record, one) for record, one in self._runtimes() if one.backend == "openvino"]
         idle = sorted(
-            (record for record in compiled if not record.pinned_or_active), key=lambda record: record.last_used
+            ((record, one) for record, one in compiled if not _in_use(record, one)), key=lambda pair: pair[1].last_used
         )
         unused = time.monotonic() - BUSY_SECONDS
         over = [
-            record
-            for place, record in enumerate(idle)
+            (record, one)
+            for place, (record, one) in enumerate(idle)
             if place < len(compiled) - self._compiled.most
-            or (place < len(compiled) - self._compiled.usual and record.last_used < unused)
+            or (place < len(compiled) - self._compiled.usual and one.last_used < unused)
         ]
-        for record in over:
-            self.unload(record, "threads")
+        for record, one in over:
+            if one is record.runtime:
+                self.unload(record, "threads")
+            elif record.runtime is not None:  # else unloaded just now, with its sizes
+                self._drop_size(record.runtime, one, "threads")
         return bool(over)
 
-    def _evict_one(self) -> Literal["graph", "weights", "extractor", "projection"] | None:
+    def _runtimes(self) -> list[tuple[ExtractorRecord, Runtime]]:
+        """Return what is built, with its record: of extractors, and of their other input sizes."""
+        built = ((record, record.runtime) for record in self._records if record.runtime is not None)
+        return [(record, one) for record, runtime in built for one in (runtime, *runtime.sizes.values())]
+
+    def _evict_one(self) -> Literal["graph", "weights", "extractor", "size", "projection"] | None:
         """Evict what is first in the order of the module's docstring. Returns what it was; None if all is in use."""
         graphs = idle_graphs(self._graphs())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
@@ -159,6 +168,12 @@ class Eviction:
         if loose:
             self.unload(min(loose, key=lambda record: record.last_used))
             return "extractor"
+        sizes = [(r, one) for r, one in self._runtimes() if one is not r.runtime and not _in_use(r, one)]
+        if sizes:
+            record, oldest = min(sizes, key=lambda pair: pair[1].last_used)
+            assert record.runtime is not None
+            self._drop_size(record.runtime, oldest, "memory_budget")
+            return "size"
         if graphs:
             self._forget_graph(graphs[0])
             return "graph"
@@ -174,6 +189,15 @@ class Eviction:
         self._later = None
         self.make_room()
 
+    def _drop_size(self, runtime: Runtime, sized: Runtime, reason: str) -> None:
+        runtime.drop_size(sized.graph.input_size)
+        self._evictions.labels("size", reason).inc()
+
     def _forget_graph(self, graph: ModelGraph) -> None:
         forget_graph(graph)
         self._evictions.labels("graph", "memory_budget").inc()
+
+
+def _in_use(record: ExtractorRecord, runtime: Runtime) -> bool:
+    """Return whether ``runtime``, of ``record`` or of one of its other sizes, must stay in memory now."""
+    return record.pinned_or_active if runtime is record.runtime else runtime.busy

@@ -1,7 +1,8 @@
 """Other input sizes of extractors over models that are built for one size, with ``fit=native``.
 
 Each size has a runtime of its own, over a graph of the model built for that size. Its weights are the loaded ones, but
-for what depends on the size.
+for what depends on the size. It runs on eager until it has answered enough images for a faster backend to pay; see
+:meth:`service.engine.backends.upgrade.Upgrades.used`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class InputSizes:
 
     async def _get(self, runtime: Runtime, size: Size) -> Runtime:
         known = runtime.sizes.get(size)
-        if known is not None:
+        if known is not None and (runtime.retired or not known.retired):
             return known
         build = self._builds.get((runtime, size))
         if build is None:
@@ -68,7 +69,7 @@ class InputSizes:
         idle = sorted((s for s, one in runtime.sizes.items() if not one.busy), key=lambda s: runtime.sizes[s].last_used)
         for oldest in idle[: max(0, len(runtime.sizes) - MOST)]:
             if oldest != size:
-                runtime.sizes.pop(oldest).retire()
+                runtime.drop_size(oldest)
         self._builder.make_room(0)
         return sized
 

@@ -113,6 +113,7 @@ class Pipeline:
         job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         boxes_of_rows = plan.valid_boxes
+        shapes = plan.shapes
         del plan  # now the decoders and the queue own the images
         outputs = await job.result()
         timings = {
@@ -120,7 +121,7 @@ class Pipeline:
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
-        self._upgrades.used(runtime, job.rows)
+        self._upgrades.used(runtime, shapes)
         answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
         if boxes_of_rows:
             boxes_of_images = torch.tensor(boxes_of_rows, dtype=torch.float32)

@@ -100,6 +100,10 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "outputs": [asdict(output) for output in record.outputs],
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
+        "sizes": [
+            {"height": height, "width": width, "backend": sized.backend, "images": sized.images}
+            for (height, width), sized in (record.runtime.sizes.items() if record.runtime is not None else ())
+        ],
         "checks": record.checks,
         "problem": problem(failed) if failed is not None else None,
     }

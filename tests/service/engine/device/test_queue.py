@@ -168,6 +168,44 @@ async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
     assert isinstance(queue.take(), list)
 
 
+def taken(queue: Queue) -> list[Item]:
+    batch = queue.take()
+    assert isinstance(batch, list)
+    return batch
+
+
+async def test_many_shapes_do_not_hold_up_one(engine: MakeEngine) -> None:
+    """A request with a batch for each of its shapes shares the device with what comes after it, and is not starved
+    either. Nothing is padded: a batch has one shape."""
+    async with engine() as running:
+        record = await built(running)
+    queue, many = Queue(8, 10**9), job(record, 12)
+    served: list[str] = []
+
+    def put(one: Job, since: float, *widths: int) -> None:
+        rows = [torch.zeros(1, 3, 32, width) for width in widths]
+        queue.put([Item(one, range(i, i + 1), (row,), 1, since) for i, row in enumerate(rows)])
+
+    def turn() -> None:
+        batch = taken(queue)
+        assert len({item.inputs[0].shape for item in batch}) == 1
+        (one,) = {item.job for item in batch}
+        one.computed += 1.5  # as the device worker counts
+        served.append(f"{len(batch)} of many" if one is many else "one")
+
+    put(many, 0.0, *(2 * [32, 64, 96, 128, 160, 192]))
+    turn()
+    put(job(record, 1), 1.0, 224)
+    for _ in range(2):
+        turn()
+    put(job(record, 1), 2.0, 224)
+    for _ in range(4):  # what comes after the turns that it is due comes after them
+        turn()
+        put(job(record, 1), 20.0, 224)
+    turn()
+    assert served == ["2 of many", "one", "2 of many", "one", *4 * ["2 of many"]]
+
+
 async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
     """They take nothing, and batches are measured out by what a row takes."""
     async with engine() as running:

@@ -11,8 +11,10 @@ import torch
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
+from service.engine.backends.upgrade import WORTH_A_COPY
 from service.engine.memory import input_sizes
-from tests.service.engine.running import MakeEngine, built, encoded
+from tests.service.engine.fake_backends import Held
+from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
 
 pytestmark = pytest.mark.anyio
 
@@ -68,3 +70,46 @@ async def test_a_size_that_the_model_cannot_take(engine: MakeEngine) -> None:
         with pytest.raises(BadTensor, match="cannot take an input of 60 x 64"):
             await running.features(record, sent, AVERAGE)
         assert (await running.features(record, {"x": torch.zeros(1, 3, 32, 64)}, AVERAGE)).images == 1
+
+
+async def test_a_size_that_comes_often_gets_faster(engine: MakeEngine, held: Held) -> None:
+    """Eager serves what comes once; what a size is lowered to replaces it alone, and agrees with it."""
+    async with engine(lowering=True, max_batch=4) as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        runtime = record.runtime
+        assert runtime is not None
+        often, once, usual = image(64, 96), image(96, 64), image(64, 64)
+        before = await running.features(record, [often] * (WORTH_A_COPY - 1) + [once], AVERAGE)
+        assert not held.begun
+        assert [(size, one.images) for size, one in runtime.sizes.items()] == [((64, 96), 15), ((96, 64), 1)]
+        await running.features(record, [often], AVERAGE)
+        await held.began("blocks")
+        held.open.set()
+        sized = runtime.sizes[64, 96]
+        assert sized.upgrade is not None
+        await asyncio.wait_for(asyncio.shield(sized.upgrade), PATIENCE)
+        assert sized.measured["candidates"][1]["state"] in ("serving", "slower")
+        assert (runtime.upgrade, runtime.sizes[96, 64].upgrade) == (None, None)
+        after = await running.features(record, [often, once], AVERAGE)
+        for row, of in ((0, 0), (1, -1)):
+            torch.testing.assert_close(after.outputs["blocks"][row], before.outputs["blocks"][of], rtol=1e-4, atol=1e-4)
+        await running.features(record, [usual], AVERAGE)
+        assert runtime.upgrade is not None  # the extractor's own size has its own search, as ever
+
+
+async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> None:
+    """Where an extractor must stay, its other sizes go; one in use stays."""
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        runtime, eviction = record.runtime, running.extractors.eviction
+        assert runtime is not None
+        images = [image(64, 96), image(96, 64)]
+        before = await running.features(record, images, AVERAGE)
+        record.pinned = True
+        with runtime.sizes[96, 64].in_use():
+            eviction.make_room(10**15)
+            assert set(runtime.sizes) == {(96, 64)}
+        assert record.runtime is runtime
+        again = await running.features(record, images, AVERAGE)
+        torch.testing.assert_close(again.outputs["blocks"], before.outputs["blocks"])
+        assert not any(sized.retired for sized in runtime.sizes.values())
