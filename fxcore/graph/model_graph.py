@@ -55,7 +55,7 @@ class ModelGraph:
         fingerprint: of the graph that it is derived from.
 
     Attributes:
-        entry, weights, preprocessing, train_nodes, untraceable, num_params, constants: of ``traced``.
+        entry, weights, preprocessing, train_nodes, untraceable, num_params, constants, pooling: of ``traced``.
         root: the traced module, its parameters on ``device``.
         device: ``meta``, or ``cpu`` for models that do not run on meta tensors.
         graph: the eval graph; copy it before changing it.
@@ -83,6 +83,7 @@ class ModelGraph:
         self.untraceable = traced.untraceable
         self.num_params = traced.num_params
         self.constants = traced.constants
+        self.pooling = traced.pooling
         self.traced_modules = traced.modules
         self.input_size = input_size
         self.root, self.device = traced.root, traced.device

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.graph.prefix_tokens import PrefixTokens, declared_prefix
+from fxcore.graph.prefix_tokens import PrefixTokens, declared_pooling, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.tracing.frozen import made_constants
@@ -31,6 +32,7 @@ class TracedModel:
         train_nodes: names of the nodes in train mode, in order of execution.
         untraceable: parts of the model that could not be traced.
         feature_maps, prefix_tokens: those that the model declares.
+        pooling: how the model pools its tokens, where it declares that.
         num_params: number of parameters, untraceable parts included.
         constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
         modules: modules by path as they were traced, in-place ones included.
@@ -47,6 +49,7 @@ class TracedModel:
     untraceable: list[UntraceablePart]
     feature_maps: Sequence[FeatureMap]
     prefix_tokens: PrefixTokens | None
+    pooling: Literal["avg", "cls"] | None
     num_params: int
     constants: list[str]
     modules: dict[str, nn.Module]
@@ -86,6 +89,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
         untraceable=untraceable,
         feature_maps=entry.feature_maps(model),
         prefix_tokens=declared_prefix(model),
+        pooling=declared_pooling(model),
         num_params=num_params,
         constants=constants,
         modules=modules,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+from typing import Literal
 
 from fastapi import Request, Response
 from torch import Tensor
@@ -58,8 +59,9 @@ _PARAMETERS = Parameters(NoQuery)
 async def embed(request: Request) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
-    Maps are averaged over their positions; of tokens, the class token is taken, or the mean if there is none. Values
-    are not normalized unless `dimensions` is given, which makes them unit length.
+    Maps are averaged over their positions. Tokens are pooled as the model's own head does: by their class token, or by
+    the mean of those of patches if there is none or the head, as BEiT's and DINOv3's, averages. Values are not
+    normalized unless `dimensions` is given, which makes them unit length.
     """
     _, timeout = _PARAMETERS.parse(request)
     state = state_of(request)
@@ -76,9 +78,8 @@ async def embed(request: Request) -> Response:
             body = await state.engine.run_in_encoder(embeddings.read, chunks)
         del chunks
         record = await _extractor(request, state, body.model)
-        if record.runtime is None:
-            await state.engine.extractors.load(record)
-        return await _embed(request, state, record, body, deadline.at)
+        runtime = record.runtime or await state.engine.extractors.load(record)
+        return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
@@ -125,9 +126,14 @@ def _spec(text: str) -> ExtractorSpec:
 
 
 async def _embed(
-    request: Request, state: State, record: ExtractorRecord, body: embeddings.Asked, deadline: float
+    request: Request,
+    state: State,
+    record: ExtractorRecord,
+    pooling: Literal["avg", "cls"] | None,
+    body: embeddings.Asked,
+    deadline: float,
 ) -> Response:
-    options = _POOLED["cls" if record.outputs[0].prefix.class_token else "avg"]
+    options = _POOLED[(pooling or "cls") if record.outputs[0].prefix.class_token else "avg"]
     if body.dimensions is not None:
         _check_dimensions(body.dimensions, record.outputs[0], options.pool)
     result = await state.engine.features(

@@ -176,12 +176,27 @@ def test_an_embedding_is_the_class_token(client):
         ("test_vit", "token"),
         ("test_vit2", "avg"),  # after which it normalises, and it has a register
         ("test_vit4", "avg"),
-        # The contract's embedding of tokens without a class token is their mean; this model has attention pooling.
+        # Of tokens that are pooled by attention, behind which a node can be named, it is the mean of the patches.
         ("test_vit3", "map"),
-        # Its own is the mean of the patches, and the contract's the class token.
-        pytest.param("beit_base_patch16_224", "avg", marks=pytest.mark.exhaustive),
-        pytest.param("vit_relpos_small_patch16_224", "avg", marks=pytest.mark.exhaustive),
-        pytest.param("eva02_tiny_patch14_224", "avg", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(name, pooled, marks=pytest.mark.exhaustive)
+            for name, pooled in [
+                ("beit_base_patch16_224", "avg"),
+                ("cait_xxs24_224", "token"),
+                ("convit_tiny", "token"),
+                ("deit3_small_patch16_224", "token"),
+                ("eva02_tiny_patch14_224", "avg"),
+                ("mvitv2_tiny", "avg"),
+                ("tnt_s_patch16_224", "token"),
+                ("vit_base_r26_s32_224", "token"),
+                ("vit_relpos_base_patch16_clsgap_224", "avg"),
+                ("vit_relpos_small_patch16_224", "avg"),
+                ("vit_small_patch14_reg4_dinov2", "token"),
+                ("vit_small_patch16_dinov3", "avg"),
+                ("vit_wee_patch16_reg1_gap_256", "avg"),
+                ("xcit_nano_12_p16_224", "token"),
+            ]
+        ),
     ],
 )
 def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
@@ -195,8 +210,6 @@ def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
     assert model.global_pool == pooled
     if pooled == "map":
         model.attn_pool, model.global_pool, model.pool_include_prefix = None, "avg", False
-    if pooled == "avg" and getattr(model, "cls_token", None) is not None:
-        model.global_pool = "token"
     model.fc_norm = torch.nn.Identity()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
