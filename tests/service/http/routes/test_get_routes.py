@@ -24,16 +24,21 @@ from tests.service.conftest import Client
 _ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
 
 
+# What names of timm's call small models, the smallest first.
+_SIZES = (
+    *("test_", "atto", "femto", "pico", "nano", "xxtiny", "xxs", "xs", "tiny"),
+    *("_s0", "_m0", "_b0", "small", "_s", "18"),
+)
+
+
 def _timm_families() -> list[str]:
-    """A model of each of timm's modules, a small one where a name says so."""
-    found = []
-    for module in timm.list_modules():
-        if names := timm.list_models(module=module):
-            small = [
-                n for n in names if any(word in n for word in ("tiny", "nano", "atto", "xxs", "pico", "_s", "18", "xs"))
-            ]
-            found.append(f"timm.{(small or names)[0]}")
-    return found
+    """A model of each of timm's modules, the smallest by its name."""
+
+    def size(name: str) -> int:
+        return next((rank for rank, word in enumerate(_SIZES) if word in name), len(_SIZES))
+
+    families = [timm.list_models(module=module) for module in timm.list_modules()]
+    return [f"timm.{min(names, key=size)}" for names in families if names]
 
 
 def _models() -> Iterator[object]:
