@@ -13,6 +13,7 @@ from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
 from tests.fxcore.backends.conftest import Build
+from tests.fxcore.model_list import SWEPT
 
 CPU = torch.device("cpu")
 
@@ -23,9 +24,9 @@ CPU = torch.device("cpu")
         ("resnet18", ["C2", "C5"]),
         ("resnet18", ["layer1.0.conv1", "layer1.0.bn1", "layer1.0.relu"]),
         ("mobilenet_v3_small", ["features.0", "features.4.block.1", "C4", "C5"]),
-        pytest.param("densenet121", ["C3", "features.denseblock1.denselayer1.norm1"], marks=pytest.mark.exhaustive),
-        pytest.param("efficientnet_b0", ["C3", "C5"], marks=pytest.mark.exhaustive),
-        pytest.param("googlenet", ["inception3a"], marks=pytest.mark.exhaustive),
+        pytest.param("densenet121", ["C3", "features.denseblock1.denselayer1.norm1"], marks=SWEPT),
+        pytest.param("efficientnet_b0", ["C3", "C5"], marks=SWEPT),
+        pytest.param("googlenet", ["inception3a"], marks=SWEPT),
     ],
 )
 def test_values_stay(extractor: Build, batch: torch.Tensor, model: str, nodes: list[str]) -> None:

@@ -68,10 +68,10 @@ def timm_pool(made, tokens, theirs):
         ("timm.test_vit", "norm", PrefixTokens(1, True)),
         ("timm.cait_xxs24_224", "blocks.3", PrefixTokens(0, False)),
         ("timm.cait_xxs24_224", "norm", PrefixTokens(1, True)),
-        pytest.param("timm.naflexvit_base_patch16_gap", "norm", PrefixTokens(4, False), marks=pytest.mark.exhaustive),
-        pytest.param("timm.hiera_tiny_224", "blocks.3", PrefixTokens(0, False), marks=pytest.mark.exhaustive),
+        pytest.param("timm.naflexvit_base_patch16_gap", "norm", PrefixTokens(4, False), marks=SWEPT),
+        pytest.param("timm.hiera_tiny_224", "blocks.3", PrefixTokens(0, False), marks=SWEPT),
         ("vit_b_32", "encoder.ln", PrefixTokens(1, True)),
-        pytest.param("mvit_v2_s", "norm", PrefixTokens(1, True), marks=pytest.mark.exhaustive),
+        pytest.param("mvit_v2_s", "norm", PrefixTokens(1, True), marks=SWEPT),
         ("swin_t", "features.1", PrefixTokens(0, False)),
     ],
 )

@@ -129,7 +129,7 @@ def test_a_model_that_computes_with_its_parameters_while_it_is_built() -> None:
     "architecture",
     [
         "convnextv2_atto",
-        *(pytest.param(f, marks=pytest.mark.exhaustive) for f in ("tf_efficientnetv2_b0", "resnetv2_50")),
+        *(pytest.param(f, marks=SWEPT) for f in ("tf_efficientnetv2_b0", "resnetv2_50")),
     ],
 )
 def test_levels_are_those_of_feature_info(architecture: str) -> None:

@@ -67,7 +67,7 @@ def start(
             patch.setattr(Reference, "compare", counted)
             patch.setattr(Reference, "timed", lambda self, run, rows: 1.0 if isinstance(run, EagerModule) else 0.5)
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
-                record = await built(running, backend="auto")
+                record = await built(running, "squeezenet1_1", ("features.3",), backend="auto")
                 await running.features(record, jpegs)
                 assert record.runtime.upgrade is not None
                 await asyncio.wait_for(asyncio.shield(record.runtime.upgrade), PATIENCE)
@@ -96,13 +96,13 @@ async def test_a_backend_that_no_longer_agrees_is_not_taken(start: Callable[...,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("damage", ["", "{", "[]", "[{}, {}]", '[{"backend": "eager", "rows": 3}, {"backend": "x"}]'])
-async def test_a_damaged_verdict_is_ignored(start: Callable[..., Any], tmp_path: Path, damage: str) -> None:
+async def test_a_damaged_verdict_is_ignored(start: Callable[..., Any], tmp_path: Path) -> None:
     _, compared = await start()
     (file,) = (tmp_path / ".verdicts").iterdir()
-    file.write_text(damage)
-    record, again = await start()
-    assert (record.backend, again) == ("openvino", compared)
+    for damage in ("", "{", "[]", "[{}, {}]", '[{"backend": "eager", "rows": 3}, {"backend": "x"}]'):
+        file.write_text(damage)
+        record, again = await start()  # which writes a whole one
+        assert (record.backend, again) == ("openvino", compared), damage
 
 
 @pytest.mark.exhaustive
