@@ -5,13 +5,14 @@ import { Problem } from "./api.js"
 import { attentionNodes, attentionView } from "./attention.js"
 import { channelsView, ordered } from "./channels.js"
 import { h } from "./dom.js"
+import { evidenceNode, evidenceSides } from "./evidence.js"
 import { keepFocus } from "./focus.js"
 import { heading } from "./heading.js"
 import { parameters } from "./numbers.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
-import { isStale } from "./reductions.js"
-import { categories, predictionsView } from "./predictions.js"
+import { isStale, reduce } from "./reductions.js"
+import { categories, predictionsView, scoresOf } from "./predictions.js"
 import { requestView } from "./request.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
@@ -141,7 +142,7 @@ export class Inspector {
   /** Say what a classifier sees in the photos, after their first maps are shown. @param {Model} model @param {import("./photo.js").Photo[]} photos @param {AbortSignal} signal */
   async #predict(model, photos, signal) {
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal))).catch(() => [])
+    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal, (k) => this.#explain(model, k)))).catch(() => [])
     if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
@@ -166,7 +167,7 @@ export class Inspector {
     if (!first || !model) return
     const place = this.#place
     const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head].join("\n")
+    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head, place.k].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
@@ -180,7 +181,8 @@ export class Inspector {
         blocks.append(this.#choices(view), ...elements)
         shown = weights.map(({ answer }) => answer)
         if (weights.length) request = { node: shown[0].node, transforms: ["attention_maps"], id: weights[0].id }
-      } else blocks.append(this.#choices(view), ...await this.#maps(view, place))
+      } else if (view === "why") blocks.append(this.#choices(view), ...await this.#evidence(model, place))
+      else blocks.append(this.#choices(view), ...await this.#maps(view, place))
     } catch (error) {
       if (wanted !== this.#rendered || isStale(error)) return
       return this.#fail(error, first.photo)
@@ -198,7 +200,8 @@ export class Inspector {
 
   /** The views that the model has. */
   get #views() {
-    return VIEWS.filter(([name]) => name !== "attention" || this.#hasAttention)
+    const had = { attention: this.#hasAttention, why: this.#model !== null && !!scoresOf(this.#model) }
+    return VIEWS.filter(([name]) => had[/** @type {keyof had} */ (name)] ?? true)
   }
 
   /** @param {string} view */
@@ -224,6 +227,31 @@ export class Inspector {
       const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal)
       const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")
       return { elements: [await this.#stages(sides), choice, help], weights }
+    } finally {
+      clearTimeout(late)
+    }
+  }
+
+  /** Show the evidence for a class: at the chosen node, or at one with positions. @param {Model} model @param {number} k */
+  #explain(model, k) {
+    const node = this.#answers[0]?.maps ? this.#place.n : evidenceNode(model)
+    this.go({ v: "why", k, ...(node ? { n: node } : {}) }, node === this.#place.n)
+  }
+
+  /** @param {Model} model @param {Place} place */
+  async #evidence(model, place) {
+    const scores = scoresOf(model)
+    if (!scores) return []
+    const names = await categories(model)
+    const first = this.#answers[0]
+    const { slot } = await features(model, scores.name, first.photo, this.#abort.signal)
+    const values = await reduce("values", { slot, most: scores.shape?.at(-1) ?? 0 })
+    const index = Number(place.k ?? values.indexOf(values.reduce((/** @type {number} */ a, /** @type {number} */ b) => Math.max(a, b)))) || 0
+    const name = names[index] ?? `class ${index}`
+    const late = setTimeout(() => this.body.replaceChildren(this.#choices("why"), this.#progress(`Differentiating ${name}`)), PROGRESS_DELAY)
+    try {
+      const sides = await evidenceSides(model, this.#answers, scores.name, { index, name }, this.#abort.signal)
+      return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
     } finally {
       clearTimeout(late)
     }

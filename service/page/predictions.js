@@ -25,12 +25,16 @@ export function categories(model) {
   return found
 }
 
+/** The node with a classifier's scores. @param {Model} model */
+export const scoresOf = (model) => (model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null)
+
 /**
  * The likeliest classes of a photo; null where the model is no classifier with known names.
  * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
+ * @param {(index: number) => void} choose a class to be explained
  */
-export async function predictionsView(model, photo, signal) {
-  const last = model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null
+export async function predictionsView(model, photo, signal, choose) {
+  const last = scoresOf(model)
   const known = last ? await categories(model) : []
   if (!last || known.length !== last.shape?.at(-1)) return null
   const { slot } = await features(model, last.name, photo, signal)
@@ -38,7 +42,8 @@ export async function predictionsView(model, photo, signal) {
   const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
   return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}` },
     h("ol", { class: "plain-list" }, ...order.map((i) => {
-      const row = h("li", { "data-class": i }, h("span", {}, known[i]), h("span", { class: "dim" }, percent(shares[i])))
+      const row = h("li", { "data-class": i }, h("button", { type: "button", title: "Why? Show where the evidence is", onclick: () => choose(i) },
+        known[i]), h("span", { class: "dim" }, percent(shares[i])))
       row.style.setProperty("--share", `${100 * shares[i]}%`)
       return row
     })))

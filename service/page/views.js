@@ -1,4 +1,4 @@
-// The views of a map, except attention.
+// The views of a map, except attention and evidence.
 
 import { image, range, rgbImage, weights } from "./colours.js"
 import { reduce } from "./reductions.js"
@@ -6,7 +6,7 @@ import { reduce } from "./reductions.js"
 /** @typedef {import("./answers.js").Answer} Answer */
 
 /** @type {Array<[string, string]>} */
-export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "PCA"], ["similarity", "Similarity"], ["attention", "Attention"]]
+export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "PCA"], ["similarity", "Similarity"], ["attention", "Attention"], ["why", "Why"]]
 
 /**
  * One view of each answer.

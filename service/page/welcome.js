@@ -7,6 +7,7 @@ import { loadModel } from "./model.js"
 import { photoOf } from "./photo.js"
 import { photoChoices } from "./picker.js"
 import { kept, link } from "./place.js"
+import { evidenceNode } from "./evidence.js"
 import { predictionsView } from "./predictions.js"
 import { panel } from "./panel.js"
 import { viewSides } from "./views.js"
@@ -51,7 +52,7 @@ export async function welcome(place, { go, take, remove }) {
       if (view.hidden) return
       view.replaceChildren(h("p", { class: "dim", role: "status" }, `Looking at it with ${TRAINED}…`))
       try {
-        view.replaceChildren(...await showcase(place, signal))
+        view.replaceChildren(...await showcase(place, go, signal))
       } catch {
         // The models below say what is wrong, once one is chosen.
         view.hidden = true
@@ -60,8 +61,8 @@ export async function welcome(place, { go, take, remove }) {
   }
 }
 
-/** A map of a trained model over the photo, and what it says. @param {Place} place @param {AbortSignal} signal */
-async function showcase(place, signal) {
+/** A map of a trained model over the photo, and what it says. @param {Place} place @param {import("./picker.js").Go} go @param {AbortSignal} signal */
+async function showcase(place, go, signal) {
   const [model, photo] = await Promise.all([loadModel(TRAINED, undefined, signal), photoOf(place.p)])
   const answer = await features(model, "C4", photo, signal)
   const sides = viewSides([answer], "pca", 0)
@@ -69,7 +70,7 @@ async function showcase(place, signal) {
     ...side, preprocessing: model.preprocessing, opacity: 0.8, label: `${side.label} of ${side.node} over ${photo.name}`,
     caption: "Equal colours: alike to the model", patch: null, point: () => {}, choose: () => {},
   }).then(({ figure }) => figure))))
-  const said = await predictionsView(model, photo, signal)
+  const said = await predictionsView(model, photo, signal, (k) => go({ m: TRAINED, n: evidenceNode(model), v: "why", k }))
   return [...figures, h("div", { class: "stacked-list" },
     h("p", {}, "What ", h("strong", {}, TRAINED), ", which is here with its trained weights, says of this photo:"), said ?? "",
     h("p", {}, h("a", { class: "button primary", href: link({ m: TRAINED, ...kept(place) }) }, "Look inside it")))]

@@ -1,8 +1,13 @@
 """What the page makes of the model that is there with its trained weights: its predictions, by name."""
 
+from pathlib import Path
+
+import httpx
 import numpy as np
 import pytest
+from safetensors.numpy import load
 
+import fxcore.photos
 from tests.e2e.page.seen import asked, until
 
 TRAINED = "efficientnet_lite0"
@@ -24,7 +29,7 @@ def test_a_classifier_says_what_it_sees_by_name(server, visit):
     order = np.argsort(-shares)[:5]
     rows = page.locator(".predictions li")
     assert [int(row.get_attribute("data-class")) for row in rows.all()] == order.tolist()
-    said = rows.first.locator("span").all_inner_texts()
+    said = rows.first.locator("button, span").all_inner_texts()
     assert said == ["Egyptian cat", f"{100 * shares[order[0]]:.1f} %"]
     page.get_by_role("button", name="Photo coffee").click()
     until(page, "document.querySelector('.predictions li')?.textContent.startsWith('espresso')")
@@ -45,3 +50,21 @@ def test_the_first_look_is_a_picture(server, visit):
     page.locator('.showcase .stage[aria-label="PCA of C4 over coffee.jpg"]').wait_for()
     page.get_by_role("link", name="Look inside it").click()
     page.locator('.stage[aria-label$=" of C4 over coffee.jpg"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_a_class_is_explained_where_one_asks(server, visit):
+    page = visit(server.url).go(f"m={TRAINED}&n=classifier.1")
+    page.locator(".predictions button").nth(1).click()  # of a vector: shown at the deepest level
+    page.locator('.stage[aria-label="Evidence for tiger cat of C5 over chelsea.jpg"]').wait_for()
+    photo = (Path(fxcore.photos.__file__).parent / "chelsea.jpg").read_bytes()
+    for level, index in (("C5", 282), ("C4", 285)):
+        response = httpx.post(
+            f"{server.url}/v1/models/{TRAINED}/attributions?of=classifier.1&at={level}&target={index}",
+            headers={"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"},
+            content=photo,
+        )
+        highest = load(response.content)["attribution"].max()
+        assert float(page.locator(".scale-bar span").last.inner_text()) == pytest.approx(highest, rel=0.02)
+        page.goto(f"{server.url}/#m={TRAINED}&n=C4&v=why")  # of the first class
+        page.locator('.stage[aria-label="Evidence for Egyptian cat of C4 over chelsea.jpg"]').wait_for()

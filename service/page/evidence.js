@@ -1,0 +1,42 @@
+// Why a classifier says so: where in a photo the evidence for one class lies, by Grad-CAM.
+
+import { kept, opened } from "./answers.js"
+import { ask, modelPath } from "./api.js"
+import { reduce } from "./reductions.js"
+import { coloured } from "./views.js"
+
+/** @typedef {import("./model.js").Model} Model */
+/** @typedef {import("./answers.js").Answer} Answer */
+
+/** Behind a vision transformer's last attention, patches count no more. */
+const ATTENTION = /scaled_dot_product_attention|MultiheadAttention|softmax/i
+
+/** The node to show the evidence at, where the chosen one has no positions. @param {Model} model @returns {string | null} */
+export function evidenceNode(model) {
+  const deepest = Object.keys(model.levels).at(-1)
+  if (deepest) return deepest
+  const last = model.nodes.findLastIndex(({ target, module_type }) => ATTENTION.test(target) || ATTENTION.test(module_type ?? ""))
+  return model.nodes.slice(0, Math.max(last, 0)).findLast((node) => node.extractable && node.tokens)?.name ?? null
+}
+
+/**
+ * The evidence for a class at the node of each answer.
+ * @param {Model} model @param {Answer[]} answers @param {string} of the node with the scores @param {{index: number, name: string}} target
+ * @param {AbortSignal} signal
+ * @returns {Promise<import("./stages.js").Side[]>}
+ */
+export function evidenceSides(model, answers, of, target, signal) {
+  return Promise.all(answers.map(async ({ maps, node, photo }) => {
+    if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
+    const query = { of, at: node, target: String(target.index), weights: model.weights }
+    const what = JSON.stringify([model.name, query])
+    const found = kept(what, photo) ?? await opened(
+      await ask(modelPath(model.name, "/attributions", query), {
+        method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
+      }), { key: "attribution", layout: null, tokens: null }, photo, node, what)
+    const [, height, width] = found.shape
+    const values = await reduce("values", { slot: found.slot, most: height * width })
+    const label = `Evidence for ${target.name}`
+    return { photo, node, label, caption: label, size: { height, width }, query: false, render: async () => coloured(values, width) }
+  }))
+}
