@@ -6,45 +6,26 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
-import timm
 
 from fxcore import list_models
 from fxcore.memory import give_back
 from fxcore.models.catalog import register
 from fxcore.tensors import RETURNED
 from service.codecs.datatypes import SAFETENSORS_NAMES, V2_NAMES
-from service.http.graph_formats import GraphFormat
 from tests.fxcore.model_list import FAMILIES
+from tests.get_routes import failures
 from tests.service.conftest import Client
 
 _ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
 
 
-# What names of timm's call small models, the smallest first.
-_SIZES = (
-    *("test_", "atto", "femto", "pico", "nano", "xxtiny", "xxs", "xs", "tiny"),
-    *("_s0", "_m0", "_b0", "small", "_s", "18"),
-)
-
-
-def _timm_families() -> list[str]:
-    """A model of each of timm's modules, the smallest by its name."""
-
-    def size(name: str) -> int:
-        return next((rank for rank, word in enumerate(_SIZES) if word in name), len(_SIZES))
-
-    families = [timm.list_models(module=module) for module in timm.list_modules()]
-    return [f"timm.{min(names, key=size)}" for names in families if names]
-
-
 def _models() -> Iterator[object]:
-    """One of each of torchvision's families, and each third of timm's. All are traced in fxcore's own tests."""
+    """One of each of torchvision's families; timm's are asked of a real server. fxcore's own tests trace all."""
     torchvisions = [entry.name for entry in list_models("torchvision") if entry.name in FAMILIES]
-    for name in [*torchvisions, *_timm_families()[::3], "timm.test_vit"]:
+    for name in [*torchvisions, "timm.test_vit"]:
         yield pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.exhaustive)
 
 
@@ -64,18 +45,7 @@ def memory_given_back() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", list(_models()))
 def test_no_get_route_fails(patient: Client, name: str, memory_given_back: None) -> None:
-    """A model that is not loaded is not ready, which is a 503."""
-    paths = [path for path, item in patient.app.openapi()["paths"].items() if "get" in item]
-    asked = [path for path in paths if "{model}" in path or "{name}" in path]
-    assert len(asked) == 7
-    failed = {}
-    for path in asked:
-        url = path.format(model=name, name=name, version="1")
-        for query in [f"?format={format}" for format in get_args(GraphFormat)] if url.endswith("graph") else [""]:
-            response = patient.get(url + query)
-            if response.status_code != (503 if url.endswith("/ready") else 200):
-                failed[url + query] = response.status_code, response.text[:300]
-    assert failed == {}
+    assert failures(patient.get, patient.app.openapi(), name) == {}
 
 
 @pytest.mark.parametrize("pool", ["none", "avg"])
