@@ -37,6 +37,7 @@ from service.http.routes import (
     models,
     operations,
     page,
+    statistics,
     transforms,
 )
 from service.http.routes.v2 import discovery, inference, repository
@@ -113,7 +114,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     hot_routes = [*features.routes, *attributions.routes, *embeddings.routes, *inference.routes]
     app.router.routes[:0] = hot_routes
     routers = [
-        module.router for module in (models, extractors, operations, transforms, exports, discovery, repository, page)
+        module.router
+        for module in (models, statistics, extractors, operations, transforms, exports, discovery, repository, page)
     ]
     for router in routers:
         app.include_router(router)

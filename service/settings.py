@@ -106,6 +106,11 @@ class Settings(BaseSettings):
         default=None,
         description="Folder with `models.toml`, which describes models of your own, and with their weights.",
     )
+    statistics: Path | None = Field(
+        default=None,
+        description="Folder that `fxserve extract --reduce top:N` made: the page shows the images with the largest "
+        "values of a channel, to everyone who may read.",
+    )
     preload: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         description="Extractors to build before `/readyz` answers 200, separated by semicolons: "
@@ -183,13 +188,14 @@ class Settings(BaseSettings):
     )
 
     @field_validator(
-        "cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", mode="before"
+        *("cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", "statistics"),
+        mode="before",
     )
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
 
-    @field_validator("calibration_dir")
+    @field_validator("calibration_dir", "statistics")
     @classmethod
     def _must_exist(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_dir():

@@ -21,6 +21,7 @@ from service.engine.device.threads import RunInThread
 from service.engine.models.served import is_served, may_serve, require_served
 from service.http.access.callers import Caller
 from service.http.lookups import Lookups
+from service.http.top_images import TopImages
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
 from service.schemas.v1 import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
@@ -73,6 +74,12 @@ class State:
         self.lookups = Lookups(self.settings.request_timeout)
         # One at a time: an index of thousands of extractors keeps the interpreter busy.
         self.listings = Lookups(self.settings.request_timeout, threads=1)
+        settings = self.settings
+        self.top_images = (
+            None
+            if settings.statistics is None
+            else TopImages(settings.statistics, settings.max_body_bytes, settings.max_pixels)
+        )
         # One at a time, since an export holds the weights a second time.
         self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), threads=1, max_requests=4)
 

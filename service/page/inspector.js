@@ -17,6 +17,7 @@ import { requestView } from "./request.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
 import { statisticsView, valuesView } from "./statistics.js"
+import { topView } from "./top.js"
 import { VIEWS, comparable, viewSides } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -215,7 +216,10 @@ export class Inspector {
     const [first] = this.#answers
     const channel = Math.min(Number(place.ch ?? ordered(first, place.s)[0]) || 0, (first.maps?.channels ?? 1) - 1)
     const stage = await this.#stages(viewSides(this.#answers, view, channel))
-    if (view === "channels") return [stage, ...await channelsView(first, place.s, channel, place.r === "same", (changes) => this.go(changes, true))]
+    if (view === "channels") {
+      const top = this.#model && topView(this.#model, first.node, channel)
+      return [stage, ...(top ? [top] : []), ...await channelsView(first, place.s, channel, place.r === "same", (changes) => this.go(changes, true))]
+    }
     return [stage, h("p", { class: "dim" }, meaning(view, this.#answers))]
   }
 

@@ -47,6 +47,7 @@ export class Model {
     /** @type {Record<string, {node: string, channels: number, stride: number}>} */ this.levels = graph.levels ?? detail.levels
     /** @type {any} */ this.preprocessing = detail.preprocessing
     /** @type {{name: string, layout: string, shape: Array<number | null>}[]} */ this.inputs = detail.inputs
+    /** @type {{weights: string, images: number, nodes: string[]} | null} */ this.statistics = detail.statistics
     /** @type {{path: string, reason: string}[]} */ this.closed = detail.closed
     /** @type {{params: number, flops: number, nodes: number}} */ this.totals = graph.totals
     /** @type {NodeInfo[]} */ this.nodes = graph.nodes

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from service.choices import Backend, Fit, Precision, ServerPreprocess
 from service.schemas.image_size import ImageSize
+from service.schemas.statistics import StatisticsSummary
 
 MAX_NAME_LENGTH = 256
 """Maximum characters of the name of a node, key or weights."""
@@ -268,6 +269,11 @@ class ModelDetail(BaseModel):
         examples=[32],
     )
     closed: list[ClosedPart] = Field(default_factory=list)
+    statistics: StatisticsSummary | None = Field(
+        default=None,
+        description="Of which nodes `GET /v1/models/{model}/statistics` has top images; null for none.",
+        examples=[{"weights": "IMAGENET1K_V2", "images": 50000, "nodes": ["layer3.5.relu_2"]}],
+    )
 
 
 class NodeList(BaseModel):

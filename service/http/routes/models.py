@@ -121,7 +121,10 @@ async def show_model(
 ) -> Response:
     """Show a model: every set of its weights, and the inputs, preprocessing and pyramid levels of the chosen ones."""
     entry = await state.model(caller, model)
-    return _json(await state.in_thread(caller, lambda: _detail(entry, weights, state.settings.preprocess, categories)))
+    statistics = None if state.top_images is None else state.top_images.summary(model)
+    preprocess = state.settings.preprocess
+    detail = await state.in_thread(caller, lambda: _detail(entry, weights, preprocess, categories, statistics))
+    return _json(detail)
 
 
 @router.get(
@@ -246,7 +249,9 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
-def _detail(entry: ModelEntry, chosen: str, preprocess: str, categories: bool) -> bytes:
+def _detail(
+    entry: ModelEntry, chosen: str, preprocess: str, categories: bool, statistics: dict[str, Any] | None
+) -> bytes:
     graph = model_graph(entry, entry.structure(chosen))
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
@@ -274,5 +279,6 @@ def _detail(entry: ModelEntry, chosen: str, preprocess: str, categories: bool) -
             "levels": _levels(graph),
             "multiple": multiple_of(graph),
             "closed": graph_formats.closed_parts(graph),
+            "statistics": statistics,
         }
     )

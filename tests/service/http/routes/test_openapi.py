@@ -43,6 +43,8 @@ def test_every_route(document):
         "GET /v1/models/{model}",
         "GET /v1/models/{model}/nodes",
         "GET /v1/models/{model}/graph",
+        "GET /v1/models/{model}/statistics",
+        "GET /v1/models/{model}/statistics/images/{image}",
         "POST /v1/models/{model}/features",
         "GET /v1/extractors",
         "POST /v1/extractors",

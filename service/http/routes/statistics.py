@@ -1,0 +1,101 @@
+"""Statistics of a data set: the images with the largest values of a channel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import quote
+
+import orjson
+from fastapi import APIRouter, Path, Query, Response
+
+from service import problems
+from service.http.access.callers import Caller, Calling
+from service.http.lookups import LOOKUP_PROBLEMS
+from service.http.routes.models import Model
+from service.http.routing.declared import declares
+from service.http.routing.queries import Route
+from service.http.state import Shared, State
+from service.http.top_images import TopImages
+from service.schemas.statistics import ChannelStatistics
+from service.schemas.v1 import MAX_NAME_LENGTH
+
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
+
+_JPEG = "image/jpeg"
+
+
+@router.get("/{model}/statistics", response_model=ChannelStatistics)
+@declares(
+    "read",
+    problems.UnknownModel,
+    problems.Unsupported,
+    problems.NotFound,
+    problems.UnknownNode,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+)
+async def show_statistics(
+    state: Shared,
+    caller: Calling,
+    model: Model,
+    node: Annotated[
+        str,
+        Query(
+            max_length=MAX_NAME_LENGTH,
+            description="A node of `statistics` in `GET /v1/models/{model}`, or the key that its output had.",
+            examples=["layer3.5.relu_2"],
+        ),
+    ],
+    channel: Annotated[int, Query(ge=0, le=2**31, description="A channel of it, from 0.", examples=[3])],
+) -> Response:
+    """List the images of the operator's data set with the largest values of a channel, as `fxserve extract --reduce
+    top:N` found them."""
+    found = await _top_images(state, caller, model)
+    name = found.node(node)
+    at = f"/v1/models/{quote(model, safe='')}/statistics/images"
+    top = [{**entry, "image": f"{at}/{entry.pop('number')}"} for entry in found.top(name, channel)]
+    about = {"weights": found.weights, "images": found.images, "nodes": list(found.nodes)}
+    shown = {"model": model, **about, "node": name, "channel": channel, "channels": found.nodes[name], "top": top}
+    return Response(orjson.dumps(shown), media_type="application/json")
+
+
+@router.get(
+    "/{model}/statistics/images/{image}",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "A JPEG file.",
+            "content": {_JPEG: {"schema": {"type": "string", "contentMediaType": _JPEG}, "example": "JFIF…"}},
+        }
+    },
+)
+@declares(
+    "read",
+    problems.UnknownModel,
+    problems.Unsupported,
+    problems.NotFound,
+    problems.BadImage,
+    problems.ImageTooLarge,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+)
+async def show_image(
+    state: Shared,
+    caller: Calling,
+    model: Model,
+    image: Annotated[int, Path(ge=0, le=2**31, description="As `image` in the list has it.", examples=[17])],
+) -> Response:
+    """Show an image that `GET /v1/models/{model}/statistics` lists, at most 256 pixels a side."""
+    found = await _top_images(state, caller, model)
+    picture = await state.in_thread(caller, lambda: found.picture(image))
+    return Response(picture, media_type=_JPEG, headers={"Cache-Control": "private, max-age=3600"})
+
+
+async def _top_images(state: State, caller: Caller, model: str) -> TopImages:
+    await state.model(caller, model)
+    if state.top_images is None or state.top_images.model != model:
+        raise problems.NotFound(
+            f"this server has no statistics of {model}; FXSERVE_STATISTICS names a folder that fxserve extract "
+            "--reduce top:N made"
+        )
+    return state.top_images

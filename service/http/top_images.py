@@ -1,0 +1,178 @@
+"""The images with the largest values of each channel, from a folder that ``fxserve extract --reduce top:N`` made."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+import orjson
+
+from fxcore.errors import FxError
+from fxcore.images.files import open_image
+from service import problems
+
+_SIDE = 256
+"""Longest side of an image that is shown."""
+
+_QUALITY = 85
+_COLUMNS = ["output", "node", "channel", "rank", "path", "value", "place"]
+
+
+@dataclass(frozen=True)
+class _Channels:
+    """Where the rows of a node are.
+
+    Attributes:
+        start: its first row.
+        count: number of channels.
+        images: number of images of each.
+    """
+
+    start: int
+    count: int
+    images: int
+
+
+class TopImages:
+    """The content of ``top.parquet``, and the images that it names.
+
+    Args:
+        folder: with ``spec.json`` and ``top.parquet``.
+        max_bytes: maximum bytes of an image's file.
+        max_pixels: maximum pixels of an image.
+
+    Attributes:
+        model, weights: what the values are of.
+        images: number of images that were reduced.
+        nodes: exact name of each node → number of channels.
+
+    Raises:
+        FxError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, max_pixels: int) -> None:
+        self._index = folder / "index.sqlite"
+        self._max_bytes = max_bytes
+        self._max_pixels = max_pixels
+        try:
+            import pyarrow.parquet
+
+            spec = orjson.loads((folder / "spec.json").read_bytes())["spec"]
+            table = pyarrow.parquet.read_table(folder / "top.parquet", columns=_COLUMNS)
+            about = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+            self.model, self.weights, self.images = spec["model"], spec["weights"], int(about["images"])
+        except ImportError as error:
+            raise FxError("FXSERVE_STATISTICS needs pyarrow: pip install 'fxserve[offline]'") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FxError(f"FXSERVE_STATISTICS: {folder} holds no statistics that can be read: {error}") from error
+        self._table = table.combine_chunks()
+        self._paths = sorted(set(table["path"].to_pylist()))
+        self._numbers = {path: number for number, path in enumerate(self._paths)}
+        self._nodes: dict[str, _Channels] = {}
+        self._outputs: dict[str, str] = {}
+        self._find_nodes(table["output"].to_pylist(), table["node"].to_pylist(), table["channel"].to_pylist())
+        self.nodes = {node: found.count for node, found in self._nodes.items()}
+
+    def _find_nodes(self, outputs: list[str], nodes: list[str], channels: list[int]) -> None:
+        start = 0
+        while start < len(nodes):
+            stop = start
+            while stop < len(nodes) and outputs[stop] == outputs[start]:
+                stop += 1
+            count = channels[stop - 1] + 1
+            self._nodes.setdefault(nodes[start], _Channels(start, count, (stop - start) // count))
+            self._outputs[outputs[start]] = nodes[start]
+            start = stop
+
+    def summary(self, model: str) -> dict[str, Any] | None:
+        """Describe what there is of ``model``; None for nothing."""
+        if model != self.model:
+            return None
+        return {"weights": self.weights, "images": self.images, "nodes": list(self.nodes)}
+
+    def node(self, name: str) -> str:
+        """Return the exact name of a node, given by that or by the key of its output.
+
+        Raises:
+            UnknownNode: there are no statistics of it.
+        """
+        node = name if name in self._nodes else self._outputs.get(name)
+        if node is None:
+            there = ", ".join(self._nodes)
+            raise problems.UnknownNode(
+                f"there are no top images of {name!r}; there are of {there}",
+                name=name,
+                suggestions=list(self._nodes)[:5],
+            )
+        return node
+
+    def top(self, node: str, channel: int) -> list[dict[str, Any]]:
+        """Return rank, number, file name, value and place of each image of a channel, the largest first.
+
+        Raises:
+            InvalidRequest: there is no such channel.
+        """
+        found = self._nodes[node]
+        if channel >= found.count:
+            raise problems.InvalidRequest(f"channel is from 0 to {found.count - 1} of {node}, not {channel}")
+        rows = self._table.slice(found.start + channel * found.images, found.images).to_pylist()
+        return [
+            {
+                "rank": row["rank"],
+                "number": self._numbers[row["path"]],
+                "name": posixpath.basename(row["path"]),
+                "value": row["value"],
+                "place": row["place"],
+            }
+            for row in rows
+        ]
+
+    def picture(self, number: int) -> bytes:
+        """Return an image, made small, as JPEG.
+
+        Args:
+            number: of an image, from :meth:`top`; no other file is read.
+
+        Raises:
+            NotFound: there is no such number, or its file is not there any more.
+            BadImage, ImageTooLarge: it cannot be decoded.
+        """
+        if number >= len(self._paths):
+            raise problems.NotFound(
+                f"there is no image {number}; they are listed by GET /v1/models/{{model}}/statistics"
+            )
+        path = self._paths[number]
+        try:
+            data = self._read(path)
+        except (OSError, ValueError, ImportError, sqlite3.Error) as error:
+            raise problems.NotFound(f"{posixpath.basename(path)} can no longer be read") from error
+        image = open_image(data, self._max_pixels).convert("RGB")
+        image.thumbnail((_SIDE, _SIDE))
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=_QUALITY)
+        return buffer.getvalue()
+
+    def _read(self, path: str) -> bytes:
+        """Read an encoded image from where the index says that it is: a file, or a member of an archive."""
+        file, offset, size = path, -1, None
+        if self._index.exists():
+            place = f"file:{quote(str(self._index.absolute()))}?mode=ro&immutable=1"
+            with closing(sqlite3.connect(place, uri=True)) as index:
+                query = 'SELECT file, "offset", size FROM images WHERE path = ?'
+                row = index.execute(query, (path,)).fetchone()
+            if row is not None:
+                file, offset, size = os.fsdecode(row[0]), row[1], row[2]
+        opened = fsspec.open(file, "rb") if "://" in file else open(file, "rb")  # noqa: SIM115  closed below
+        with opened as stream:
+            if offset >= 0:
+                stream.seek(offset)
+            limit = self._max_bytes if size is None else min(size, self._max_bytes)
+            return bytes(stream.read(limit))
