@@ -64,7 +64,7 @@ class Server:
             try:
                 self.http.get("/healthz")
             except httpx.TransportError:
-                time.sleep(0.1)
+                time.sleep(0.02)
             else:
                 return
         pytest.fail(f"the server did not start:\n{self.log.read_text()}")

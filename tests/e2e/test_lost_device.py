@@ -100,7 +100,7 @@ def test_a_lost_device_ends_the_process(start: Callable[..., Server], models: Pa
     assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
     assert "illegal memory access" in answer.json()["detail"]
     assert {response.result().status_code for response in others} <= {200, 503}
-    assert server.process.wait(30) == DEVICE_LOST
+    assert server.process.wait(60) == DEVICE_LOST
     assert "the process ends with status" in server.log.read_text()
 
 

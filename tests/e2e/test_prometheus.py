@@ -52,7 +52,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     yield f"http://127.0.0.1:{port}"
     process.terminate()
-    process.wait(20)
+    process.wait(60)
 
 
 def test_promtool_takes_the_configuration() -> None:

@@ -28,7 +28,7 @@ def test_only_the_own_thread_is_quiet(filters: list[object]) -> None:
     def build() -> None:
         with quiet():
             inside.set()
-            assert warned.wait(10)
+            assert warned.wait(60)
             with quiet():
                 warnings.warn("of a builder", stacklevel=1)
             warnings.warn("of a builder", stacklevel=1)
@@ -37,7 +37,7 @@ def test_only_the_own_thread_is_quiet(filters: list[object]) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         built = pool.submit(build)
-        assert inside.wait(10)
+        assert inside.wait(60)
         with pytest.raises(UserWarning):
             warnings.warn("of another thread", stacklevel=1)
         warned.set()
@@ -51,11 +51,11 @@ def test_threads_that_overlap_leave_the_filters_as_they_were(filters: list[objec
     def begun_first() -> None:
         with quiet():
             first.set()
-            assert second.wait(10)
+            assert second.wait(60)
         first.clear()
 
     def ended_last() -> None:
-        assert first.wait(10)
+        assert first.wait(60)
         with quiet():
             second.set()
             while first.is_set():  # the other has left
@@ -77,7 +77,7 @@ def test_a_model_built_beside_another_quiet_thread_leaves_the_filters_as_they_we
             assert built.wait(60)
 
     def build() -> nn.Module:
-        assert entered.wait(10)
+        assert entered.wait(60)
         try:
             return get_model("googlenet").build_weightless()  # whose builder warns
         finally:

@@ -64,10 +64,10 @@ def test_names_are_no_patterns(name: str) -> None:
 def test_no_name_burns_time(name: str) -> None:
     """HAZARDS 2: a crafted name must not keep a processor busy."""
     graph = model_graph("densenet121")
-    started = time.process_time()
+    started = time.thread_time()
     with pytest.raises(UnknownNode):
         graph.resolve([name])
-    assert time.process_time() - started < 1
+    assert time.thread_time() - started < 1
 
 
 @pytest.mark.parametrize(

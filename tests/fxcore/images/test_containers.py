@@ -105,9 +105,9 @@ COSTLY: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_decides_no_pixel_costs_next_to_nothing(name: str) -> None:
     data = COSTLY[name]()
-    began = time.process_time()
+    began = time.thread_time()  # what other tests' threads do does not count
     size, image = image_size(data), open_image(data)
-    assert time.process_time() - began < 0.1
+    assert time.thread_time() - began < 0.1
     assert (image.height, image.width) == size
     if not name.startswith(("bmp", "webp")):
         assert len(stripped(data)[0]) < len(data) / 2 or name == "tiff tags"

@@ -114,7 +114,7 @@ async def test_a_device_thread_that_cannot_begin_is_not_replaced_without_end(
         watched.fault = failing_on_poison(SystemExit("gone"))
         watched.open.clear()
         poison = asyncio.create_task(running.features(record, tensors(POISON)))
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         other = asyncio.create_task(running.features(record, tensors(1)))
         await waiting(running, 1)
         monkeypatch.setattr("service.engine.device.worker.compute_on", refuse)

@@ -164,7 +164,7 @@ async def test_what_was_given_back_is_freed(
         if why == "in use":
             watched.open.clear()
         request = asyncio.create_task(running.features(record, tensors(1)))
-        await asyncio.to_thread(watched.entered.wait, 10)
+        await watched.begun()
         identity = record.id
         if why == "shared":
             assert (await request).images == 1
