@@ -241,7 +241,8 @@ class PlannedFactors:
                     shifts[place] = torch.where(mask, shifts[place] * scale + shift, shifts[place])
         made = Factors(scales.to(self._dtype), shifts.to(self._dtype), torch.tensor(self._of_rows))
         if not made.scales.isfinite().all() or not made.shifts.isfinite().all():
-            raise BadEdit(f"the edits of {self._node.key!r} one after another are beyond {self._dtype}")
+            detail = f"the edits of {self._node.key!r} one after another make a factor beyond {self._dtype}"
+            raise BadEdit(detail, name=self._node.name)
         return made
 
 
@@ -334,7 +335,7 @@ def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
 
 
 def _indices(what: str, given: Sequence[int], count: int, of: str) -> list[int]:
-    if not len(given):
+    if not len(given) and what != "image":
         raise BadEdit(f"it names no {what}; leave {what}s out for all of them")
     for index in given:
         if isinstance(index, bool) or not isinstance(index, Integral) or not 0 <= index < count:

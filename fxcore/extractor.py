@@ -122,13 +122,13 @@ class Extractor:
         return sum(len(graph.nodes) for graph in graphs)
 
     def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at, and factors
-        that edit nothing."""
+        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at, and some
+        factors."""
         if self.front is not None:
             with torch.no_grad():
                 values = self.front(*inputs)
             inputs = tuple(values[spec.name].reshape(len(inputs[0]), *spec.usual) for spec in self.inputs)
-        return inputs + self.factors((), *inputs)
+        return inputs + self.factors([Edit(node.key, scale=0.5, shift=0.25) for node in self.edited], *inputs)
 
     def factors(self, edits: Sequence[Edit], *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return what its module takes beside ``inputs`` for some edits: scale and shift of each edited node.

@@ -218,6 +218,10 @@ class BadMask(ImageProblem, Invalid, slug="bad-mask", title="Bad mask"):
     """A mask is damaged, empty or of another size than its image; ``mask`` is its index in the image's list."""
 
 
+class BadEdit(Invalid, slug="bad-edit", title="Bad edit"):
+    """An edit of a node that cannot be edited, or that selects what its value does not have; ``edit`` is its index."""
+
+
 class Overflow(ImageProblem, Invalid, slug="overflow", title="Values too large"):
     """An image's output ``key`` has values that the dtype asked for cannot hold."""
 

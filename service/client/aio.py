@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -179,6 +179,7 @@ class AsyncExtractor(BaseExtractor):
         boxes: Any = None,
         points: Any = None,
         masks: Any = None,
+        edits: Iterable[Mapping[str, Any]] = (),
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
@@ -190,7 +191,7 @@ class AsyncExtractor(BaseExtractor):
         """
         one_by_one = not self.one_size or preprocess == "none"
         parts = await asyncio.to_thread(
-            split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks
+            split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
         )
         assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -202,6 +202,7 @@ class Extractor(BaseExtractor):
         boxes: Any = None,
         points: Any = None,
         masks: Any = None,
+        edits: Iterable[Mapping[str, Any]] = (),
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
@@ -231,6 +232,9 @@ class Extractor(BaseExtractor):
             masks: with ``pool="mask"``, likewise: lists of masks of the image's size, and ``mask_image``. A mask is an
                 array or tensor ``[height, width]``, a PIL image, a PNG file (path or bytes), all zero outside of it, or
                 COCO's run lengths as pycocotools has them.
+            edits: of inner values, in order: mappings with ``node`` and any of ``scale``, ``shift``, ``channels``,
+                ``tokens``, ``box`` and ``images``, indices of ``images``, as ``{"node": "layer2", "channels": [5],
+                "scale": 0}``. Images must be files, bytes or PIL images.
             roi_size: side of each pooled box, 7 by default; 1 gives a vector.
             project: project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's
                 ``SparseRandomProjection(n_components=project, random_state=seed)`` for its length.
@@ -242,7 +246,7 @@ class Extractor(BaseExtractor):
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks)
+        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits)
         assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
         retry_policy = self._client.retry_policy

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -70,6 +70,7 @@ class Part:
         content: encoded images, arrays, or tensors by input name.
         regions: what is pooled of each image, if not whole maps.
         first_region: index in the call of the first of them.
+        edits: of inner values, as JSON has them; their images are indices in the part.
     """
 
     start: int
@@ -77,6 +78,7 @@ class Part:
     content: list[Encoded] | list[Array] | dict[str, Array]
     regions: Regions | None = None
     first_region: int = 0
+    edits: Sequence[Mapping[str, Any]] = ()
 
     @property
     def first_row(self) -> int:
@@ -90,11 +92,11 @@ class Part:
 
     def body(self) -> tuple[bytes, str]:
         """Read and encode the request body; returns it with its content type."""
-        if self.regions is not None:
+        if self.regions is not None or self.edits:
             images = [base64.b64encode(item.read()).decode() for item in self.content if isinstance(item, Encoded)]
-            return json.dumps(
-                {"images": images, self.regions.field: self.regions.of_images}
-            ).encode(), "application/json"
+            regions = {} if self.regions is None else {self.regions.field: self.regions.of_images}
+            edits = {"edits": self.edits} if self.edits else {}
+            return json.dumps({"images": images, **regions, **edits}).encode(), "application/json"
         if isinstance(self.content, dict):
             return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in self.content.items()}), MEDIA_TYPE
         files = [item.read() for item in self.content if isinstance(item, Encoded)]
@@ -112,7 +114,9 @@ class Part:
         if isinstance(self.content, dict):
             return _split_tensors(self.content, self.start, rows)
         smaller = list(_group(_single_images(self.content), self.start, rows, sys.maxsize))
-        return smaller if self.regions is None else _with_regions(smaller, self.regions, self.start, self.first_region)
+        if self.regions is not None:
+            smaller = _with_regions(smaller, self.regions, self.start, self.first_region)
+        return _with_edits(smaller, self.edits, self.start)
 
 
 def split_call(
@@ -123,6 +127,7 @@ def split_call(
     boxes: Any = None,
     points: Any = None,
     masks: Any = None,
+    edits: Iterable[Mapping[str, Any]] = (),
 ) -> list[Part]:
     """Split the images of a call into requests.
 
@@ -132,6 +137,7 @@ def split_call(
         max_bytes: approximate maximum bytes per request; a single image may be larger.
         one_by_one: send each encoded image, whose size in pixels is not known here, in a request of its own.
         boxes, points, masks: one of these, of each image, or of the single image.
+        edits: of inner values, with encoded images.
 
     Raises:
         TypeError, ValueError: an argument is not an image, or there are no images.
@@ -141,22 +147,24 @@ def split_call(
     if len(given) > 1:
         raise ValueError("give one of boxes, points and masks")
     field, lists = given[0] if given else ("", None)
+    edits = [_edit(edit) for edit in edits]
+    encoded = bool(given or edits)
     if isinstance(images, Mapping):
-        if given:
-            raise ValueError(f"{field} {_NOT_ARRAYS}")
+        if encoded:
+            raise ValueError(f"{field or 'edits'} {_NOT_ARRAYS}")
         tensors = {str(name): _floats(_array(value)) for name, value in images.items()}
         if len({len(tensor) for tensor in tensors.values()}) != 1 or not len(next(iter(tensors.values()))):
             raise ValueError("tensors by name must have the same first dimension, at least 1")
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
-    single = _item(images, bool(given))
-    items = [single] if single is not None else [_require_item(one, bool(given)) for one in _iterated(images)]
+    single = _item(images, encoded)
+    items = [single] if single is not None else [_require_item(one, encoded) for one in _iterated(images)]
+    if encoded and not all(isinstance(item, Encoded) for item in items):
+        raise ValueError(f"{field or 'edits'} {_NOT_ARRAYS}")
     if not given:
         requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
     else:
         regions = Regions(field, _lists(field, [lists] if single is not None else lists))
-        if not all(isinstance(item, Encoded) for item in items):
-            raise ValueError(f"{field} {_NOT_ARRAYS}")
         if len(regions.of_images) != len(items):
             raise ValueError(
                 f"there are {len(items)} images and {len(regions.of_images)} lists of {field}: give one list for each "
@@ -167,7 +175,10 @@ def split_call(
         requests = _with_regions(requests, regions, 0, 0)
     if not requests:
         raise ValueError("there are no images; give at least one")
-    return requests
+    for edit in edits:
+        if wrong := [index for index in edit.get("images", ()) if not 0 <= index < len(items)]:
+            raise ValueError(f"an edit is of image {wrong[0]}, and there are {len(items)}")
+    return _with_edits(requests, edits, 0)
 
 
 _MAX_REGIONS = 16_384
@@ -247,6 +258,33 @@ def _with_regions(parts: list[Part], regions: Regions, start: int, first_region:
         with_regions.append(replace(part, regions=Regions(regions.field, own), first_region=first_region))
         first_region += sum(map(len, own))
     return with_regions
+
+
+def _edit(edit: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert an edit to what JSON has.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(edit, Mapping):
+        raise TypeError(f'an edit is a mapping such as {{"node": "layer2", "scale": 0}}, not {type(edit).__name__}')
+    lists = {name: _array(value).tolist() for name, value in edit.items() if name != "node" and value is not None}
+    return {"node": edit.get("node"), **lists}
+
+
+def _with_edits(parts: list[Part], edits: Sequence[Mapping[str, Any]], start: int) -> list[Part]:
+    """Give each part the edits, whose images are indices from image number ``start`` on."""
+    if not edits:
+        return parts
+    with_edits = []
+    for part in parts:
+        first = part.start - start
+        own = []
+        for edit in edits:
+            images = [i - first for i in edit.get("images", ()) if first <= i < first + part.rows]
+            own.append({**edit, "images": images} if "images" in edit else edit)
+        with_edits.append(replace(part, edits=own))
+    return with_edits
 
 
 def _iterated(images: Any) -> Iterable[Any]:

@@ -11,6 +11,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from torch import Tensor
 
+from fxcore.edits import Edit
 from service.codecs import image_text, multipart, npy, regions, safetensors
 from service.codecs.negotiation import media_type
 from service.problems import InvalidRequest, UnsupportedMediaType
@@ -30,10 +31,12 @@ class Sent:
     Attributes:
         inputs: encoded images in the order sent, or tensors by input name.
         regions: of the images; None if the body has none.
+        edits: of inner values, in order.
     """
 
     inputs: Inputs
     regions: GivenRegions | None = None
+    edits: Sequence[Edit] = ()
 
 
 RunInPool = Callable[..., Awaitable[Sent]]
@@ -143,7 +146,8 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
         body = ImagesBody.model_validate(document)
     except ValidationError as error:
         raise invalid_body(error) from error
-    return Sent(image_text.decode(body.images), regions.read(body))
+    edits = [Edit(**dict(edit)) for edit in body.edits]
+    return Sent(image_text.decode(body.images), regions.read(body), edits)
 
 
 _PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {

@@ -35,6 +35,7 @@ class Description:
         return_nodes: key → node, resolved, in the order asked for.
         preprocessing: turns images into its inputs.
         decoder: turns encoded images into rows of its input.
+        edits: the nodes whose values its requests edit, of a variant of the extractor.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Description:
     return_nodes: dict[str, str]
     preprocessing: Preprocessing
     decoder: Decoder
+    edits: tuple[str, ...] = ()
 
     @property
     def model_key(self) -> ModelKey:

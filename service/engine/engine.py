@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
@@ -19,6 +19,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from fxcore.edits import Edit
 from fxcore.errors import FxError, summarize
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
@@ -127,7 +128,7 @@ class Engine:
             self._decoders,
             self._upgrades,
             projections,
-            self.extractors.sizes,
+            self.extractors.variants,
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -301,6 +302,7 @@ class Engine:
         deadline: float | None = None,
         regions: GivenRegions | None = None,
         reservation: Reservation | None = None,
+        edits: Sequence[Edit] = (),
     ) -> FeatureResult:
         """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
 
@@ -316,8 +318,10 @@ class Engine:
             regions: what ``pool=roi``, ``points`` and ``mask`` pool, of images.
             reservation: the request's client, and the bytes that it holds already; those of its response are added
                 until it is sent. None for a request of the service itself.
+            edits: of inner values, in order.
 
         Raises:
+            BadEdit: an edit cannot be done; ``edit`` in ``extra`` is its index.
             BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first such image, with its ``index``
                 in ``extra``.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
@@ -335,7 +339,7 @@ class Engine:
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self._in_flight:
             async with self.extractors.use(record) as runtime:
-                return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket)
+                return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket, edits)
 
     async def attribute(
         self,

@@ -23,11 +23,13 @@ class RowSize:
         outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
         bytes: of its input, outputs and largest activations; above zero, as batches are limited by it.
         grids: key → the grid of each output that is a map.
+        edited: node → shape of its value, of edited ones.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
     grids: dict[str, MapGrid]
+    edited: dict[str, list[int]]
 
 
 @dataclass(frozen=True)

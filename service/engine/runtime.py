@@ -22,6 +22,9 @@ from service.engine.transformation import Transformed
 SIZES_BYTES = 512 * 1024
 """Maximum bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
 
+Variant = tuple[int, int] | tuple[str, ...]
+"""Height and width, or the names of edited nodes in order."""
+
 OUTPUT_BYTES = 512
 """Bytes of the Python objects for the name, shape and dtype of one output."""
 
@@ -54,8 +57,8 @@ class Runtime:
         images: how many images it has answered.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
-        sizes: what computes rows of other sizes than its own, by height and width, where its model is built for one;
-            see :mod:`service.engine.memory.input_sizes`.
+        variants: what computes rows of other sizes than its own, by height and width, where its model is built for
+            one, and edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`.
         row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
         response_sizes: the sizes of a row of the response by shape and options.
     """
@@ -83,7 +86,7 @@ class Runtime:
         self.images = 0
         self.last_used = time.monotonic()
         self.retired = False
-        self.sizes: dict[tuple[int, int], Runtime] = {}
+        self.variants: dict[Variant, Runtime] = {}
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
         self._ledger = ledger
@@ -93,11 +96,20 @@ class Runtime:
 
     def at(self, shape: RowShape) -> Runtime:
         """Return what computes rows of ``shape``."""
-        return self.sizes.get((shape[0][-2], shape[0][-1]), self) if self.sizes else self
+        return self.variants.get((shape[0][-2], shape[0][-1]), self) if self.variants else self
 
-    def drop_size(self, size: tuple[int, int]) -> None:
-        """Retire what computes rows of that size."""
-        self.sizes.pop(size).retire()
+    def drop(self, variant: Runtime) -> None:
+        """Retire a variant of it, or of its variants."""
+        for which, one in list(self.variants.items()):
+            if one is variant:
+                self.variants.pop(which).retire()
+            else:
+                one.drop(variant)
+
+    @property
+    def all(self) -> list[Runtime]:
+        """It, its variants, and theirs."""
+        return [self, *(one for variant in self.variants.values() for one in variant.all)]
 
     def serve(self, run: Lowered, backend: str) -> None:
         """Let ``run`` of ``backend`` compute the batches from now on."""
@@ -109,8 +121,8 @@ class Runtime:
         self.retired = True
         self.stop()
         self._count({})
-        for sized in self.sizes.values():
-            sized.retire()
+        for variant in self.variants.values():
+            variant.retire()
 
     def stop(self) -> None:
         """End its background tasks."""
@@ -145,14 +157,14 @@ class Runtime:
 
     @property
     def graphs(self) -> list[ModelGraph]:
-        """Its graph, and those of its other sizes."""
-        return [self.graph, *(sized.graph for sized in self.sizes.values())]
+        """Its graph, and those of its variants."""
+        return [one.graph for one in self.all]
 
     @property
     def own_bytes(self) -> int:
         """Bytes that it holds beside what the ledger counts: Python objects, and what its backend made meanwhile."""
         nodes = self.extractor.nodes
-        others = sum(sized.own_bytes for sized in self.sizes.values())
+        others = sum(variant.own_bytes for variant in self.variants.values())
         return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown + others
 
     def _count(self, storages: Mapping[int, int]) -> None:

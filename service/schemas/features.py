@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
 
 from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
 from service.schemas.image_size import ImageSizeText
-from service.schemas.v1 import WeightsName
+from service.schemas.v1 import MAX_NAME_LENGTH, WeightsName
 
 MAX_IMAGES = 1024
 """Maximum images of a request in any form that lists them."""
@@ -18,6 +18,9 @@ MAX_DIMENSIONS = 8
 
 MAX_REGIONS = 16384
 """Maximum boxes, points or masks of a request."""
+
+MAX_EDITS = 16
+"""Maximum edits of a request."""
 
 MAX_RUNS = 2**20
 """Maximum run lengths of all masks of a request that are written as numbers."""
@@ -162,6 +165,40 @@ def _listed(one: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [lists, {"type": "null"}]})
 
 
+class NodeEdit(BaseModel):
+    """A multiply-add of a node's value: `value * scale + shift` where the selectors say, as a forward hook would
+    return it. Each selector is optional, and means all without it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    node: str = Field(
+        min_length=1,
+        max_length=MAX_NAME_LENGTH,
+        description="Name of a node, as in `return_nodes`.",
+        examples=["layer2"],
+    )
+    channels: list[StrictInt] | None = Field(
+        default=None, description="Indices of channels; of attention weights, of heads.", examples=[[5, 17]]
+    )
+    tokens: list[StrictInt] | None = Field(
+        default=None, description="Indices of tokens, prefix tokens such as the class token first.", examples=[[0]]
+    )
+    box: list[StrictInt] | None = Field(
+        default=None,
+        description="`[x1, y1, x2, y2]` in positions of the map, or of the grid of tokens; x2 and y2 are not included.",
+        examples=[[0, 0, 7, 14]],
+    )
+    scale: StrictFloat | list[StrictFloat] = Field(
+        default=1.0,
+        description="A number, or one for each chosen channel. Zero makes zeros of finite values.",
+        examples=[0],
+    )
+    shift: StrictFloat | list[StrictFloat] = Field(default=0.0, description="What is added, likewise.", examples=[0.5])
+    images: list[StrictInt] | None = Field(
+        default=None, description="Indices of images of the request.", examples=[[0]]
+    )
+
+
 class ImagesBody(BaseModel):
     """Encoded images as strings."""
 
@@ -189,6 +226,13 @@ class ImagesBody(BaseModel):
         description="With `pool=mask`: for each image a list of masks of its size after EXIF orientation: PNG files of "
         "one channel, zero outside of the mask, as base64, or COCO's run lengths, as numbers or as its strings.",
         examples=[[[{"size": [300, 451], "counts": [600, 90, 210, 134400]}]]],
+    )
+    edits: list[NodeEdit] = Field(
+        default_factory=list,
+        max_length=MAX_EDITS,
+        description="Edits of inner values before the nodes after them are computed, in this order. Requests that edit "
+        "the same nodes share batches, and none sees another's edits.",
+        examples=[[{"node": "layer2", "channels": [5, 17], "scale": 0}]],
     )
 
 

@@ -95,6 +95,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "image 1: mask 0 has 640 x 480 pixels and its image, after its EXIF orientation, 640 x 427",
         {"index": 1, "mask": 0},
     ),
+    problems.BadEdit: Example("edit 0: there is no channel 64 in layer1: it has 64, the first is 0", {"edit": 0}),
     problems.Overflow: Example(
         "image 3: output 'layer1' has values beyond 65,504, the largest of float16: ask for dtype=bfloat16 or "
         "dtype=float32, or for normalize=l2",

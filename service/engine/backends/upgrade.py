@@ -49,7 +49,7 @@ log = logging.getLogger("fxserve.upgrades")
 
 WORTH_A_COPY = 16
 """Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
-already; and images of an input size other than its own, before that size gets one."""
+already; and images that a variant of it answers before that gets one."""
 
 WORTH_SECONDS = 30.0
 """Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
@@ -192,9 +192,9 @@ class Upgrades:
     def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
         """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what
         has answered enough, if there is place for one more that is compiled: for the extractor, and for each of its
-        other input sizes."""
-        for size, images in Counter(map(runtime.at, shapes)).items():
-            self._count(size, images, worth=WORTH_A_COPY if size is not runtime else 0)
+        variants."""
+        for one, images in Counter(map(runtime.at, shapes)).items():
+            self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
 
     def _count(self, runtime: Runtime, images: int, worth: int) -> None:
         runtime.images += images
@@ -248,7 +248,7 @@ class Upgrades:
             (record, one)
             for record in self._records
             if record.runtime is not None
-            for one in (record.runtime, *record.runtime.sizes.values())
+            for one in record.runtime.all
             if one.backend == "openvino" or one.searched
         ]
         evictable = (one for record, one in compiled if not record.pinned_or_active)

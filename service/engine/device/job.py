@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from service.engine.device.staging import copied, copy_rows
+from service.engine.edits import Edits
 from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.regions import Regions
@@ -48,6 +49,7 @@ class Job:
         deadline: of the request, on the clock of ``time.monotonic()``.
         regions: what to pool instead of whole maps, if anything: the response has a row for each then.
         matrices: what rows are projected by, by their number of values.
+        edits: of inner values, if ``runtime`` takes any.
 
     Attributes:
         queued: when its last rows were queued, on the clock of ``time.monotonic()``; set by the thread that does so.
@@ -62,6 +64,7 @@ class Job:
         deadline: float,
         regions: Regions | None = None,
         matrices: Mapping[int, Tensor] | None = None,
+        edits: Edits | None = None,
     ) -> None:
         self.runtime = runtime
         self.options = options
@@ -69,6 +72,7 @@ class Job:
         self.deadline = deadline
         self.regions = regions
         self.matrices = matrices or {}
+        self.edits = edits
         self.queued = 0.0
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}

@@ -14,8 +14,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fxcore.backends import Lowered
+from fxcore.edits import stacked
 from fxcore.errors import summarize
 from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, OutputRows, by_options, deliveries, finish, split_rows
@@ -241,7 +243,7 @@ class DeviceWorker:
         inputs = self._staging.inputs(
             [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
         )
-        outputs = run(*inputs)
+        outputs = run(*inputs, *_factors(items, self.device))
         rows = _rows(items)
         return [
             OutputRows(
@@ -293,6 +295,12 @@ def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
             second.append(item)
         room = max(0, room - len(item.rows))
     return first, second
+
+
+def _factors(items: Sequence[Item], device: torch.device) -> list[Tensor]:
+    """Return scale and shift of each node that a batch edits, in the order of the graph's inputs."""
+    parts = [item.job.edits.of(item.rows) for item in items if item.job.edits is not None]
+    return [stacked(of_node).to(device) for of_node in zip(*parts, strict=True)]
 
 
 def _rows(items: Sequence[Item]) -> int:

@@ -29,8 +29,8 @@ from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
 from service.engine.memory.deleted import Deleted
 from service.engine.memory.eviction import Eviction
-from service.engine.memory.input_sizes import InputSizes
 from service.engine.memory.projections import Projections
+from service.engine.memory.variants import Variants
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
@@ -94,7 +94,7 @@ class Extractors:
         )
         upgrades.on_upgrade = self.eviction.make_room
         self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)
-        self.sizes = InputSizes(self._builder)
+        self.variants = Variants(self._builder)
         self.sharing: Sharing | None = None
         self._adoption: Adoption | None = None
         if store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -22,10 +23,9 @@ from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps, transformed
 from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
-from service.engine.runtime import Runtime
+from service.engine.runtime import Runtime, Variant
 from service.garbage import exempt
 from service.problems import ExtractorFailed, Problem
-from service.schemas.v1 import ExtractorSpec
 
 log = logging.getLogger("fxserve.extractors")
 
@@ -71,19 +71,19 @@ class Builder:
         self.pool.submit(exempt)
         return runtime
 
-    async def at(self, description: Description, size: tuple[int, int]) -> Runtime:
-        """Build the extractor of ``description`` for images that were brought to ``size``, height and width.
+    async def variant(self, description: Description, which: Variant) -> Runtime:
+        """Build the extractor of ``description`` for images that were brought to another height and width, or for edits
+        of these nodes.
 
         Raises:
             BadTensor: the model does not take that size.
+            BadEdit: a node cannot be edited; ``name``.
             FxError: why it cannot be built.
         """
-        spec = description.spec.model_copy(update={"image_size": size, "fit": "stretch"})
-        sized = await in_pool(self.pool, _described, description, spec)
-        runtime, original = await self._pruned(sized)
+        runtime, original = await self._pruned(await in_pool(self.pool, _described, description, which))
         await self._lowered(runtime, original)
         runtime.stop()
-        runtime.check = None  # a size that comes once is not worth comparing
+        runtime.check = None  # what comes once is not worth comparing
         return runtime
 
     async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
@@ -96,7 +96,10 @@ class Builder:
             self.make_room(params * description.dtype.itemsize)
         model = await self.models.get(entry, description.model_key)
         pruned = partial(
-            build_extractor, any_size=not description.preprocessing.fixed_size, inputs=description.begins_at
+            build_extractor,
+            any_size=not description.preprocessing.fixed_size,
+            inputs=description.begins_at,
+            edits={name: name for name in description.edits},
         )
         module = model.module
         if graph.entry.input_size is not None:
@@ -120,9 +123,14 @@ class Builder:
             raise
 
 
-def _described(description: Description, spec: ExtractorSpec) -> Description:
-    """``description`` for ``spec``, which differs from its own in the size of images only."""
-    entry, weights = description.entry, description.weights
+def _described(description: Description, which: Variant) -> Description:
+    """Return the description of a variant. One for edits is not lowered before its first request, whatever the spec."""
+    entry, weights, own = description.entry, description.weights, description.spec
+    if isinstance(which[0], str):
+        spec = own.model_copy(update={"backend": "eager" if own.backend == "eager" else "auto"})
+        nodes = hashlib.sha256("\n".join(map(str, which)).encode()).hexdigest()[:12]
+        return replace(description, id=f"{description.id}~{nodes}", spec=spec, edits=which)
+    spec = own.model_copy(update={"image_size": which, "fit": "stretch"})
     preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
     return replace(
         description,

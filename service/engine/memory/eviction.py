@@ -1,7 +1,7 @@
 """Eviction: weights, built extractors, traced graphs and matrices of projections under one memory budget.
 
 The least recently used goes first: a matrix that no request has used for a while, a whole model with its extractors,
-or, if every model is in use, single extractors, then other input sizes of those in use, and matrices in use last: they
+or, if every model is in use, single extractors, then variants of those in use, and matrices in use last: they
 are made again in a second.
 Graphs of models that are not in memory are small and slow to trace: they go first if they take more than their share,
 else last. An evicted extractor keeps its id, its name and its description, and is built again by the next request for
@@ -133,16 +133,16 @@ class Eviction:
         for record, one in over:
             if one is record.runtime:
                 self.unload(record, "threads")
-            elif record.runtime is not None:  # else unloaded just now, with its sizes
-                self._drop_size(record.runtime, one, "threads")
+            elif record.runtime is not None:  # else unloaded just now, with its variants
+                self._drop(record.runtime, one, "threads")
         return bool(over)
 
     def _runtimes(self) -> list[tuple[ExtractorRecord, Runtime]]:
-        """Return what is built, with its record: of extractors, and of their other input sizes."""
+        """Return what is built, with its record: of extractors, and of their variants."""
         built = ((record, record.runtime) for record in self._records if record.runtime is not None)
-        return [(record, one) for record, runtime in built for one in (runtime, *runtime.sizes.values())]
+        return [(record, one) for record, runtime in built for one in runtime.all]
 
-    def _evict_one(self) -> Literal["graph", "weights", "extractor", "size", "projection"] | None:
+    def _evict_one(self) -> Literal["graph", "weights", "extractor", "variant", "projection"] | None:
         """Evict what is first in the order of the module's docstring. Returns what it was; None if all is in use."""
         graphs = idle_graphs(self._graphs())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
@@ -168,12 +168,12 @@ class Eviction:
         if loose:
             self.unload(min(loose, key=lambda record: record.last_used))
             return "extractor"
-        sizes = [(r, one) for r, one in self._runtimes() if one is not r.runtime and not _in_use(r, one)]
-        if sizes:
-            record, oldest = min(sizes, key=lambda pair: pair[1].last_used)
+        variants = [(r, one) for r, one in self._runtimes() if one is not r.runtime and not _in_use(r, one)]
+        if variants:
+            record, oldest = min(variants, key=lambda pair: pair[1].last_used)
             assert record.runtime is not None
-            self._drop_size(record.runtime, oldest, "memory_budget")
-            return "size"
+            self._drop(record.runtime, oldest, "memory_budget")
+            return "variant"
         if graphs:
             self._forget_graph(graphs[0])
             return "graph"
@@ -189,9 +189,9 @@ class Eviction:
         self._later = None
         self.make_room()
 
-    def _drop_size(self, runtime: Runtime, sized: Runtime, reason: str) -> None:
-        runtime.drop_size(sized.graph.input_size)
-        self._evictions.labels("size", reason).inc()
+    def _drop(self, runtime: Runtime, variant: Runtime, reason: str) -> None:
+        runtime.drop(variant)
+        self._evictions.labels("variant", reason).inc()
 
     def _forget_graph(self, graph: ModelGraph) -> None:
         forget_graph(graph)
@@ -199,5 +199,5 @@ class Eviction:
 
 
 def _in_use(record: ExtractorRecord, runtime: Runtime) -> bool:
-    """Return whether ``runtime``, of ``record`` or of one of its other sizes, must stay in memory now."""
+    """Return whether ``runtime``, of ``record`` or of one of its variants, must stay in memory now."""
     return record.pinned_or_active if runtime is record.runtime else runtime.busy

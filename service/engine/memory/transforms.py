@@ -130,8 +130,9 @@ def transformed(
     if any(step["name"] == FOLD for step in after):
         shift, scale = (torch.tensor(v, dtype=description.dtype, device=description.device) for v in (mean, std))
 
-        def original(*images: Tensor) -> Any:
-            return extractor.module(*(normalized(x, shift, scale) for x in images))
+        def original(*given: Tensor) -> Any:
+            images, factors = given[: len(extractor.inputs)], given[len(extractor.inputs) :]
+            return extractor.module(*(normalized(x, shift, scale) for x in images), *factors)
 
     found = _verified(description, extractor, original, module, wanted)
     return (

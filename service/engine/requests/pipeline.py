@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxcore.edits import Edit
 from fxcore.images.files import Header
 from service.engine.backends.upgrade import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool
-from service.engine.memory.input_sizes import InputSizes
 from service.engine.memory.projections import Projections
+from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.regions import Regions
-from service.engine.requests import image_plan, planning
+from service.engine.requests import editing, image_plan, planning
 from service.engine.requests.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
+from service.engine.requests.editing import PlannedEdits
 from service.engine.requests.plan import Inputs, Plan
 from service.engine.requests.sizes import projected_lengths, response_bytes, row_size
 from service.engine.rows import RowShape
@@ -53,7 +56,7 @@ class Pipeline:
         decoders: the threads that decode.
         upgrades: counts what each extractor answers.
         projections: the matrices of those requests that project.
-        input_sizes: the other sizes of models that are built for one.
+        variants: what computes other sizes of models that are built for one, and edits.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Pipeline:
         decoders: Decoders,
         upgrades: Upgrades,
         projections: Projections,
-        input_sizes: InputSizes,
+        variants: Variants,
     ) -> None:
         self._settings = settings
         self._admission = admission
@@ -74,7 +77,7 @@ class Pipeline:
         self._decoders = decoders
         self._upgrades = upgrades
         self._projections = projections
-        self._input_sizes = input_sizes
+        self._variants = variants
 
     async def compute(
         self,
@@ -84,12 +87,15 @@ class Pipeline:
         options: FeatureOptions,
         deadline: float,
         ticket: Ticket,
+        edits: Sequence[Edit] = (),
     ) -> FeatureResult:
         """Features of ``images`` by ``runtime``, which is built; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        async with self._input_sizes.use(runtime, plan.shapes):
-            return await self._compute(runtime, plan, given, options, deadline, ticket, started)
+        exact = editing.resolved(runtime, edits)
+        with editing.at_fault(exact):
+            async with self._variants.use(runtime, plan.shapes, [edit.node for edit in exact]) as variant:
+                return await self._compute(variant, plan, given, options, deadline, ticket, started, exact)
 
     async def _compute(
         self,
@@ -100,6 +106,7 @@ class Pipeline:
         deadline: float,
         ticket: Ticket,
         started: float,
+        edits: Sequence[Edit],
     ) -> FeatureResult:
         regions = await self._regions(runtime, plan, options, given)
         sizes = await self._sizes(runtime, plan, options, regions)
@@ -108,9 +115,11 @@ class Pipeline:
             lengths = projected_lengths(runtime, plan.shapes, options)
             matrices = await self._projections.get(lengths, options.project, options.seed)
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-        ticket.claim(plan.held(at_once), sizes.response_bytes)
+        planned = await in_pool(self._intake, PlannedEdits, runtime, edits, plan.shapes) if edits else None
+        ticket.claim(plan.held(at_once) + (planned.bytes if planned else 0), sizes.response_bytes)
         waited = await ticket.turn()
-        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices)
+        factors = await asyncio.to_thread(planned.make) if planned else None
+        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices, factors)
         Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
         boxes_of_rows = plan.valid_boxes
         shapes = plan.shapes

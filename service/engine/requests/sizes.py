@@ -43,8 +43,11 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
         inputs = sum(_bytes([1, *dims], runtime.description.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
+        edited = {node.name: per_value[node.name] for node in runtime.extractor.edited}
+        whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
         maps = {key: grid for key, grid in grids.items() if grid is not None}
-        known = RowSize(outputs, max(1, whole), maps)  # an image may have no pixels
+        shapes = {name: dims for name, (dims, _) in edited.items()}
+        known = RowSize(outputs, max(1, whole), maps, shapes)  # an image may have no pixels
         runtime.row_sizes.put(shape, known)
     return known
 

@@ -112,6 +112,8 @@ async def _respond(
             require_one_image(sent)
         options = FeatureOptions(preprocess=query.preprocess)
         options.check_regions(sent.regions)
+        if sent.edits:
+            raise problems.InvalidRequest("edits are of POST …/features; attributions take images only", field="edits")
         values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
         at = front.outputs[0]
         target = None if query.target == "max" else query.target

@@ -101,8 +101,9 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "sizes": [
-            {"height": height, "width": width, "backend": sized.backend, "images": sized.images}
-            for (height, width), sized in (record.runtime.sizes.items() if record.runtime is not None else ())
+            dict(zip(("height", "width"), one.graph.input_size, strict=True), backend=one.backend, images=one.images)
+            for one in (record.runtime.variants.values() if record.runtime is not None else ())
+            if not one.description.edits
         ],
         "checks": record.checks,
         "problem": problem(failed) if failed is not None else None,

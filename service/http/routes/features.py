@@ -46,6 +46,7 @@ _PROBLEMS = (
     problems.BadBox,
     problems.BadPoint,
     problems.BadMask,
+    problems.BadEdit,
     problems.NoHeatMap,
     *COMPUTE_PROBLEMS,
 )
@@ -79,6 +80,16 @@ BODY = {
                     "value": {
                         "images": ["/9j/4AAQSkZJRg…"],
                         "masks": [["iVBORw0KGgo…", {"size": [300, 451], "counts": [600, 90, 210, 134400]}]],
+                    },
+                },
+                "edits": {
+                    "summary": "With edits of inner values",
+                    "value": {
+                        "images": ["/9j/4AAQSkZJRg…"],
+                        "edits": [
+                            {"node": "layer2", "channels": [5, 17], "scale": 0},
+                            {"node": "layer3", "box": [0, 0, 7, 14], "scale": 0, "shift": 0.5, "images": [0]},
+                        ],
                     },
                 },
             },
@@ -196,7 +207,9 @@ async def _respond(
             return body
 
         body = sent = None
-        if kind == json.MEDIA_TYPE:  # the only bodies with regions, which are checked before anything is built
+        if (
+            kind == json.MEDIA_TYPE
+        ):  # the only bodies with regions and edits, which are checked before anything is built
             body = await received()
             sent = await body.parse("", state.engine.run_in_encoder)
         _options_of(query).check_regions(None if sent is None else sent.regions)
@@ -240,7 +253,9 @@ async def _extract(
     if drawn:
         require_one_image(sent)
     reservation = reservation_of(request.scope)
-    features = await state.engine.features(record, sent.inputs, _options_of(query), deadline, sent.regions, reservation)
+    features = await state.engine.features(
+        record, sent.inputs, _options_of(query), deadline, sent.regions, reservation, sent.edits
+    )
     started = time.perf_counter()
     if drawn:
         assert not isinstance(sent.inputs, Mapping)

@@ -412,3 +412,17 @@ def test_the_index_of_a_bad_image_is_that_of_the_call():
     with pytest.raises(exceptions.BadImage, match=r"^image 2: these") as caught:
         flow.send(problem)
     assert caught.value.index == 2
+
+
+def test_the_images_of_edits_are_those_of_each_request():
+    edits = [{"node": "layer2", "channels": np.array([3]), "scale": 0}, {"node": "layer3", "images": [0, 4, 5]}]
+    parts = split_call([b"image"] * 6, 4, MB, edits=edits)
+    whole = {"node": "layer2", "channels": [3], "scale": 0}
+    assert [json.loads(part.body()[0])["edits"] for part in parts] == [
+        [whole, {"node": "layer3", "images": [0]}], [whole, {"node": "layer3", "images": [0, 1]}]
+    ]  # fmt: skip
+    assert [part.edits[1]["images"] for part in parts[1].split(1)] == [[0], [0]]
+    with pytest.raises(ValueError, match="of image 6, and there are 6"):
+        split_call([b"image"] * 6, 4, MB, edits=[{"node": "layer3", "images": [6]}])
+    with pytest.raises(ValueError, match="edits need image files"):
+        split_call(np.zeros((2, 3, 8, 8), np.float32), 4, MB, edits=edits)

@@ -80,15 +80,16 @@ def runtime_alone(*args: Any) -> Runtime:
 class Watched:
     """Stands where a backend stands: runs the extractor's own module, and notes, holds up or breaks its batches."""
 
-    def __init__(self, record: ExtractorRecord) -> None:
-        assert record.runtime is not None
-        self._module = record.runtime.run
+    def __init__(self, record: ExtractorRecord, runtime: Runtime | None = None) -> None:
+        runtime = runtime or record.runtime
+        assert runtime is not None
+        self._module = runtime.run
         self.batches: list[torch.Tensor] = []
         self.open = threading.Event()
         self.open.set()
         self.entered = threading.Event()
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
-        record.runtime.serve(self, record.runtime.backend)
+        runtime.serve(self, runtime.backend)
 
     grown = 0
 
@@ -99,12 +100,12 @@ class Watched:
     def sizes(self) -> list[int]:
         return [len(batch) for batch in self.batches]
 
-    def __call__(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: torch.Tensor, *factors: torch.Tensor) -> dict[str, torch.Tensor]:
         self.batches.append(batch.clone())
         self.entered.set()
         assert self.open.wait(PATIENCE)
         self.fault(batch)
-        return self._module(batch)
+        return self._module(batch, *factors)
 
     async def begun(self) -> None:
         """Until it has been given a batch."""

@@ -1,4 +1,4 @@
-"""Other sizes of models that are built for one: shared weights, one build each, a bounded number."""
+"""Variants for other sizes, of models that are built for one: shared weights, one build each, a bounded number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
 from service.engine.backends.upgrade import WORTH_A_COPY
-from service.engine.memory import input_sizes
+from service.engine.memory import variants
 from tests.service.engine.fake_backends import Held
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
 
@@ -36,21 +36,21 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
                 torch.testing.assert_close(row, alone.outputs["blocks"][0], rtol=1e-4, atol=1e-4)
         runtime = record.runtime
         assert runtime is not None
-        assert set(runtime.sizes) == {(64, 96), (96, 64)}
+        assert set(runtime.variants) == {(64, 96), (96, 64)}
         assert len({id(graph) for graph in runtime.graphs}) == 3
         [loaded] = running.models.loaded().values()
         own = storages_of(tensors_of(loaded.module))
-        for sized in runtime.sizes.values():
+        for sized in runtime.variants.values():
             held = storages_of(tensors_of(sized.extractor.module))
             assert sum(held.values()) > 100 * sum(size for at, size in held.items() if at not in own)
         before = running.extractors.eviction.bytes()
         running.extractors.eviction.unload(record)
         assert running.extractors.eviction.bytes() < before
-        assert all(sized.retired for sized in runtime.sizes.values())
+        assert all(sized.retired for sized in runtime.variants.values())
 
 
 async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_sizes, "MOST", 2)
+    monkeypatch.setattr(variants, "MOST", 2)
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=32, fit="native")
         runtime = record.runtime
@@ -58,7 +58,7 @@ async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monke
         images = [image(32, 32 + 16 * more) for more in range(1, 4)]
         for one in (images[0], images[1], images[0], images[2]):
             await running.features(record, [one], AVERAGE)
-        assert set(runtime.sizes) == {(32, 48), (32, 80)}
+        assert set(runtime.variants) == {(32, 48), (32, 80)}
         whole = await running.features(record, images, AVERAGE)  # all three are in use at once
         assert whole.outputs["blocks"].shape == (3, 64)
 
@@ -81,15 +81,15 @@ async def test_a_size_that_comes_often_gets_faster(engine: MakeEngine, held: Hel
         often, once, usual = image(64, 96), image(96, 64), image(64, 64)
         before = await running.features(record, [often] * (WORTH_A_COPY - 1) + [once], AVERAGE)
         assert not held.begun
-        assert [(size, one.images) for size, one in runtime.sizes.items()] == [((64, 96), 15), ((96, 64), 1)]
+        assert [(size, one.images) for size, one in runtime.variants.items()] == [((64, 96), 15), ((96, 64), 1)]
         await running.features(record, [often], AVERAGE)
         await held.began("blocks")
         held.open.set()
-        sized = runtime.sizes[64, 96]
+        sized = runtime.variants[64, 96]
         assert sized.upgrade is not None
         await asyncio.wait_for(asyncio.shield(sized.upgrade), PATIENCE)
         assert sized.measured["candidates"][1]["state"] in ("serving", "slower")
-        assert (runtime.upgrade, runtime.sizes[96, 64].upgrade) == (None, None)
+        assert (runtime.upgrade, runtime.variants[96, 64].upgrade) == (None, None)
         after = await running.features(record, [often, once], AVERAGE)
         for row, of in ((0, 0), (1, -1)):
             torch.testing.assert_close(after.outputs["blocks"][row], before.outputs["blocks"][of], rtol=1e-4, atol=1e-4)
@@ -106,10 +106,10 @@ async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> 
         images = [image(64, 96), image(96, 64)]
         before = await running.features(record, images, AVERAGE)
         record.pinned = True
-        with runtime.sizes[96, 64].in_use():
+        with runtime.variants[96, 64].in_use():
             eviction.make_room(10**15)
-            assert set(runtime.sizes) == {(96, 64)}
+            assert set(runtime.variants) == {(96, 64)}
         assert record.runtime is runtime
         again = await running.features(record, images, AVERAGE)
         torch.testing.assert_close(again.outputs["blocks"], before.outputs["blocks"])
-        assert not any(sized.retired for sized in runtime.sizes.values())
+        assert not any(sized.retired for sized in runtime.variants.values())

@@ -1,0 +1,96 @@
+"""Variants of extractors: for other input sizes of models that are built for one, with ``fit=native``, and for requests
+that edit inner values.
+
+Each variant has a runtime of its own, over a graph of the model built for that size, or a graph with the factors of the
+edited nodes as inputs. Its weights are the loaded ones, but for what depends on the size. It runs on eager until it has
+answered enough images for a faster backend to pay; see :meth:`service.engine.backends.upgrade.Upgrades.used`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from service.engine.memory.building import Builder
+from service.engine.rows import RowShape
+from service.engine.runtime import Runtime, Variant
+from service.engine.tasks import background
+
+MOST = 16
+"""Maximum variants that an extractor keeps, beside those in use."""
+
+
+class Variants:
+    """Builds variants when they are first asked for, and drops the least recently used. For one event loop.
+
+    Args:
+        builder: builds them.
+    """
+
+    def __init__(self, builder: Builder) -> None:
+        self._builder = builder
+        self._builds: dict[tuple[Runtime, Variant], asyncio.Task[Runtime]] = {}
+
+    @asynccontextmanager
+    async def use(
+        self, runtime: Runtime, shapes: Sequence[RowShape], edited: Sequence[str] = ()
+    ) -> AsyncIterator[Runtime]:
+        """Build what computes rows of ``shapes``, and keep it in memory inside an ``async with`` block: what
+        :meth:`Runtime.at` of the runtime that it gives has.
+
+        Args:
+            runtime: of the extractor.
+            shapes: of the rows.
+            edited: exact names of nodes whose values the request edits.
+
+        Raises:
+            BadTensor: the model does not take that size.
+            BadEdit: a node cannot be edited.
+            FxError: why it cannot be built.
+        """
+        async with AsyncExitStack() as stack:
+            if edited:
+                runtime = await self._hold(stack, runtime, tuple(sorted(set(edited))))
+            for size in _others(runtime, shapes):
+                await self._hold(stack, runtime, size)
+            yield runtime
+
+    async def _hold(self, stack: AsyncExitStack, runtime: Runtime, which: Variant) -> Runtime:
+        variant = await self._get(runtime, which)
+        stack.enter_context(variant.in_use())
+        return runtime.variants.setdefault(which, variant)  # it may have been dropped meanwhile
+
+    async def _get(self, runtime: Runtime, which: Variant) -> Runtime:
+        known = runtime.variants.get(which)
+        if known is not None and (runtime.retired or not known.retired):
+            return known
+        build = self._builds.get((runtime, which))
+        if build is None:
+            build = self._builds[runtime, which] = background(self._build(runtime, which))
+        return await asyncio.shield(build)
+
+    async def _build(self, runtime: Runtime, which: Variant) -> Runtime:
+        try:
+            variant = await self._builder.variant(runtime.description, which)
+        finally:
+            del self._builds[runtime, which]
+        if runtime.retired:
+            variant.retire()
+        kept = runtime.variants
+        kept[which] = variant
+        idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
+        for oldest in idle[: max(0, len(kept) - MOST)]:
+            if oldest != which:
+                runtime.drop(kept[oldest])
+        self._builder.make_room(0)
+        return variant
+
+
+def _others(runtime: Runtime, shapes: Sequence[RowShape]) -> list[tuple[int, int]]:
+    """Return the sizes of ``shapes`` that ``runtime`` itself does not take, in their order."""
+    description = runtime.description
+    if description.spec.fit != "native" or not description.entry.one_size:
+        return []
+    sizes = dict.fromkeys((shape[0][-2], shape[0][-1]) for shape in shapes)
+    return [size for size in sizes if size != runtime.graph.input_size]

@@ -1,0 +1,77 @@
+"""Checks the edits of a request, and plans their factors before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from fxcore.edits import BadEdit, Edit, PlannedFactors, numbered
+from service.engine.edits import Edits
+from service.engine.requests.sizes import row_size
+from service.engine.rows import RowShape
+from service.engine.runtime import Runtime
+
+
+def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
+    """Return ``edits`` with exact names of nodes.
+
+    Raises:
+        BadEdit: a node does not exist or has no row for each image, or the extractor computes in int8.
+    """
+    exact = []
+    for index, edit in enumerate(edits):
+        with numbered(index):
+            if runtime.description.spec.precision == "int8":
+                raise BadEdit("an extractor in int8 has no inner values to edit; use one with precision=float32")
+            [name] = runtime.graph.resolve({edit.node: edit.node}).values()
+        exact.append(replace(edit, node=name))
+    return exact
+
+
+@contextmanager
+def at_fault(edits: Sequence[Edit]) -> Iterator[None]:
+    """Add its index to the error of a node that cannot be edited."""
+    try:
+        yield
+    except BadEdit as error:
+        index = next((i for i, edit in enumerate(edits) if edit.node == error.extra.get("name")), None)
+        if index is None or "edit" in error.extra:
+            raise
+        raise BadEdit(f"edit {index}: {error.detail}", **error.extra, edit=index) from None
+
+
+class PlannedEdits:
+    """The factors of a request's rows, before they are computed.
+
+    Args:
+        runtime: the extractor that edits these nodes.
+        edits: with exact names.
+        shapes: of the rows.
+
+    Attributes:
+        bytes: of the factors.
+
+    Raises:
+        BadEdit: an edit selects what the values do not have; ``edit`` is its index.
+    """
+
+    def __init__(self, runtime: Runtime, edits: Sequence[Edit], shapes: Sequence[RowShape]) -> None:
+        self._shapes = shapes
+        self._planned = {}
+        for shape in dict.fromkeys(shapes):
+            dims = row_size(runtime, shape).edited
+            size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
+            self._planned[shape] = [
+                PlannedFactors(node, edits, len(shapes), dims[node.name], size, runtime.description.dtype)
+                for node in runtime.extractor.edited
+            ]
+        self.bytes = sum(one.bytes for planned in self._planned.values() for one in planned)
+
+    def make(self) -> Edits:
+        """Compute the factors.
+
+        Raises:
+            BadEdit: several edits of a node together are beyond the dtype.
+        """
+        return Edits({shape: [one.make() for one in all] for shape, all in self._planned.items()}, self._shapes)

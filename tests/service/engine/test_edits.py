@@ -1,0 +1,224 @@
+"""Edited requests share batches, see none of each other's edits, and leave requests without edits alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxcore.edits import BadEdit, Edit
+from fxcore.models.catalog import get_model
+from fxcore.models.weights import load_model
+from service.engine import FeatureOptions
+from service.engine.memory import variants
+from service.engine.record import ExtractorRecord
+from service.engine.runtime import Runtime
+from tests.service.engine.fake_backends import Held
+from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, tensors, waiting
+
+pytestmark = pytest.mark.anyio
+
+NODE = "features.3.add"
+"""A map of 24 channels, 8 x 8 for images of 64 x 64."""
+
+CLS = FeatureOptions(pool="cls")
+
+
+def runtime_of(record: ExtractorRecord) -> Runtime:
+    assert record.runtime is not None
+    return record.runtime
+
+
+def hooked(model: nn.Module, edits: list[Edit], x: Tensor) -> Tensor:
+    """The model's result with a forward hook that does the edits of :data:`NODE`, written out."""
+
+    def change(module: nn.Module, given: Any, value: Tensor) -> Tensor:
+        value = value.clone()
+        for edit in edits:
+            x1, y1, x2, y2 = edit.box or (0, 0, 8, 8)
+            for row in range(len(value)) if edit.images is None else edit.images:
+                for channel in range(24) if edit.channels is None else edit.channels:
+                    part = value[row, channel, y1:y2, x1:x2]
+                    part.mul_(edit.scale).add_(edit.shift)
+        return value
+
+    handle = model.get_submodule("features.3").register_forward_hook(change)
+    with torch.no_grad():
+        result = model(x)
+    handle.remove()
+    assert isinstance(result, Tensor)
+    return result
+
+
+def random_edits(randomly: random.Random, rows: int) -> list[Edit]:
+    found = []
+    for _ in range(randomly.choice([0, 1, 1, 2])):
+        channels = randomly.sample(range(24), 5) if randomly.random() < 0.7 else None
+        box = (1, 0, 5, 7) if randomly.random() < 0.3 else None
+        some = [randomly.randrange(rows)] if randomly.random() < 0.5 else None
+        found.append(Edit(NODE, randomly.uniform(-2, 2), randomly.uniform(-1, 1), channels, None, box, some))
+    return found
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.exhaustive)])
+async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine, count: int) -> None:
+    model = load_model(get_model("mobilenet_v3_small"), "random").eval()
+    randomly, generator = random.Random(count), torch.Generator().manual_seed(0)
+    async with engine(max_inflight=64) as running:
+        record = await built(running, nodes=["classifier"])
+        asked = []
+        for _ in range(count):
+            rows = randomly.randint(1, 3)
+            asked.append((torch.rand(rows, 3, 64, 64, generator=generator), random_edits(randomly, rows)))
+        await running.features(record, tensors(0.0), edits=[Edit(NODE)])
+        watched = Watched(record, runtime_of(record).variants[NODE,])
+
+        async def client(number: int) -> None:
+            for x, edits in asked[number::8]:
+                found = (await running.features(record, {"x": x}, edits=edits)).outputs["classifier"]
+                expected = hooked(model, edits, x)
+                assert torch.dist(found, expected) <= 1e-4 * expected.norm(), edits
+
+        await asyncio.gather(*(client(number) for number in range(8)))
+    assert sum(watched.sizes) == sum(len(x) for x, edits in asked if edits)
+    assert max(watched.sizes) > 3  # of several requests
+
+
+async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=[NODE])
+        plain = (await running.features(record, tensors(1.0, 2.0))).outputs[NODE]
+        await running.features(record, tensors(1.0), edits=[Edit(NODE)])
+        watched = Watched(record, runtime_of(record).variants[NODE,])
+        watched.open.clear()
+        first = asyncio.create_task(running.features(record, tensors(0.0), edits=[Edit(NODE)]))
+        await watched.begun()
+        edits = [[Edit(NODE, 0, 3, channels=[1])], [Edit(NODE, 2.0, box=(0, 0, 2, 1))], [Edit("features.3", shift=1.0)]]
+        tasks = [asyncio.create_task(running.features(record, tensors(1.0, 2.0), edits=each)) for each in edits]
+        await waiting(running, 3)
+        watched.open.set()
+        found = [(await task).outputs[NODE] for task in (first, *tasks)][1:]
+    assert watched.sizes == [1, 6]
+    expected = [plain.clone(), plain.clone(), plain + 1]
+    expected[0][:, 1] = 3
+    expected[1][:, :, 0, :2] *= 2
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted)
+
+
+async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+        runtime = runtime_of(record)
+        run, module, before = runtime.run, runtime.extractor.module, await running.features(record, tensors(1.0))
+        bytes_before = running.extractors.eviction.bytes()
+        zero = await running.features(record, tensors(1.0), edits=[Edit("features.12", scale=0)])
+        after = await running.features(record, tensors(1.0))
+        assert not zero.outputs["features.12"].any()
+        assert torch.equal(zero.outputs["features.8"], before.outputs["features.8"])
+        assert torch.equal(after.outputs["features.12"], before.outputs["features.12"])
+        assert (runtime.run, runtime.extractor.module) == (run, module)
+        [variant] = runtime.variants.values()
+        assert running.extractors.eviction.bytes() > bytes_before
+        running.extractors.eviction.unload(record)
+        assert variant.retired
+
+
+async def test_the_least_recently_edited_nodes_go_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "MOST", 2)
+    async with engine() as running:
+        record = await built(running)
+        for nodes in (["features.1"], ["features.2", "features.1"], ["features.1"], ["features.3"]):
+            await running.features(record, tensors(1.0), edits=[Edit(node) for node in nodes])
+        names = [[name.split(".")[1] for name in key] for key in runtime_of(record).variants]  # type: ignore[union-attr]
+        assert sorted(names) == [["1"], ["3"]]
+
+
+@pytest.mark.exhaustive
+async def test_images_of_several_sizes(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        sizes = [(64, 64), (64, 96)]
+        images = [encoded(np.full((*size, 3), 90, np.uint8), "PNG") for size in sizes]
+        edits = [Edit("blocks", 0, 5.0, box=[0, 1, 4, 2]), Edit("blocks", 0, 7.0, tokens=[0], images=[1])]
+        for index, (height, width) in enumerate(sizes):
+            one = [Edit("blocks", 0, 5.0, box=[0, 1, 4, 2])]
+            plain = (await running.features(record, [images[index]])).outputs["blocks"]
+            found = (await running.features(record, [images[index]], edits=one)).outputs["blocks"]
+            changed = (found != plain).any(2)[0].nonzero().flatten().tolist()
+            start = 1 + width // 16
+            assert changed == list(range(start, start + 4)), height
+        with pytest.raises(BadEdit, match=r"edit 0: its box .* 0 <= x1 < x2 <= 4"):
+            await running.features(record, images, CLS, edits=[Edit("blocks", box=[0, 0, 5, 1])])
+        pooled = await running.features(record, images, CLS, edits=edits)
+        assert pooled.outputs["blocks"][1].unique().tolist() == [7.0]
+
+
+async def test_an_extractor_that_begins_at_an_inner_node(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=["features.5"], inputs=["features.3"])
+        value = torch.rand(2, 24, 8, 8)
+        found = await running.features(record, {"features.3": value}, edits=[Edit("features.3", 0, channels=[2])])
+        value = value.clone()
+        value[:, 2] = 0
+        expected = await running.features(record, {"features.3": value})
+        torch.testing.assert_close(found.outputs["features.5"], expected.outputs["features.5"])
+
+
+@pytest.mark.parametrize("rest", [{"precision": "bfloat16"}, {"transforms": ["fold_normalization"]}])
+async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[str, Any]) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=[NODE, "features.5"], **rest)
+        image = [encoded(np.full((64, 64, 3), 90, np.uint8), "PNG")]
+        found = await running.features(record, image, edits=[Edit(NODE, 0, 0.5, channels=[2])])
+        assert found.outputs[NODE][:, 2].unique().tolist() == [0.5]
+        plain = (await running.features(record, image)).outputs
+        others = [channel for channel in range(24) if channel != 2]
+        assert torch.equal(found.outputs[NODE][:, others], plain[NODE][:, others])
+        assert not torch.equal(found.outputs["features.5"], plain["features.5"])
+
+
+async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEngine, held: Held) -> None:
+    held.open.set()
+    async with engine(lowering=True) as running:
+        record = await built(running, nodes=["features.5"])
+        x, channels = tensors(*[1.0] * 8), [Edit(NODE, 0, 0.5, channels=[2])]
+        await running.features(record, x, edits=channels)
+        before = await running.features(record, x, edits=channels)
+        variant = runtime_of(record).variants[NODE,]
+        assert variant.images == 16
+        assert variant.upgrade is not None
+        await asyncio.wait({variant.upgrade})
+        after = await running.features(record, x, edits=channels)
+        torch.testing.assert_close(after.outputs["features.5"], before.outputs["features.5"], rtol=1e-4, atol=1e-4)
+        await running.features(record, x, edits=[Edit(NODE, 0, box=[0, 0, 1, 1])])
+
+
+async def test_int8_refuses_edits(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record, _ = await running.extractor(spec(nodes=["features.3"], precision="int8", backend="eager"), 120)
+        with pytest.raises(BadEdit, match=r"edit 0: .*precision=float32"):
+            await running.features(record, tensors(1.0), edits=[Edit("features.3")])
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (Edit("features.33"), "mobilenet_v3_small has no node 'features.33'"),
+        (Edit("features.*"), "stands for several nodes"),
+        (Edit("features.12"), "no node that is asked for depends on 'features.12'"),
+        (Edit(NODE, channels=[24]), "no channel 24 in features.3.add: it has 24"),
+        (Edit(NODE, scale=3e38, images=[0]), "beyond"),
+    ],
+)
+async def test_refusals_name_the_edit(engine: MakeEngine, edit: Edit, said: str) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=["features.8"])
+        with pytest.raises(BadEdit, match=f"^edit [01]: .*{said}") as caught:
+            await running.features(record, tensors(1.0), edits=[Edit(NODE, scale=10.0), edit])
+        assert caught.value.extra["edit"] == (0 if said == "beyond" else 1)

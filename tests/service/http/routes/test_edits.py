@@ -1,0 +1,103 @@
+"""Edits in JSON bodies, on both routes, equal forward hooks; wrong ones are refused by their index."""
+
+import base64
+
+import pytest
+import torch
+
+from fxcore import get_model
+from fxcore.models.weights import load_model
+from tests.service.http.routes.test_regions import close, tensors
+
+EDITS = [
+    {"node": "C3", "channels": [1, 5], "scale": [0, -2], "shift": [0.5, 0]},
+    {"node": "layer2", "box": [0, 1, 14, 28], "scale": 3, "images": [1]},
+]
+
+
+def body(photos, edits):
+    names = ["chelsea", "rocket"]
+    return {"images": [base64.b64encode(photos[name]).decode() for name in names], "edits": edits}
+
+
+def ask(client, document, query="nodes=layer2,fc"):
+    return client.post(f"/v1/models/resnet18/features?weights=random&{query}", json=document)
+
+
+def edited(value):
+    value[:, 1] = 0.5
+    value[:, 5] *= -2
+    value[1, :, 1:28, :14] *= 3
+    return value
+
+
+def test_equal_to_a_hook_on_both_routes(client, photos, reference):
+    plain = reference("resnet18", "layer2.1.relu_1", [photos["chelsea"], photos["rocket"]])
+    model = load_model(get_model("resnet18"), "random").eval()
+    wanted = edited(plain.clone())
+    with torch.no_grad():
+        end = model.fc(model.avgpool(model.layer4(model.layer3(wanted))).flatten(1))
+    response = ask(client, body(photos, EDITS))
+    found = tensors(response)
+    close(found["layer2"], wanted)
+    close(found["fc"], end)
+    id = client.post(
+        "/v1/extractors?wait=60", json={"model": "resnet18", "weights": "random", "return_nodes": ["layer2", "fc"]}
+    ).json()["id"]
+    again = client.post(f"/v1/extractors/{id}/features?pool=avg", json=body(photos, EDITS))
+    close(tensors(again)["layer2"], wanted.mean((2, 3)))
+    close(tensors(ask(client, body(photos, [])))["layer2"], plain)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"node": "layer2", "channels": [128]}, "no channel 128 in layer2.1.relu_1: it has 128"),
+        ({"node": "layer2", "tokens": [0]}, "no tokens but 128 x 28 x 28"),
+        ({"node": "layer2", "box": [0, 0, 29, 1]}, "0 <= x1 < x2 <= 28"),
+        ({"node": "layer2", "box": [0, 0, 1]}, "is not [x1, y1, x2, y2]"),
+        ({"node": "layer2", "images": [2]}, "no image 2 in the request: it has 2"),
+        ({"node": "layer2", "scale": [1, 2, 3], "channels": [0, 1]}, "3 numbers for 2 channels"),
+        ({"node": "layer2", "shift": 1e39}, "no finite number of float32"),
+        ({"node": "layer5"}, "did you mean layer4"),
+        ({"node": "layer1.*"}, "stands for several nodes"),
+    ],
+)
+def test_wrong_edits_are_named(client, photos, edit, said):
+    response = ask(client, body(photos, [{"node": "C3"}, edit]))
+    document = response.json()
+    assert response.status_code == 422, document
+    assert document["type"] == "/problems/bad-edit"
+    assert document["edit"] == 1
+    assert document["detail"].startswith("edit 1: ")
+    assert said in document["detail"]
+
+
+def test_edits_behind_the_nodes_asked_for_are_refused(client, photos):
+    document = ask(client, body(photos, [{"node": "fc"}]), "nodes=layer2").json()
+    assert (document["type"], document["edit"]) == ("/problems/bad-edit", 0)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [{"channels": [1]}],
+        [{"node": "layer2", "channels": [1.5]}],
+        [{"node": "layer2", "channels": [True]}],
+        [{"node": "layer2", "scale": "0"}],
+        [{"node": "layer2", "rows": [1]}],
+        [{"node": "layer2"}] * 17,
+        {"node": "layer2"},
+    ],
+)
+def test_other_fields_and_types_are_refused_by_their_place(client, photos, edits):
+    response = ask(client, body(photos, edits))
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"].startswith("edits")
+
+
+def test_attributions_take_no_edits(client, photos):
+    document = {**body(photos, EDITS), "images": body(photos, [])["images"][:1]}
+    response = client.post("/v1/models/resnet18/attributions?weights=random&of=fc&at=layer4", json=document)
+    assert response.status_code == 422
+    assert "POST …/features" in response.json()["detail"]
