@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js"
 import { reduce } from "./reductions.js"
+import { gridAt } from "./size.js"
 import { featureAddress, requestOf } from "./snippets.js"
 
 /** @typedef {import("./model.js").Model} Model */
@@ -43,17 +44,19 @@ export function askFeatures(request, photo, accept, signal) {
 /**
  * A node's output for a photo, from memory where it was asked for before.
  * @param {Model} model @param {string} name @param {Photo} photo @param {AbortSignal} signal
+ * @param {import("./size.js").Query} [query]
  * @returns {Promise<Answer>}
  */
-export async function features(model, name, photo, signal) {
-  const known = kept(`${model.name}\n${model.weights}\n${name}`, photo)
+export async function features(model, name, photo, signal, query = {}) {
+  const what = [model.name, model.weights, name, query.image_size, query.fit].join("\n")
+  const known = kept(what, photo)
   if (known) return known
-  const request = requestOf(model, [name], photo)
+  const request = requestOf(model, [name], photo, { query })
   const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
   const node = model.resolve(name)
   // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
-  return opened(answer, { key: name, layout, tokens: node?.tokens ?? null }, photo, name, `${model.name}\n${model.weights}\n${name}`)
+  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what)
 }
 
 /**

@@ -6,6 +6,7 @@ import { h, select } from "./dom.js"
 import { makeExtractor } from "./extractors.js"
 import { modulesAbove } from "./model.js"
 import { reduce } from "./reductions.js"
+import { fixedQuery } from "./size.js"
 import { requestOf } from "./snippets.js"
 import { coloured } from "./views.js"
 
@@ -55,11 +56,11 @@ async function attentionNear(model, name) {
 
 /**
  * The attention weights of an answer's photo.
- * @param {Model} model @param {string} node @param {Answer} answer @param {AbortSignal} signal
+ * @param {Model} model @param {string} node @param {Answer} answer @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, { photo }, signal) {
-  const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"] }, signal)
+async function weightsOf(model, node, { photo }, signal, query) {
+  const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"], query: fixedQuery(model, query, photo) }, signal)
   let found = kept(id, photo)
   if (!found) {
     const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id })
@@ -75,16 +76,16 @@ async function weightsOf(model, node, { photo }, signal) {
  * The maps of attention, and the choice of a head.
  * @param {Model} model @param {Answer[]} answers @param {number | null} head the mean of all where that is null
  * @param {(head: string) => void} choose
- * @param {AbortSignal} signal
+ * @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<{sides: Side[], choice: HTMLElement | string, weights: Weights[]}>}
  */
-export async function attentionView(model, answers, head, choose, signal) {
+export async function attentionView(model, answers, head, choose, signal, query) {
   let most = 0
   /** @type {Weights[]} */ const found = []
   const sides = await Promise.all(answers.map(async (answer, i) => {
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
     if (!node) return { note: "This model has no attention." }
-    const { answer: { slot, shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal))
+    const { answer: { slot, shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const heads = shape[shape.length - 3]
     most = Math.max(most, heads)

@@ -3,6 +3,7 @@
 import { kept, opened } from "./answers.js"
 import { ask, modelPath } from "./api.js"
 import { reduce } from "./reductions.js"
+import { fixedQuery } from "./size.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./model.js").Model} Model */
@@ -22,13 +23,13 @@ export function evidenceNode(model) {
 /**
  * The evidence for a class at the node of each answer.
  * @param {Model} model @param {Answer[]} answers @param {string} of the node with the scores @param {{index: number, name: string}} target
- * @param {AbortSignal} signal
+ * @param {AbortSignal} signal @param {import("./size.js").Query} size
  * @returns {Promise<import("./stages.js").Side[]>}
  */
-export function evidenceSides(model, answers, of, target, signal) {
+export function evidenceSides(model, answers, of, target, signal, size) {
   return Promise.all(answers.map(async ({ maps, node, photo }) => {
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
-    const query = { of, at: node, target: String(target.index), weights: model.weights }
+    const query = { of, at: node, target: String(target.index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
     const found = kept(what, photo) ?? await opened(
       await ask(modelPath(model.name, "/attributions", query), {

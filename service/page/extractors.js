@@ -9,9 +9,10 @@ import { askJson } from "./api.js"
  * @param {Model} model @param {{nodes: string[], transforms?: string[], query?: Record<string, string>}} wanted @param {AbortSignal} [signal]
  */
 export function makeExtractor(model, { nodes, transforms = [], query = {} }, signal = undefined) {
-  const size = query.image_size ? { image_size: Number(query.image_size) } : {}
+  const size = query.image_size ? { image_size: query.image_size.includes("x") ? query.image_size.split("x").map(Number) : Number(query.image_size) } : {}
+  const fit = query.fit ? { fit: query.fit } : {}
   const spec = { model: model.name, weights: model.weights, return_nodes: nodes, transforms,
-    ...(query.precision ? { precision: query.precision } : {}), ...size }
+    ...(query.precision ? { precision: query.precision } : {}), ...size, ...fit }
   return askJson("v1/extractors", {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(spec), signal,
   })

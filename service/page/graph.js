@@ -125,10 +125,13 @@ export class GraphView {
     this.redraw()
   }
 
-  /** Show the outputs of a photo in the boxes. @param {import("./photo.js").Photo | null} photo null for none @param {string} view mean, pca, or none */
-  picture(photo, view) {
+  /**
+   * Show the outputs of a photo in the boxes.
+   * @param {import("./photo.js").Photo | null} photo null for none @param {string} view mean, pca, or none @param {import("./size.js").Query} size
+   */
+  picture(photo, view, size) {
     this.shown = this.views.value = view
-    this.pictures.show(photo && this.model && view !== "none" ? { model: this.model, photo, view } : null)
+    this.pictures.show(photo && this.model && view !== "none" ? { model: this.model, photo, view, size } : null)
     this.redraw()
   }
 

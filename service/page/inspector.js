@@ -14,6 +14,7 @@ import { photoPicker } from "./picker.js"
 import { isStale, reduce } from "./reductions.js"
 import { categories, predictionsView, scoresOf } from "./predictions.js"
 import { requestView } from "./request.js"
+import { preprocessingAt, sizeChoices, sizeQuery } from "./size.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
 import { statisticsView, valuesView } from "./statistics.js"
@@ -69,12 +70,12 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.said, this.body, this.foot)
-    const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove) : ""
+    const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove, sizeChoices(model, place, this.go)) : ""
     if (this.#place !== place) return
     keepFocus(this.picker, () => this.picker.replaceChildren(picker))
-    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? ""].join("\n")
+    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.z ?? "", place.f ?? ""].join("\n")
     const known = wanted === this.#requested
-    const subject = [model.name, model.weights, place.p, place.p2].join("\n")
+    const subject = [model.name, model.weights, place.p, place.p2, place.z, place.f].join("\n")
     if (subject !== this.#subject) this.said.replaceChildren()
     this.#subject = subject
     this.#describe(model, name, known ? this.#answers[0] : null)
@@ -82,7 +83,7 @@ export class Inspector {
     this.stop()
     const why = unanswerable(model, node, name)
     if (why) {
-      this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: "tensors.npy", type: "application/x-npy" }, null) : "")
+      this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: "tensors.npy", type: "application/x-npy" }, null, {}) : "")
       return this.#message(why)
     }
     if (!this.runs(model)) return this.#confirm(model)
@@ -118,7 +119,7 @@ export class Inspector {
       if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
       if (place.n2) pairs.push({ photo: first, name: place.n2 })
       const [attention, ...answers] = await Promise.all([attentionNodes(model),
-        ...pairs.map(({ photo, name }) => features(model, name, photo, stop.signal))])
+        ...pairs.map(({ photo, name }) => features(model, name, photo, stop.signal, sizeQuery(place)))])
       if (stop.signal.aborted) return
       this.#hasAttention = attention.names.length > 0
       this.#answers = answers
@@ -143,14 +144,14 @@ export class Inspector {
   /** Say what a classifier sees in the photos, after their first maps are shown. @param {Model} model @param {import("./photo.js").Photo[]} photos @param {AbortSignal} signal */
   async #predict(model, photos, signal) {
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal, (k) => this.#explain(model, k)))).catch(() => [])
+    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal, (k) => this.#explain(model, k), this.#size))).catch(() => [])
     if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
   /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
   #offer(wanted, file, answer) {
     const model = this.#model
-    if (model) keepFocus(this.foot, () => this.foot.replaceChildren(requestView(model, wanted, file, answer)))
+    if (model) keepFocus(this.foot, () => this.foot.replaceChildren(requestView(model, wanted, file, answer, this.#size)))
   }
 
   /** @param {unknown} error @param {import("./photo.js").Photo} photo */
@@ -205,6 +206,11 @@ export class Inspector {
     return VIEWS.filter(([name]) => had[/** @type {keyof had} */ (name)] ?? true)
   }
 
+  /** What every request asks for. */
+  get #size() {
+    return sizeQuery(this.#place)
+  }
+
   /** @param {string} view */
   #choices(view) {
     return h("div", { class: "segments", role: "group", "aria-label": "View" }, ...this.#views.map(([name, text]) =>
@@ -228,7 +234,7 @@ export class Inspector {
     const late = setTimeout(() => this.body.replaceChildren(this.#choices("attention"), this.#progress("Computing attention weights")), PROGRESS_DELAY)
     try {
       const head = place.head === undefined ? null : Number(place.head)
-      const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal)
+      const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal, this.#size)
       const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")
       return { elements: [await this.#stages(sides), choice, help], weights }
     } finally {
@@ -248,13 +254,13 @@ export class Inspector {
     if (!scores) return []
     const names = await categories(model)
     const first = this.#answers[0]
-    const { slot } = await features(model, scores.name, first.photo, this.#abort.signal)
+    const { slot } = await features(model, scores.name, first.photo, this.#abort.signal, this.#size)
     const values = await reduce("values", { slot, most: scores.shape?.at(-1) ?? 0 })
     const index = Number(place.k ?? values.indexOf(values.reduce((/** @type {number} */ a, /** @type {number} */ b) => Math.max(a, b)))) || 0
     const name = names[index] ?? `class ${index}`
     const late = setTimeout(() => this.body.replaceChildren(this.#choices("why"), this.#progress(`Differentiating ${name}`)), PROGRESS_DELAY)
     try {
-      const sides = await evidenceSides(model, this.#answers, scores.name, { index, name }, this.#abort.signal)
+      const sides = await evidenceSides(model, this.#answers, scores.name, { index, name }, this.#abort.signal, this.#size)
       return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
     } finally {
       clearTimeout(late)
@@ -263,7 +269,7 @@ export class Inspector {
 
   /** @param {import("./stages.js").Side[]} sides */
   #stages(sides) {
-    return stages(sides, this.#model?.preprocessing, this.#place.at, (at) => this.go({ at }, true))
+    return stages(sides, this.#model && preprocessingAt(this.#model, this.#size), this.#place.at, (at) => this.go({ at }, true))
   }
 
   /** Progress of a request that can be cancelled. @param {string} what */

@@ -13,6 +13,7 @@ import { loadModel, modulesAbove } from "./model.js"
 import { forget, isMissing, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
 import { failure, progress, reason, retries } from "./states.js"
+import { sizeQuery } from "./size.js"
 import { showTabs } from "./tabs.js"
 import { welcome } from "./welcome.js"
 
@@ -71,7 +72,7 @@ async function show(now) {
   const view = graph
   await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
   // After the output itself, so that it comes first. A large model runs only once that is wanted.
-  if (view === graph && model?.takesPhotos) view?.picture(inspector.runs(model) ? await photoOf(current.p) : null, current.i ?? "mean")
+  if (view === graph && model?.takesPhotos) view?.picture(inspector.runs(model) ? await photoOf(current.p) : null, current.i ?? "mean", sizeQuery(current))
 }
 
 function showStart() {

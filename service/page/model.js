@@ -46,6 +46,7 @@ export class Model {
     /** @type {string | null} */ this.defaultWeights = detail.default_weights
     /** @type {Record<string, {node: string, channels: number, stride: number}>} */ this.levels = graph.levels ?? detail.levels
     /** @type {any} */ this.preprocessing = detail.preprocessing
+    /** Of pixels, of which each side of the input should be one. @type {number} */ this.multiple = detail.multiple
     /** @type {{name: string, layout: string, shape: Array<number | null>}[]} */ this.inputs = detail.inputs
     /** @type {{weights: string, images: number, nodes: string[]} | null} */ this.statistics = detail.statistics
     /** @type {{path: string, reason: string}[]} */ this.closed = detail.closed

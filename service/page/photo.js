@@ -120,12 +120,17 @@ export function watchDrops(taken) {
 }
 
 /**
- * The region of a photo that the model sees after resize and crop, in the photo's pixels; beyond the edge is padding.
+ * The region of a photo that the model sees after resize, crop or padding, in the photo's pixels; beyond the edge is padding.
  * @param {any} preprocessing as the service describes it
  * @param {number} width
  * @param {number} height
  */
-export function visibleRegion({ resize_size: resize, crop_size: crop, max_size: most, pad_to_multiple_of: multiple }, width, height) {
+export function visibleRegion({ resize_size: resize, crop_size: crop, max_size: most, pad_to_multiple_of: multiple, fit }, width, height) {
+  if (fit === "pad") {
+    const scale = Math.min(resize[0] / height, resize[1] / width)
+    const [high, wide] = [resize[0] / scale, resize[1] / scale]
+    return { x: (width - wide) / 2, y: (height - high) / 2, width: wide, height: high }
+  }
   let scaleX = 1, scaleY = 1
   if (resize?.length === 2) [scaleY, scaleX] = [resize[0] / height, resize[1] / width]
   else if (resize) {

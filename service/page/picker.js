@@ -15,11 +15,12 @@ const SIDE = 44
  * @param {Go} go
  * @param {(files: Iterable<File>) => void} take
  * @param {(photo: Photo) => void} remove
+ * @param {HTMLElement | string} sizes the choices of the input's size
  */
-export async function photoPicker(place, go, take, remove) {
+export async function photoPicker(place, go, take, remove, sizes) {
   const own = await ownPhotos()
   return h("div", { class: "picker" }, await photoChoices(place, go, take, remove),
-    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)))
+    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)), sizes)
 }
 
 /**

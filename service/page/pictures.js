@@ -5,12 +5,14 @@ import { image, range, rgbImage } from "./colours.js"
 import { h } from "./dom.js"
 import { visibleRegion } from "./photo.js"
 import { reduce } from "./reductions.js"
+import { gridAt, preprocessingAt } from "./size.js"
 import { requestOf } from "./snippets.js"
 import { picture } from "./stage.js"
 
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {import("./model.js").NodeInfo} NodeInfo */
 /** @typedef {import("./photo.js").Photo} Photo */
+/** @typedef {{model: Model, photo: Photo, view: string, size: import("./size.js").Query}} Subject */
 
 /** How long the graph rests before pictures are asked for, in milliseconds. */
 const REST = 200
@@ -22,7 +24,7 @@ const SIDE = 128
 
 export class Pictures {
   /** By what they show, the last ones last; null for those that cannot be had. @type {Map<string, HTMLCanvasElement | null>} */ #known = new Map()
-  /** @type {{model: Model, photo: Photo, view: string} | null} */ #subject = null
+  /** @type {Subject | null} */ #subject = null
   /** @type {NodeInfo[]} */ #wanted = []
   #timer = 0
   /** @type {{nodes: NodeInfo[], stop: AbortController} | null} */ #asking = null
@@ -32,10 +34,10 @@ export class Pictures {
     this.changed = changed
   }
 
-  /** What pictures are shown of, from now on; null for none. @param {{model: Model, photo: Photo, view: string} | null} subject */
+  /** What pictures are shown of, from now on; null for none. @param {Subject | null} subject */
   show(subject) {
     const before = this.#subject
-    const same = before?.model === subject?.model && before?.photo === subject?.photo && before?.view === subject?.view
+    const same = before?.model === subject?.model && before?.photo === subject?.photo && before?.view === subject?.view && before?.size.image_size === subject?.size.image_size && before?.size.fit === subject?.size.fit
     this.#subject = subject
     if (same) return
     this.#asking?.stop.abort()
@@ -63,31 +65,31 @@ export class Pictures {
 
   /** @param {string} node */
   #key(node) {
-    const { model, photo, view } = /** @type {{model: Model, photo: Photo, view: string}} */ (this.#subject)
-    return [model.name, model.weights, photoNumber(photo), view, node].join("\n")
+    const { model, photo, view, size } = /** @type {Subject} */ (this.#subject)
+    return [model.name, model.weights, photoNumber(photo), view, size.image_size, size.fit, node].join("\n")
   }
 
   async #ask() {
     const subject = this.#subject
     if (!subject || this.#asking) return
-    const { model, photo, view } = subject
+    const { model, photo, view, size } = subject
     /** @type {NodeInfo[]} */ const nodes = []
     let values = 0
     for (const node of this.#wanted) {
       if (this.#known.has(this.#key(node.name))) continue
-      if (node.op === "placeholder") this.#keep(node.name, photograph(photo, model.preprocessing))
+      if (node.op === "placeholder") this.#keep(node.name, photograph(photo, preprocessingAt(model, size)))
       else if ((values += (node.shape ?? []).reduce((/** @type {number} */ product, size) => product * (size ?? 1), 1)) <= MOST_VALUES || !nodes.length) nodes.push(node)
       else break
     }
     if (!nodes.length) return this.changed()
     const asking = (this.#asking = { nodes, stop: new AbortController() })
-    const query = { dtype: "float16", backend: "eager" }
+    const query = { dtype: "float16", backend: "eager", ...size }
     /** @type {Array<{width: number, values?: Float32Array, rgb?: Uint8ClampedArray} | null>} */ let found = []
     try {
       const request = requestOf(model, nodes.map(({ name }) => name), photo, { query })
       const answer = await askFeatures(request, photo, "application/x-safetensors", asking.stop.signal)
       const buffer = await answer.arrayBuffer()
-      const grids = nodes.map(({ name, layout, tokens, rows_per_image }) => ({ key: name, layout: rows_per_image === 1 ? layout : null, tokens }))
+      const grids = nodes.map(({ name, layout, tokens, rows_per_image }) => ({ key: name, layout: rows_per_image === 1 ? layout : null, tokens: gridAt(model, tokens, size, photo) }))
       found = await reduce("pictures", { buffer, nodes: grids, view }, { transfer: [buffer] })
     } catch {
       // The pane beside the graph says why. These are not asked for again.

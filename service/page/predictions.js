@@ -32,12 +32,13 @@ export const scoresOf = (model) => (model.task === "classification" ? model.node
  * The likeliest classes of a photo; null where the model is no classifier with known names.
  * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
  * @param {(index: number) => void} choose a class to be explained
+ * @param {import("./size.js").Query} [query]
  */
-export async function predictionsView(model, photo, signal, choose) {
+export async function predictionsView(model, photo, signal, choose, query = {}) {
   const last = scoresOf(model)
   const known = last ? await categories(model) : []
   if (!last || known.length !== last.shape?.at(-1)) return null
-  const { slot } = await features(model, last.name, photo, signal)
+  const { slot } = await features(model, last.name, photo, signal, query)
   const shares = softmax(await reduce("values", { slot, most: known.length }))
   const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
   return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}` },

@@ -25,7 +25,6 @@ const CHOICES = [
   ["dtype", "Type", [["", "float32"], ["float16", "float16"], ["bfloat16", "bfloat16"]]],
   ["normalize", "Length", [["", "as it is"], ["l2", "one (L2)"]]],
   ["precision", "Arithmetic", [["", "float32"], ["bfloat16", "bfloat16"], ["float16", "float16"], ["int8", "int8"]]],
-  ["image_size", "Image size", [["", "the weights' own"], ...["160", "224", "320", "448", "512", "640"].map((size) => /** @type {[string, string]} */ ([size, size]))]],
 ]
 
 /**
@@ -33,8 +32,9 @@ const CHOICES = [
  * @param {Wanted} wanted
  * @param {{name: string, type: string}} file that is sent
  * @param {Answer | null} answer null where there is none yet
+ * @param {import("./size.js").Query} size
  */
-export function requestView(model, { node, transforms, id }, file, answer) {
+export function requestView(model, { node, transforms, id }, file, answer, size) {
   const code = h("code", {})
   const weight = h("p", { class: "dim" })
   const nodes = h("div", { class: "chosen-nodes", role: "group", "aria-label": "Nodes of the request" })
@@ -73,7 +73,7 @@ export function requestView(model, { node, transforms, id }, file, answer) {
   }
 
   function request() {
-    return requestOf(model, [node, ...others()], file, { transforms, id, query: transforms.length ? {} : query })
+    return requestOf(model, [node, ...others()], file, { transforms, id, query: transforms.length ? {} : { ...query, ...size } })
   }
 
   function show() {
@@ -120,7 +120,7 @@ export function requestView(model, { node, transforms, id }, file, answer) {
 
 /** The shapes and the size of the answer for one photo. @param {Model} model @param {import("./snippets.js").Request} request */
 function weightText(model, { nodes, query }) {
-  if (query.image_size) return ""
+  if (query.image_size || query.fit) return ""
   let values = 0
   const shapes = nodes.map((name) => {
     const node = model.resolve(name)

@@ -72,7 +72,9 @@ export function pythonCode({ model, weights, nodes, transforms, query, file, loc
   const options = [
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
     transforms.length ? `transforms=[${transforms.map(python).join(", ")}]` : "",
-    ...["precision", "image_size"].map((name) => (query[name] ? `${name}=${name === "precision" ? python(query[name]) : query[name]}` : "")),
+    query.precision ? `precision=${python(query.precision)}` : "",
+    query.image_size ? `image_size=${query.image_size}` : "",
+    query.fit ? `fit=${python(query.fit)}` : "",
   ].filter(Boolean)
   const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("")
   return `${locked ? "import os\n\n" : ""}from service.client import Client

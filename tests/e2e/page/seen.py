@@ -26,11 +26,11 @@ GRAPH = "section.graph canvas[role=application]"
 TILES = ".grid .tile"
 
 
-def asked(server, model, node, weights, photo=None, headers=None):
+def asked(server, model, node, weights, photo=None, headers=None, **query):
     """What the service answers to the request that the page should have made."""
     response = server.http.post(
         f"/v1/models/{model}/features",
-        params={"nodes": node, "weights": weights},
+        params={"nodes": node, "weights": weights, **query},
         content=photo or CHELSEA.read_bytes(),
         headers={"accept": "application/x-safetensors", "content-type": "image/jpeg", **(headers or {})},
     )
