@@ -1,11 +1,16 @@
-"""DINOv2 at sizes of one's own: ``fxserve extract`` beside timm in a DataLoader script, whole processes.
+"""DINOv2 at sizes of one's own, and projected maps: ``fxserve extract`` in whole processes.
 
     python benchmarks/sizes.py --images 400
     python benchmarks/sizes.py --model timm.test_vit --sizes 64 64x96 --images 200
+    python benchmarks/sizes.py projection --images 5000 --whole 200
 
+``sizes``, which is the default, compares with timm in a DataLoader script.
 Each size is HEIGHTxWIDTH. Photographs have its aspect ratio and 1.3 times its sides. A square is asked for with
 ``fit=stretch``, another size with ``fit=native`` by its shorter side, which comes to the same. The script has its best
 number of workers.
+
+``projection`` extracts the sixteen blocks of resnet50 with ``--project 4096``, and whole maps of ``--whole`` images. It
+prints the bytes on disk of an image and the peak memory of each process.
 """
 
 from __future__ import annotations
@@ -27,11 +32,16 @@ WORKERS = (1, 2)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["sizes", "projection"], default="sizes")
     parser.add_argument("--model", default="timm.vit_small_patch14_dinov2")
     parser.add_argument("--sizes", nargs="+", default=["224x224", "518x518", "518x784"])
     parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--whole", type=int, default=200, help="images of which whole maps are written, 22 MB each")
     parser.add_argument("--backend", default="auto")
     options = parser.parse_args()
+    if options.what == "projection":
+        project(options)
+        return
     for text in options.sizes:
         height, _, width = text.partition("x")
         compare(options, int(height), int(width or height))
@@ -42,14 +52,7 @@ def compare(options: argparse.Namespace, height: int, width: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images = folder / "images"
-        images.mkdir()
-        files = photos.jpegs(round(LARGER * width), round(LARGER * height))
-        for number in range(options.images):
-            data = images / f"{number:06d}.jpg"
-            if number < len(files):
-                data.write_bytes(files[number])
-            else:
-                os.link(images / f"{number % len(files):06d}.jpg", data)
+        write(images, photos.jpegs(round(LARGER * width), round(LARGER * height)), options.images)
         fit = ["stretch", str(height)] if height == width else ["native", str(min(height, width))]
         mine = seconds(
             [
@@ -67,6 +70,44 @@ def compare(options: argparse.Namespace, height: int, width: int) -> None:
         f"script {options.images / theirs:.2f}: {theirs / mine:.2f}",
         flush=True,
     )
+
+
+def project(options: argparse.Namespace) -> None:
+    """Print disk and memory of projected maps, and of whole ones."""
+    nodes = [f"layer{stage}.{block}" for stage, blocks in enumerate((3, 4, 6, 3), 1) for block in range(blocks)]
+    more = {"whole": [], "project": ["--project", "4096"]}
+    with tempfile.TemporaryDirectory() as name:
+        for label, count in (("whole", options.whole), ("project", options.images)):
+            images, out = Path(name) / f"{count}-images", Path(name) / label
+            if not images.exists():
+                write(images, photos.jpegs(), count)
+            command = ["-c", "from service.cli import main; main()", "extract", str(images), "--model", "resnet50"]
+            command += ["--weights", "random", "--nodes", ",".join(nodes), "--backend", options.backend]
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                [sys.executable, *command, "--out", str(out), *more[label]], stdout=subprocess.DEVNULL, cwd=HERE.parent
+            )
+            _, status, usage = os.wait4(process.pid, 0)
+            if status:
+                raise SystemExit(f"extract of {label} failed")
+            taken = time.perf_counter() - started
+            disk = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+            print(
+                f"resnet50, {len(nodes)} blocks, {label}: {count} images, {disk / count / 1e6:.3f} MB an image, "
+                f"peak {usage.ru_maxrss / 1e3:.0f} MB, {count / taken:.2f} images/s",
+                flush=True,
+            )
+
+
+def write(folder: Path, files: list[bytes], count: int) -> None:
+    """Write ``count`` JPEG files into a new folder: ``files``, again and again."""
+    folder.mkdir()
+    for number in range(count):
+        file = folder / f"{number:06d}.jpg"
+        if number < len(files):
+            file.write_bytes(files[number])
+        else:
+            os.link(folder / f"{number % len(files):06d}.jpg", file)
 
 
 def seconds(command: list[str]) -> float:

@@ -200,8 +200,18 @@ class ModelGraph:
         try:
             graph = model_graph(self.entry.at(height, width), self.weights)
         except Exception as error:  # libraries refuse sizes in all kinds of ways
-            raise BadTensor(self._refusal([(height, width)], error.__cause__ or error)) from error
+            refusal = self._refusal([(height, width)], error.__cause__ or error)
+            if height != width and self._builds(*(2 * [min(height, width)])) and not self._builds(height, width):
+                refusal += ", and it is built for squares only"
+            raise BadTensor(refusal) from error
         return graph.with_nodes_of(*(done.name for done in self.passes)) if self.passes else graph
+
+    def _builds(self, height: int, width: int) -> bool:
+        try:
+            self.entry.at(height, width).build_weightless(self.weights)
+        except Exception:  # libraries refuse sizes in all kinds of ways
+            return False
+        return True
 
     def with_nodes_of(self, *transforms: str) -> ModelGraph:
         """Return the same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.

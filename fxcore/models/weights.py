@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from torch import nn
@@ -66,9 +67,14 @@ def sized_model(entry: ModelEntry, model: nn.Module, structure: str) -> nn.Modul
         made = _frozen(entry.sized(model, structure))
     except Exception as error:  # libraries refuse weights in all kinds of ways
         height, width = entry.input_size or (0, 0)
+        usual = " x ".join(map(str, entry.preprocessing(structure).nominal_size()))
+        resized = re.findall(r"size mismatch for ([\w.]+)", str(error))
+        why = (
+            f"its library has no way to resample {resized[0]}" if resized else " ".join(summarize(error).split())[:300]
+        )
         raise BadTensor(
-            f"image_size: the weights of {entry.name} cannot be made fit for {height} x {width}: "
-            f"{' '.join(summarize(error).split())[:300]}"
+            f"image_size: the weights of {entry.name} cannot be made fit for {height} x {width}: {why}; ask for its "
+            f"usual size, {usual}"
         ) from error
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     return made if like is None else made.to(like.device, like.dtype)
