@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -111,3 +112,14 @@ class Candidate:
             "max_rel_error": self.max_rel_error,
             "min_cosine": self.min_cosine,
         }
+
+
+def report(precision: str, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """``checks`` of an extractor that ``serving`` runs."""
+    same = precision in ("float32", "int8")
+    return {
+        "reference": "eager float32" if same else f"eager {precision}",
+        "max_abs_error": serving.max_abs_error,
+        "max_rel_error": serving.max_rel_error,
+        "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
+    }

@@ -23,7 +23,7 @@ from fxcore.edits import Edit
 from fxcore.errors import FxError, summarize
 from fxcore.memory import use_one_heap
 from service.engine.backends.profiling import Measured, profiled
-from service.engine.backends.upgrade import Upgrades
+from service.engine.backends.upgrades import Upgrades
 from service.engine.device.queue import Queue
 from service.engine.device.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
@@ -156,7 +156,7 @@ class Engine:
         self._worker.start()
         self._decoders.start()
         await self.extractors.start()
-        self._preloading = background(self._preload())
+        self._preloading = background(self._preload(), "preload")
 
     def accepted(self) -> AbstractContextManager[None]:
         """Return the context that a request runs in until its response is sent.

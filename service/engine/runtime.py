@@ -12,7 +12,7 @@ from fxcore.backends import Lowered
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from service.byte_cache import ByteCache
-from service.engine.candidate import Candidate
+from service.engine.candidate import Candidate, report
 from service.engine.description import Description
 from service.engine.ledger import Ledger
 from service.engine.options import FeatureOptions
@@ -50,10 +50,13 @@ class Runtime:
 
     Attributes:
         run: computes a batch; called with the model's inputs in order, on the device. The worker reads it once a batch.
-        backend: the one that ``run`` is of.
-        measured: how far the backend's values are from the extractor's own graph.
-        check: the task that takes ``measured`` for eager, if one does.
-        upgrade: the search for a faster backend, once started.
+        serving: the backend that ``run`` is of.
+        candidates: that one, those before it, and those that may take over, in order.
+        layers: what its layers lose in int8, the most first; None until it is known.
+        upgrade: the task that measures the backend and searches for a faster one; see
+            :mod:`service.engine.backends.upgrade`.
+        checked: set once the values of the first backend were compared, or could not be.
+        wanted: set once a faster backend is to be searched for.
         images: how many images it has answered.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
@@ -64,8 +67,7 @@ class Runtime:
     """
 
     run: Lowered
-    backend: str
-    measured: dict[str, Any]
+    serving: Candidate
 
     def __init__(
         self,
@@ -81,8 +83,11 @@ class Runtime:
         self.extractor = extractor
         self.outputs = extractor.outputs
         self.transformed = transformed
-        self.check: asyncio.Task[Candidate] | None = None
+        self.candidates: list[Candidate] = []
+        self.layers: list[dict[str, Any]] | None = None
         self.upgrade: asyncio.Task[None] | None = None
+        self.checked = asyncio.Event()
+        self.wanted = asyncio.Event()
         self.images = 0
         self.last_used = time.monotonic()
         self.retired = False
@@ -111,13 +116,13 @@ class Runtime:
         """It, its variants, and theirs."""
         return [self, *(one for variant in self.variants.values() for one in variant.all)]
 
-    def serve(self, run: Lowered, backend: str) -> None:
-        """Let ``run`` of ``backend`` compute the batches from now on."""
-        self.run, self.backend = run, backend
+    def serve(self, run: Lowered, candidate: Candidate) -> None:
+        """Let ``run`` of ``candidate`` compute the batches from now on."""
+        self.run, self.serving = run, candidate
         self._count({} if self.retired else {**self._held, **run.storages()})
 
     def retire(self) -> None:
-        """End its background tasks, and count its bytes no more."""
+        """End its background task, and count its bytes no more."""
         self.retired = True
         self.stop()
         self._count({})
@@ -125,10 +130,12 @@ class Runtime:
             variant.retire()
 
     def stop(self) -> None:
-        """End its background tasks."""
-        for task in (self.upgrade, self.check):
-            if task is not None:
-                task.cancel()
+        """End its background task, and those of its variants."""
+        for variant in self.variants.values():
+            variant.stop()
+        if self.upgrade is not None:
+            self.upgrade.cancel()
+        self.checked.set()  # nobody waits for what will not come
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -141,14 +148,21 @@ class Runtime:
             self.last_used = time.monotonic()
 
     @property
+    def backend(self) -> str:
+        return self.serving.backend
+
+    @property
     def checks(self) -> dict[str, Any]:
         """How far its values are from the model's own."""
-        return self.measured if self.transformed is None else self.transformed.checks(self.measured)
+        measured = report(self.description.spec.precision, self.serving, self.candidates)
+        if self.layers is not None:
+            measured["layers"] = self.layers
+        return measured if self.transformed is None else self.transformed.checks(measured)
 
     @property
     def searched(self) -> bool:
         """Whether the search for a faster backend is going on."""
-        return self.upgrade is not None and not self.upgrade.done()
+        return self.wanted.is_set() and self.upgrade is not None and not self.upgrade.done()
 
     @property
     def busy(self) -> bool:

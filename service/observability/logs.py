@@ -1,4 +1,5 @@
-"""Log formatters: text, or one JSON object per line. Each line carries the id of its request.
+"""Log formatters: text, or one JSON object per line. Each line carries the id of its request, or the name of its
+background task.
 
 Messages may contain what a client sent, which cannot forge lines: in text, control characters are escaped and lines of
 tracebacks indented; JSON escapes them anyway. python-json-logger would replace only one of the two formatters, and the
@@ -7,6 +8,7 @@ fields would still be listed here.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from contextvars import ContextVar
@@ -17,6 +19,9 @@ from service.choices import LogFormat
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Id of the request that this context serves; tasks that it starts inherit it."""
+
+TASK_PREFIX = "fxserve-"
+"""What the names of background tasks begin with, as those of threads do."""
 
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
 
@@ -50,6 +55,8 @@ class JsonLines(logging.Formatter):
         }
         if (own_id := request_id.get()) is not None:
             line["request_id"] = own_id
+        elif (task := _task_name()) is not None:
+            line["task"] = task
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -57,15 +64,25 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """``time level logger [request] message``."""
+    """``time level logger [request or task] message``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(" ", "milliseconds")
-        own_id = request_id.get()
-        request = f" [{own_id}]" if own_id is not None else ""
+        origin = request_id.get() or _task_name()
+        request = f" [{origin}]" if origin is not None else ""
         message = record.getMessage().translate(_CONTROL)
         line = f"{time} {record.levelname.lower()} {record.name}{request} {message}"
         if record.exc_info:
             lines = self.formatException(record.exc_info).splitlines()
             line = "\n    ".join([line, *(text.translate(_CONTROL) for text in lines)])
         return line
+
+
+def _task_name() -> str | None:
+    """Return the name of the background task that logs, if one does."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread
+        return None
+    name = "" if task is None else task.get_name()
+    return name if name.startswith(TASK_PREFIX) else None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
 from fxcore.extractor import Extractor
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
-from service.engine.candidate import MIN_COSINE, TOLERANCE, Candidate
+from service.engine.candidate import MIN_COSINE, TOLERANCE
 from service.engine.description import Description
 from service.problems import ExtractorFailed
 
@@ -25,17 +24,6 @@ CALIBRATION_IMAGES = 32
 
 class PassFailed(Exception):
     """A forward pass for a comparison or a trial raised."""
-
-
-def report(precision: str, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """``checks`` of an extractor that ``serving`` runs."""
-    same = precision in ("float32", "int8")
-    return {
-        "reference": "eager float32" if same else f"eager {precision}",
-        "max_abs_error": serving.max_abs_error,
-        "max_rel_error": serving.max_rel_error,
-        "candidates": [{k: v for k, v in asdict(c).items() if k != "any_size"} for c in candidates],
-    }
 
 
 class Reference:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fxcore.backends import BACKENDS, Backend, first_choice
+from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice
 from fxcore.models.entry import ModelEntry
-from service.engine.description import PRECISIONS
+from service.engine.description import PRECISIONS, Description
 from service.problems import Unsupported
 from service.schemas.v1 import ExtractorSpec
 
@@ -20,6 +20,17 @@ def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
     if spec.backend != "auto":
         return BACKENDS[spec.backend]
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
+
+
+def faster_backends(description: Description, device: torch.device) -> Sequence[Backend]:
+    """Return the backends that may run an extractor faster than eager."""
+    spec, entry = description.spec, description.entry
+    # int8's backend was chosen at the start, by the nodes to keep in float.
+    if spec.backend != "auto" or spec.precision == "int8":
+        return []
+    if entry.is_quantized(description.weights) or entry.dtype != torch.float32:
+        return []
+    return faster_than_eager(device, spec.precision)
 
 
 def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> None:

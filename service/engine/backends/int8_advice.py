@@ -32,19 +32,19 @@ def int8_refusal(far: Candidate, layers: Sequence[LayerError]) -> BackendRefused
     instead = "ask for precision=float32"
     if layers:
         instead += ", or keep such layers in float by the transform keep_float"
-    worst = ", ".join(f"{layer.name} ({layer.sqnr:z.0f} dB)" for layer in layers[:_NAMED_LAYERS])
+    named = ", ".join(f"{layer.name} ({layer.sqnr:z.0f} dB)" for layer in layers[:_NAMED_LAYERS])
     return BackendRefused(
-        f"{far.backend} in int8 {far.reason}; most is lost in {worst or 'no single layer'}",
+        f"{far.backend} in int8 {far.reason}; most is lost in {named or 'no single layer'}",
         far.backend,
         instead,
         **far.figures(),
-        **shown(layers),
+        layers=worst(layers),
     )
 
 
-def shown(layers: Sequence[LayerError]) -> dict[str, Any]:
+def worst(layers: Sequence[LayerError]) -> list[dict[str, Any]]:
     """Return the layers that lose most, for an extractor's checks or a problem."""
-    return {"layers": [asdict(layer) for layer in layers[:_SHOWN_LAYERS]]}
+    return [asdict(layer) for layer in layers[:_SHOWN_LAYERS]]
 
 
 def simulation(description: Description, extractor: Extractor, folder: Path | None) -> list[LayerError]:

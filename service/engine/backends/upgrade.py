@@ -5,6 +5,16 @@ float32 on photographs, and timed; it takes over between two batches if it agree
 start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
 compared before the first request, and used or refused.
 
+The states are those of a :class:`~service.engine.candidate.Candidate`::
+
+    waiting ─lower─▶ lowering ─compare─▶ agrees ─race─▶ faster ─swap─▶ serving ─fall back─▶ failed
+                         │                 │              │
+                         ▼                 ▼              ▼
+                       failed           differs         slower
+
+Eager serves until a candidate does, is ``replaced`` then, and serves again if that one fails. A backend asked for by
+name is not raced.
+
 Lowering runs in child processes, one at a time; comparing and timing run on the device worker, when no request waits
 (:mod:`service.engine.backends.trials`).
 """
@@ -13,263 +23,303 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from fxcore.backends import Backend, Lowered, LoweringFailed, faster_than_eager
+from fxcore.backends import Backend, Lowered, LoweringFailed, Options
 from fxcore.backends.eager import EagerInt8
-from service.engine.backends.checks import PassFailed, Reference, check_photographs, report
-from service.engine.backends.choice import chosen_backend
-from service.engine.backends.fallback import OneSize
-from service.engine.backends.int8_advice import int8_refusal, shown, simulation
-from service.engine.backends.lowering import Lowering
-from service.engine.backends.search import Search
+from fxcore.errors import summarize
+from fxcore.int8.report import LayerError
+from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows
+from service.engine.backends.choice import chosen_backend, faster_backends
+from service.engine.backends.fallback import OneSize, Plain, Swapped
+from service.engine.backends.int8_advice import int8_refusal, simulation, worst
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.candidate import Candidate, CandidateState
-from service.engine.description import ModelKey
-from service.engine.device.queue import Queue
-from service.engine.device.threads import Pool, compute_on, in_pool
+from service.engine.device.threads import in_pool
 from service.engine.errors import is_shortage, shortage
-from service.engine.placement import BUSY_SECONDS
-from service.engine.record import ExtractorRecord
-from service.engine.rows import RowShape
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.garbage import tidy
-from service.problems import BackendRefused, NotReady, Problem
+from service.problems import BackendRefused, Problem
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
 
-WORTH_A_COPY = 16
-"""Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
-already; and images that a variant of it answers before that gets one."""
 
-WORTH_SECONDS = 30.0
-"""Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
-mobilenet_v3_small and 40 for swin_t, and what it finds takes a third to three quarters of the time."""
+@dataclass
+class Tools:
+    """What the upgrades of all extractors share.
 
-_FULL_SECONDS = 1.0
-"""Seconds after which it is looked again for a place for one more compiled extractor."""
-
-
-class Upgrades:
-    """Chooses what runs each extractor. For one event loop.
-
-    Args:
+    Attributes:
         device: where extractors run.
-        queue: the device worker's.
-        settings: threads, cache, and whether ``auto`` looks for something faster.
-        usual: compiled extractors beside which none is added while all are in use.
-        records: a view of all extractors.
+        settings: threads, cache, and the photographs for calibration.
+        trials: compares and times on the device worker.
+        verdicts: what earlier searches found.
+        foreground: the thread that lowers what requests wait for.
+        background: the thread that lowers beside them.
+        on_upgrade: called when another backend may have taken over, which takes memory.
+        lowerings: those in progress; setting one cancels it.
+        remade: (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
     """
 
-    def __init__(
-        self, device: torch.device, queue: Queue, settings: Settings, usual: int, records: Collection[ExtractorRecord]
-    ) -> None:
-        self._device = device
-        self._settings = settings
-        self._verdicts = Verdicts(settings)
-        self._trials = Trials(queue, settings.max_batch)
-        self._lowering = Lowering(device, self._trials, settings)
-        # Two pools: builds that requests wait for do not queue behind background work.
-        self._foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
-        self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
-        # Called when another backend may have taken over, which takes memory.
-        self.on_upgrade: Callable[[], object] = lambda: None
-        self._usual = usual
-        self._records = records
-        self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
+    device: torch.device
+    settings: Settings
+    trials: Trials
+    verdicts: Verdicts
+    foreground: Executor
+    background: Executor
+    on_upgrade: Callable[[], object] = lambda: None
+    lowerings: set[threading.Event] = field(default_factory=set)
+    remade: set[tuple[str, str]] = field(default_factory=set)
 
-    def start(self) -> None:
-        """Start the threads."""
-        self._foreground.start()
-        self._background.start()
 
-    def close(self) -> None:
-        """Cancel all lowerings."""
-        self._lowering.cancel_all()
-        for pool in (self._foreground, self._background):
-            pool.shutdown(wait=False, cancel_futures=True)
+class Upgrade:
+    """The backends of one extractor. For one event loop.
 
-    async def first(self, runtime: Runtime, original: Callable[..., Any], pool: Executor) -> None:
-        """Set what runs the first request of ``runtime``.
+    It stays in memory as long as the backend that it finds, which reports failures to it. So it does not keep the eager
+    module that was replaced, which may hold weights of its own.
+    """
+
+    def __init__(self, runtime: Runtime, tools: Tools) -> None:
+        self._runtime = runtime
+        self._tools = tools
+
+    async def first(self, original: Callable[..., Any] | None, pool: Executor) -> None:
+        """Set what runs the first request, and start the task that goes on from there.
 
         Args:
-            original: computes what the model itself does, as ``runtime.extractor.module`` did before any transform.
+            original: computes what the model itself does, as ``runtime.extractor.module`` did before any transform;
+                None where how far the first backend is from it need not be measured.
             pool: the threads that prepare eager, which is as quick as building an extractor.
 
         Raises:
             BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
         """
-        description = runtime.description
-        spec = description.spec
-        backend = chosen_backend(spec, self._device)
-        if backend.name == "eager" and spec.precision != "int8":
-            own = Candidate("eager", CandidateState.SERVING)
-            runtime.measured = report(spec.precision, own, [own])
-            options = self._lowering.options(description)
-            run = await in_pool(pool, backend.lower, runtime.extractor.module, (), options)
-            runtime.serve(run, "eager")
-            runtime.check = background(self._measured(runtime, original, run, own))
-        else:
-            await self._lowered_first(runtime, backend)
-
-    async def _lowered_first(self, runtime: Runtime, backend: Backend) -> None:
-        """Lower before the first request, and compare: the backend serves, or the spec is refused."""
+        runtime = self._runtime
         spec = runtime.description.spec
-        candidate = Candidate(backend.name)
+        backend = chosen_backend(spec, self._tools.device)
+        if backend.name == "eager" and spec.precision != "int8":
+            run = await in_pool(pool, backend.lower, runtime.extractor.module, (), self._options())
+            self._serve(run, Candidate("eager"))
+            runtime.upgrade = background(self._from_eager(original, run), "upgrade")
+        elif await self._named(backend) and original is not None:
+            runtime.upgrade = background(self._simulate(), "int8")
+        else:
+            runtime.checked.set()
+
+    # A backend that was asked for
+
+    async def _named(self, backend: Backend) -> bool:
+        """Lower and compare: the backend serves, or the spec is refused.
+
+        Returns whether what its layers lose in int8 is still to be measured.
+        """
+        runtime, trials, candidate = self._runtime, self._tools.trials, Candidate(backend.name)
+        spec = runtime.description.spec
         instead = f"ask for {'precision=float32' if spec.backend == 'auto' else 'backend=auto, or another precision'}"
         try:
-            lowered, reference = await self._lowering.lower(runtime, backend, self._foreground)
-            await self._trials.compare(candidate, reference, lowered)
-            await self._trials.warm(reference, lowered)
+            lowered, reference = await self._lower(backend, self._tools.foreground)
+            await trials.compare(candidate, reference, lowered)
+            await trials.warm(reference, lowered)
         except (LoweringFailed, PassFailed) as error:
             if is_shortage(error):
                 raise shortage(error) from error
             failed = f"{backend.name} failed on the check images: {error}"
             detail = error.detail if isinstance(error, LoweringFailed) else failed
             raise BackendRefused(detail, backend.name, instead) from error
+        layers = list(lowered.layers) if isinstance(lowered, EagerInt8) else None
         if not candidate.agrees:
             if spec.precision == "int8":
-                raise await self._too_far(runtime, candidate, lowered)
+                if layers is None:
+                    layers = await self._simulated(self._tools.foreground)
+                raise int8_refusal(candidate, layers)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
-        candidate.state = CandidateState.SERVING
-        runtime.measured = report(spec.precision, candidate, [candidate])
-        runtime.serve(lowered if candidate.any_size else OneSize(lowered, reference.row_shapes), backend.name)
-        if isinstance(lowered, EagerInt8):
-            runtime.measured |= shown(lowered.layers)
-        elif spec.precision == "int8":
-            runtime.check = background(self._simulated(runtime, candidate))
+        self._serve(lowered if candidate.any_size else OneSize(lowered, reference.row_shapes), candidate)
+        if layers is not None:
+            runtime.layers = worst(layers)
+        return spec.precision == "int8" and layers is None
 
-    async def _measured(
-        self, runtime: Runtime, original: Callable[..., Any], eager: Lowered, own: Candidate
-    ) -> Candidate:
+    async def _simulate(self) -> None:
+        """Measure what each layer loses in int8, which the backend does not report itself."""
+        runtime = self._runtime
+        try:
+            runtime.layers = worst(await self._simulated(self._tools.background))
+        except Exception:
+            log.exception("what the layers of extractor %s lose in int8 was not found", runtime.description.id)
+        runtime.checked.set()
+
+    async def _simulated(self, pool: Executor) -> list[LayerError]:
+        runtime = self._runtime
+        return await in_pool(
+            pool, simulation, runtime.description, runtime.extractor, self._tools.settings.calibration_dir
+        )
+
+    # From eager to a faster one
+
+    async def _from_eager(self, original: Callable[..., Any] | None, eager: Lowered) -> None:
+        """Measure eager, and, once that is wanted, search for a backend that is faster."""
+        runtime = self._runtime
+        if original is not None:
+            await self._measure(original, eager)
+        del original, eager  # which may hold weights of their own
+        runtime.checked.set()
+        if not faster_backends(runtime.description, self._tools.device):
+            return
+        await runtime.wanted.wait()
+        await self._search()
+        self._tools.on_upgrade()
+        await in_pool(self._tools.background, tidy)
+
+    async def _measure(self, original: Callable[..., Any], eager: Lowered) -> None:
         """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
 
         Requests do not wait for it. Until it is done, or if it fails, the errors are None.
         """
+        runtime, own = self._runtime, self._runtime.serving
         description = runtime.description
         try:
             # Not in a pool, whose work takes longer than this does.
-            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._device, 1)
-            reference = Reference(original, rows, description.spec.precision)
-            await self._trials.compare_one(own, reference, eager)
+            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
+            await self._tools.trials.compare_one(own, Reference(original, rows, description.spec.precision), eager)
             own.state, own.reason = CandidateState.SERVING, None
-            if runtime.run is eager:
-                runtime.measured = report(description.spec.precision, own, [own])
         except (Problem, PassFailed) as error:
             log.warning("how far eager is from extractor %s was not measured: %s", description.id, error)
         except Exception:
             log.exception("how far eager is from extractor %s was not measured", description.id)
-        return own
 
-    async def _simulated(self, runtime: Runtime, candidate: Candidate) -> Candidate:
-        """Measure what each layer loses in int8, unless the backend reports it itself."""
+    async def _search(self) -> None:
+        """Try backends, one after another, until one replaces eager."""
+        runtime = self._runtime
+        eager = runtime.run
+        others = [(Candidate(b.name), b) for b in faster_backends(runtime.description, self._tools.device)]
+        runtime.candidates += [candidate for candidate, _ in others]
+        for candidate, backend in others:
+            await self._try(candidate, backend, eager)
+            if candidate.state is CandidateState.SERVING:
+                return
+
+    async def _try(self, candidate: Candidate, backend: Backend, eager: Lowered) -> None:
+        """Lower to ``backend``, and let the result replace ``eager`` if it agrees and is faster."""
+        runtime = self._runtime
+        candidate.state = CandidateState.LOWERING
         try:
-            layers = await in_pool(
-                self._background, simulation, runtime.description, runtime.extractor, self._settings.calibration_dir
-            )
-            runtime.measured = runtime.measured | shown(layers)
-        except Exception:
-            log.exception("what the layers of extractor %s lose in int8 was not found", runtime.description.id)
-        return candidate
+            with runtime.in_use():
+                lowered, reference = await self._lower(backend, self._tools.background)
+                faster = await self._is_faster(candidate, reference, eager, lowered)
+                if faster:
+                    await self._tools.trials.warm(reference, lowered)
+            if faster and not runtime.retired:
+                self._swap(candidate, reference, eager, lowered)
+        except (LoweringFailed, Problem, PassFailed) as error:
+            candidate.fail(getattr(error, "detail", str(error)))
+            log.warning("extractor %s stays on eager: %s", runtime.description.id, candidate.reason)
+        except Exception as error:
+            candidate.fail(summarize(error))
+            log.exception("looking for a faster backend for extractor %s failed", runtime.description.id)
 
-    async def _too_far(self, runtime: Runtime, far: Candidate, lowered: Lowered) -> BackendRefused:
-        """Return the error for a spec whose int8 is too far from float32."""
-        if isinstance(lowered, EagerInt8):
-            return int8_refusal(far, lowered.layers)
-        made, folder = (runtime.description, runtime.extractor), self._settings.calibration_dir
-        return int8_refusal(far, await in_pool(self._foreground, simulation, *made, folder))
-
-    def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
-        """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what
-        has answered enough, if there is place for one more that is compiled: for the extractor, and for each of its
-        variants."""
-        for one, images in Counter(map(runtime.at, shapes)).items():
-            self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
-
-    def _count(self, runtime: Runtime, images: int, worth: int) -> None:
-        runtime.images += images
-        if not self._settings.lowering or runtime.upgrade is not None:
-            return
-        if runtime.images < worth:
-            return
-        if runtime.images < WORTH_A_COPY and self._has_copy(runtime.description.model_key):
-            return
-        now = time.monotonic()
-        if now < self._full_until:
-            return
-        if self._has_place():
-            self.improve(runtime)
-        else:
-            self._full_until = now + _FULL_SECONDS
-
-    async def pays(self, runtime: Runtime, images: int) -> bool:
-        """Return whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or
-        eager takes over :data:`WORTH_SECONDS` for them."""
-        description, eager, faster = runtime.description, runtime.run, self._faster(runtime)
-        if not faster:
-            return False
-        for backend in faster:
-            if await asyncio.to_thread(self._verdicts.read, description, backend.name) is not None:
+    async def _is_faster(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> bool:
+        """Return whether ``lowered`` agrees and is faster: by a cached verdict that one photograph confirms, else
+        measured now."""
+        description, own = self._runtime.description, self._runtime.serving
+        trials, verdicts = self._tools.trials, self._tools.verdicts
+        # Not in the pool that lowers, where it would wait for the lowerings of others.
+        known = await asyncio.to_thread(verdicts.read, description, candidate.backend)
+        if known is not None:
+            now = Candidate(candidate.backend)
+            await trials.compare_one(now, reference, lowered)
+            if now.agrees:
+                for one, before in zip((own, candidate), known, strict=True):
+                    one.recall(before)
                 return True
-        rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._device)
-        reference = Reference(eager, rows, description.spec.precision)
+        await trials.compare(candidate, reference, lowered)
+        faster = candidate.agrees and await trials.race(reference, own, eager, candidate, lowered)
+        if faster:
+            await asyncio.to_thread(verdicts.write, description, own, candidate)
+        return faster
+
+    def _swap(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> None:
+        """Let ``lowered`` serve. Eager still runs the sizes that it does not take, and all if it fails."""
+        runtime, own = self._runtime, self._runtime.serving
+        # Where eager runs other sizes it stays as fast; as a mere fallback it need not hold folded weights.
+        behind = Plain(runtime.extractor.module) if candidate.any_size else eager
+        shapes = None if candidate.any_size else reference.row_shapes
+        loop = asyncio.get_running_loop()
+
+        def failed(error: BaseException) -> None:  # on the device worker's thread
+            loop.call_soon_threadsafe(self._fall_back, candidate, own, error)
+
+        own.state, candidate.state = CandidateState.REPLACED, CandidateState.SERVING
+        runtime.serve(Swapped(lowered, behind, shapes, failed), candidate)
+        log.info("extractor %s runs on %s now: %s", runtime.description.id, candidate.backend, candidate.ms)
+
+    def _fall_back(self, candidate: Candidate, own: Candidate, error: BaseException) -> None:
+        """Record that ``candidate`` failed a batch after it took over, and that eager serves again."""
+        runtime, why = self._runtime, summarize(error)
+        candidate.fail(why)
+        own.state = CandidateState.SERVING
+        runtime.serve(runtime.run, own)
+        log.error(
+            "%s failed for extractor %s; eager serves it again: %s", candidate.backend, runtime.description.id, why
+        )
+
+    # Both
+
+    def _serve(self, run: Lowered, candidate: Candidate) -> None:
+        candidate.state = CandidateState.SERVING
+        self._runtime.candidates = [candidate]
+        self._runtime.serve(run, candidate)
+
+    async def _lower(self, backend: Backend, pool: Executor) -> tuple[Lowered, Reference]:
+        """Lower in ``pool``; also gives the reference to compare with.
+
+        A cached artifact is tried on one photograph: a damaged one may load and compute something else. Cancelling the
+        call cancels the lowering.
+
+        Raises:
+            LoweringFailed: the backend does not take the model, or the lowering was cancelled.
+        """
+        tools, description, extractor = self._tools, self._runtime.description, self._runtime.extractor
+        cancelled = threading.Event()
+
+        def work(reuse: bool) -> tuple[Lowered, Reference]:
+            if cancelled.is_set():
+                raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
+            rows, calibration = example_rows(description, extractor, tools.device, tools.settings.calibration_dir)
+            two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
+            options = replace(self._options(), cancelled=cancelled, reuse=reuse, calibration=calibration)
+            lowered = backend.lower(extractor.module, two, options)
+            return lowered, Reference(extractor.module, rows, description.spec.precision)
+
+        tools.lowerings.add(cancelled)
         try:
-            return images * await self._trials.seconds_per_row(reference, eager) > WORTH_SECONDS
-        except (PassFailed, NotReady):  # the latter for too little memory
-            return False
+            lowered, reference = await in_pool(pool, work, True)
+            artifact = description.id, backend.name
+            recalled = getattr(lowered, "recalled", False) and artifact not in tools.remade
+            if recalled and not await self._confirmed(backend, reference, lowered):
+                log.warning("the cached compiled model of extractor %s is wrong and is compiled again", description.id)
+                tools.remade.add(artifact)
+                lowered, reference = await in_pool(pool, work, False)
+            return lowered, reference
+        finally:
+            cancelled.set()
+            tools.lowerings.discard(cancelled)
 
-    def improve(self, runtime: Runtime) -> asyncio.Task[None] | None:
-        """Start the search for a faster backend, unless it was started before, there is no such backend, or ``runtime``
-        is retired."""
-        if runtime.upgrade is None and (faster := self._faster(runtime)):
-            runtime.upgrade = background(self._improve(runtime, faster))
-        return runtime.upgrade
+    async def _confirmed(self, backend: Backend, reference: Reference, lowered: Lowered) -> bool:
+        candidate = Candidate(backend.name)
+        with suppress(PassFailed):
+            await self._tools.trials.compare_one(candidate, reference, lowered)
+        return candidate.agrees
 
-    def _has_copy(self, key: ModelKey) -> bool:
-        """Return whether an extractor holds a lowered copy of the weights ``key``, or is about to."""
-        over = (record.runtime for record in self._records if record.description.model_key == key)
-        return any(r is not None and r.upgrade is not None and (r.backend != "eager" or r.searched) for r in over)
-
-    def _has_place(self) -> bool:
-        """Return whether one more extractor may be compiled: there are fewer than usual, or one that was not used for
-        long can be evicted for it."""
-        unused = time.monotonic() - BUSY_SECONDS
-        compiled = [
-            (record, one)
-            for record in self._records
-            if record.runtime is not None
-            for one in record.runtime.all
-            if one.backend == "openvino" or one.searched
-        ]
-        evictable = (one for record, one in compiled if not record.pinned_or_active)
-        return len(compiled) < self._usual or any(one.last_used < unused for one in evictable)
-
-    def _faster(self, runtime: Runtime) -> Sequence[Backend]:
-        """Return the backends that may run ``runtime`` faster than eager."""
-        description = runtime.description
-        spec, entry = description.spec, description.entry
-        # int8's backend was chosen at the start, by the nodes to keep in float.
-        if runtime.retired or spec.backend != "auto" or spec.precision == "int8":
-            return []
-        if entry.is_quantized(description.weights) or entry.dtype != torch.float32:
-            return []
-        return faster_than_eager(self._device, spec.precision)
-
-    async def _improve(self, runtime: Runtime, backends: Sequence[Backend]) -> None:
-        """Search for a backend among ``backends`` that is faster than eager, and free what is not used any more."""
-        own = await runtime.check if runtime.check is not None else Candidate("eager", CandidateState.SERVING)
-        search = Search(runtime, own, backends, self._lowering, self._trials, self._verdicts, self._background)
-        await search.run(runtime.run)
-        del search
-        self.on_upgrade()
-        await in_pool(self._background, tidy)
+    def _options(self) -> Options:
+        settings = self._tools.settings
+        precision = self._runtime.description.spec.precision
+        return Options(self._tools.device, precision, settings.compute_threads, settings.cache_dir)

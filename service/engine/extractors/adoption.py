@@ -81,7 +81,7 @@ class Adoption:
             return None
         running = self._running.get(id)
         if running is None:
-            running = self._running[id] = background(self._adopt(id))
+            running = self._running[id] = background(self._adopt(id), "adopt")
             running.add_done_callback(lambda task: task.cancelled() or task.exception())
         record = await asyncio.shield(running)
         if id_or_name != id and self._records.get(id) is record:

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 import torch
 
 from fxcore.errors import FxError
-from service.engine.backends.upgrade import Upgrades
+from service.engine.backends.upgrades import Upgrades
 from service.engine.device.threads import RunInThread
 from service.engine.extractors.adoption import Adoption
 from service.engine.extractors.naming import Naming
@@ -53,7 +53,7 @@ class Extractors:
         device: where extractors run.
         pool: the threads that trace and build.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
-        upgrades: chooses the backend of each extractor.
+        upgrades: searches for faster backends.
         metrics: where evictions are counted.
         allowed: the only models served; None for all.
         compiled: how many extractors OpenVINO may run at a time.
@@ -92,8 +92,8 @@ class Extractors:
         self.eviction = Eviction(
             models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled, projections
         )
-        upgrades.on_upgrade = self.eviction.make_room
-        self._builder = Builder(models, upgrades, pool, ledger, self.eviction.make_room)
+        upgrades.tools.on_upgrade = self.eviction.make_room
+        self._builder = Builder(models, upgrades.tools, pool, ledger, self.eviction.make_room)
         self.variants = Variants(self._builder)
         self.sharing: Sharing | None = None
         self._adoption: Adoption | None = None
@@ -258,7 +258,7 @@ class Extractors:
         once its back-off is over."""
         if record.runtime is None and record.build is None and record.retry_at <= time.monotonic():
             record.state, record.problem = "building", None
-            record.build = background(self._build(record))
+            record.build = background(self._build(record), "build")
 
     async def _build(self, record: ExtractorRecord) -> Runtime | None:
         """Build ``record``; afterwards it is ready or failed. Returns what the build gave to those who wait for it."""

@@ -77,7 +77,7 @@ class Sharing:
                 return id
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
-        task = background(self._read(self._store.find, id_or_name))
+        task = background(self._read(self._store.find, id_or_name), "store")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all who wait may have left
         self._seen[id_or_name] = time.monotonic(), task
         return await asyncio.shield(task)
@@ -177,7 +177,7 @@ class Sharing:
         async with self.health.operation("write"):
             lock = self._locks.setdefault(id, asyncio.Lock())
             await lock.acquire()
-            task = background(in_pool(self._pool, function, *args))
+            task = background(in_pool(self._pool, function, *args), "store")
 
             def ended(done: asyncio.Task[T]) -> None:
                 lock.release()

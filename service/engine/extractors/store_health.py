@@ -109,7 +109,7 @@ class StoreHealth:
         """Begin to look at the store in the background, unless that is being done or was begun ``seconds`` ago."""
         if time.monotonic() - self._looked >= seconds and (self._look is None or self._look.done()):
             self._looked = time.monotonic()
-            self._look = background(self.look())
+            self._look = background(self.look(), "store")
 
     def _failed(self, kind: str, error: Exception) -> str:
         self._errors.labels(kind).inc()

@@ -15,7 +15,7 @@ from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
 from fxcore.images.decoding import Decoder
 from fxcore.models.weights import sized_model
-from service.engine.backends.upgrade import Upgrades
+from service.engine.backends.upgrade import Tools, Upgrade
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
 from service.engine.ledger import Ledger
@@ -36,14 +36,14 @@ class Builder:
 
     Args:
         models: the loaded weights.
-        upgrades: chooses the first backend.
+        tools: choose the first backend.
         pool: the threads that trace and build.
         ledger: counts what is built.
         make_room: evicts until a number of bytes fits into memory.
     """
 
     models: ModelStore
-    upgrades: Upgrades
+    tools: Tools
     pool: Executor
     ledger: Ledger
     make_room: Callable[[int], None]
@@ -80,10 +80,8 @@ class Builder:
             BadEdit: a node cannot be edited; ``name``.
             FxError: why it cannot be built.
         """
-        runtime, original = await self._pruned(await in_pool(self.pool, _described, description, which))
-        await self._lowered(runtime, original)
-        runtime.stop()
-        runtime.check = None  # what comes once is not worth comparing
+        runtime, _ = await self._pruned(await in_pool(self.pool, _described, description, which))
+        await self._lowered(runtime, None)  # what comes once is not worth comparing
         return runtime
 
     async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
@@ -115,9 +113,9 @@ class Builder:
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
         return Runtime(description, graph, extractor, done, self.ledger, held), original
 
-    async def _lowered(self, runtime: Runtime, original: Callable[..., Any]) -> None:
+    async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:
-            await self.upgrades.first(runtime, original, self.pool)
+            await Upgrade(runtime, self.tools).first(original, self.pool)
         except BaseException:
             runtime.retire()
             raise

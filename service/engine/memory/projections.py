@@ -61,7 +61,7 @@ class Projections:
         for key in keys:
             task = self._making.get(key)
             if task is None:
-                task = self._making[key] = background(self._make(key))
+                task = self._making[key] = background(self._make(key), "project")
             self._last_used[key] = time.monotonic()
             made[key[0]] = await asyncio.shield(task)
         return made

@@ -3,7 +3,7 @@ that edit inner values.
 
 Each variant has a runtime of its own, over a graph of the model built for that size, or a graph with the factors of the
 edited nodes as inputs. Its weights are the loaded ones, but for what depends on the size. It runs on eager until it has
-answered enough images for a faster backend to pay; see :meth:`service.engine.backends.upgrade.Upgrades.used`.
+answered enough images for a faster backend to pay; see :meth:`service.engine.backends.upgrades.Upgrades.used`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Variants:
             return known
         build = self._builds.get((runtime, which))
         if build is None:
-            build = self._builds[runtime, which] = background(self._build(runtime, which))
+            build = self._builds[runtime, which] = background(self._build(runtime, which), "build")
         return await asyncio.shield(build)
 
     async def _build(self, runtime: Runtime, which: Variant) -> Runtime:

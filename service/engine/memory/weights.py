@@ -56,7 +56,7 @@ class ModelStore:
         """
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = background(self._load(entry, key))
+            load = self._loads[key] = background(self._load(entry, key), "load")
         try:
             return await asyncio.shield(load)
         except BaseException:

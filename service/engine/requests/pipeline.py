@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxcore.edits import Edit
 from fxcore.images.files import Header
-from service.engine.backends.upgrade import Upgrades
+from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.device.threads import in_pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
 from typing import Annotated, Any
@@ -202,8 +203,9 @@ async def create_extractor(
     if (failure := record.failure) is not None:
         raise failure
     runtime = record.runtime
-    if runtime is not None and runtime.check is not None and wait > 0:
-        await asyncio.wait({runtime.check}, timeout=min(wait, CHECK_SECONDS))
+    if runtime is not None and wait > 0:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(runtime.checked.wait(), min(wait, CHECK_SECONDS))
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
         orjson.dumps(describe(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"

@@ -82,6 +82,7 @@ class Held(Broken):
 async def settled(record: ExtractorRecord) -> dict[str, Any]:
     """The record's checks once the search for a faster backend is over."""
     assert record.runtime is not None
+    assert record.runtime.wanted.is_set()
     assert record.runtime.upgrade is not None
     await asyncio.wait_for(asyncio.shield(record.runtime.upgrade), 5 * PATIENCE)
     assert record.checks is not None

@@ -89,7 +89,7 @@ class Watched:
         self.open.set()
         self.entered = threading.Event()
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
-        runtime.serve(self, runtime.backend)
+        runtime.serve(self, runtime.serving)
 
     grown = 0
 

@@ -32,7 +32,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
                 running.extractors.unload(record.id)
         if action == "delete":
             await running.features(unused, tensors(*range(16)))
-            assert unused.runtime.upgrade is None
+            assert not unused.runtime.wanted.is_set()
         await running.features(wanted, tensors(0))
         await held.began("features.3", "features.6")
         held.open.set()
@@ -105,7 +105,7 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
     async with engine(lowering=True) as running:
         busy, record = await built(running, nodes=["features.2"]), await built(running, nodes=["features.3"])
         watched = Watched(busy)
-        await asyncio.gather(*(one.runtime.check for one in (busy, record)))
+        await asyncio.gather(*(one.runtime.checked.wait() for one in (busy, record)))
         watched.open.clear()
         first = asyncio.create_task(running.features(busy, tensors(0)))
         await watched.begun()

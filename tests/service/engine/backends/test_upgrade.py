@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxcore.backends import BACKENDS, Lowered
+from fxcore.backends import BACKENDS, Lowered, Options
 from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
 from service.engine.backends.checks import Reference
@@ -35,7 +35,7 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     async with engine(lowering=True, cache_dir=cache, max_batch=4) as running:
         record = await built(running, backend="auto")
-        assert (record.backend, record.runtime.upgrade) == ("eager", None)
+        assert (record.backend, record.runtime.wanted.is_set()) == ("eager", False)
         before = await running.features(record, jpegs)
         await asyncio.sleep(0)
         checks = record.checks
@@ -79,18 +79,18 @@ async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: 
     async with engine(lowering=True, cache_dir=cache) as running:
         record = await built(running, backend="eager")
         await running.features(record, jpegs)
-        assert (record.backend, record.runtime.upgrade) == ("eager", None)
+        assert (record.backend, record.runtime.wanted.is_set()) == ("eager", False)
 
 
 async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, jpegs: list[bytes]) -> None:
     async with engine(lowering=True) as running:
         first, second = await built(running), await built(running, nodes=["features.3"])
         await running.features(first, jpegs)
-        assert first.runtime.upgrade is not None
+        assert first.runtime.wanted.is_set()
         await running.features(second, jpegs)
-        assert second.runtime.upgrade is None
+        assert not second.runtime.wanted.is_set()
         await running.features(second, jpegs * 5)
-        assert second.runtime.upgrade is not None
+        assert second.runtime.wanted.is_set()
 
 
 async def test_a_run_searches_only_where_that_saves_time(
@@ -125,10 +125,9 @@ async def test_a_run_whose_batches_do_not_fit_in_memory_starts(
     async with engine(cache_dir=cache, max_batch=8) as running:
         record = await built(running)
         assert record.runtime is not None
-        lowered = Broken("two rows").lower(
-            record.runtime.extractor.module, (), running._upgrades._lowering.options(record.description)
-        )
-        record.runtime.serve(lowered, "eager")
+        options = Options()
+        lowered = Broken("two rows").lower(record.runtime.extractor.module, (), options)
+        record.runtime.serve(lowered, record.runtime.serving)
         await running.settle(record.runtime, 10**7)
         assert record.backend == "eager"
 
@@ -163,10 +162,10 @@ async def test_a_search_that_found_nothing_blocks_no_other(
         await settled(records[1])
         assert [record.backend for record in records[:2]] == ["eager", "openvino"]
         await running.features(records[2], jpegs)
-        assert records[2].runtime.upgrade is None
+        assert not records[2].runtime.wanted.is_set()
         await running.extractors.delete(records[1].id)
         await running.features(records[3], jpegs)
-        assert records[3].runtime.upgrade is not None
+        assert records[3].runtime.wanted.is_set()
 
 
 @pytest.mark.parametrize(
@@ -284,8 +283,7 @@ async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, c
     async with engine(cache_dir=cache) as running:
         record, _ = await running.extractor(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
         assert (record.state, record.backend) == ("ready", "openvino"), record.problem
-        assert record.runtime.check is not None
-        await asyncio.wait_for(asyncio.shield(record.runtime.check), 5 * PATIENCE)
+        await asyncio.wait_for(record.runtime.checked.wait(), 5 * PATIENCE)
         assert record.checks is not None
         layers = record.checks["layers"]
         assert {"conv1", "layer1.0.conv2", "layer1.1.add"} <= {layer["name"] for layer in layers}
@@ -301,5 +299,5 @@ async def test_preloaded_ones_are_ready_when_they_are_fast(
     ) as running:
         await until(lambda: running.readiness()[0])
         (record,) = running.records.list()
-        assert record.runtime.upgrade is not None
-        assert record.runtime.upgrade.done()
+        assert record.runtime.wanted.is_set()
+        assert not record.runtime.searched

@@ -272,7 +272,7 @@ async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: 
     def defect(*asked: object) -> None:
         raise LookupError("nobody thought of this")
 
-    monkeypatch.setattr("service.engine.backends.upgrade.Upgrades.improve", defect)
+    monkeypatch.setattr("service.engine.backends.upgrades.Upgrades.improve", defect)
     async with engine(preload="squeezenet1_1@random:features.3", lowering=True) as running:
         await until(lambda: "failed" in running.readiness()[1])
         assert running.readiness() == (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.backends.upgrade import Upgrades
+from service.engine.backends.upgrade import Upgrade
 from tests.service.engine.running import PATIENCE, MakeEngine, spec
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +20,7 @@ async def test_a_build_ends_with_its_engine(engine: MakeEngine, monkeypatch: pyt
         begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Upgrades, "first", held)
+    monkeypatch.setattr(Upgrade, "first", held)
     async with engine() as running:
         record, _ = await running.extractor(spec())
         build = record.build

@@ -16,7 +16,7 @@ from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
 from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import kept_graphs, model_graph
-from service.engine.backends.upgrade import WORTH_A_COPY
+from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.placement import CompiledLimits
 from service.garbage import tidy
 from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
@@ -286,7 +286,7 @@ async def main():
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
             record, _ = await engine.extractor(spec, 600)
             assert record.state == "ready", record.problem
-            await record.runtime.check  # which runs it once
+            await record.runtime.checked.wait()  # which runs it once
             graph = [node.name for node in record.runtime.graph.nodes if node.extractable]
         sizes.append(resident())
     nodes = sum(len(r.runtime.extractor.module.graph.nodes) for r in engine.records.list()[1:])
@@ -378,19 +378,19 @@ async def test_extractors_in_use_are_not_replaced_by_others(
 ) -> None:
     """Beyond the usual number those used next stay on eager, unless one that is compiled was idle for long."""
     monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 4))
-    monkeypatch.setattr("service.engine.backends.upgrade._FULL_SECONDS", 0.0)
+    monkeypatch.setattr("service.engine.backends.upgrades._FULL_SECONDS", 0.0)
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         records = [await built(running, nodes=[f"features.{place}"]) for place in (3, 4, 5)]
         for record in records:
             await running.features(record, tensors(*range(WORTH_A_COPY)))
-            if record.runtime.upgrade is not None:
+            if record.runtime.wanted.is_set():
                 await settled(record)
         assert [record.backend for record in records] == ["openvino", "openvino", "eager"]
         asked = await built(running, nodes=["features.6"], backend="openvino")
         assert [record.runtime is None for record in (*records, asked)] == [False] * 4
-        monkeypatch.setattr("service.engine.backends.upgrade.BUSY_SECONDS", 0.0)
+        monkeypatch.setattr("service.engine.backends.upgrades.BUSY_SECONDS", 0.0)
         monkeypatch.setattr("service.engine.memory.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])

@@ -11,7 +11,7 @@ import torch
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
-from service.engine.backends.upgrade import WORTH_A_COPY
+from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.memory import variants
 from tests.service.engine.fake_backends import Held
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
@@ -88,13 +88,13 @@ async def test_a_size_that_comes_often_gets_faster(engine: MakeEngine, held: Hel
         sized = runtime.variants[64, 96]
         assert sized.upgrade is not None
         await asyncio.wait_for(asyncio.shield(sized.upgrade), PATIENCE)
-        assert sized.measured["candidates"][1]["state"] in ("serving", "slower")
-        assert (runtime.upgrade, runtime.variants[96, 64].upgrade) == (None, None)
+        assert sized.checks["candidates"][1]["state"] in ("serving", "slower")
+        assert [one.wanted.is_set() for one in (runtime, runtime.variants[96, 64])] == [False, False]
         after = await running.features(record, [often, once], AVERAGE)
         for row, of in ((0, 0), (1, -1)):
             torch.testing.assert_close(after.outputs["blocks"][row], before.outputs["blocks"][of], rtol=1e-4, atol=1e-4)
         await running.features(record, [usual], AVERAGE)
-        assert runtime.upgrade is not None  # the extractor's own size has its own search, as ever
+        assert runtime.wanted.is_set()  # the extractor's own size has its own search, as ever
 
 
 async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> None:

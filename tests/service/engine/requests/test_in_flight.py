@@ -26,7 +26,7 @@ async def test_each_counts_its_own_blocks_without_background_work() -> None:
         assert one.includes_caller
         assert not other.includes_caller
         assert await asyncio.create_task(included())
-        later = background(included())
+        later = background(included(), "included")
     assert not await later
 
 

@@ -1,0 +1,147 @@
+"""When a faster backend is searched for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import torch
+
+from service.engine.backends.checks import PassFailed, Reference, check_photographs
+from service.engine.backends.choice import faster_backends
+from service.engine.backends.trials import Trials
+from service.engine.backends.upgrade import Tools
+from service.engine.backends.verdicts import Verdicts
+from service.engine.description import ModelKey
+from service.engine.device.queue import Queue
+from service.engine.device.threads import Pool, compute_on
+from service.engine.placement import BUSY_SECONDS
+from service.engine.record import ExtractorRecord
+from service.engine.rows import RowShape
+from service.engine.runtime import Runtime
+from service.problems import NotReady
+from service.settings import Settings
+
+WORTH_A_COPY = 16
+"""Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
+already; and images that a variant of it answers before that gets one."""
+
+WORTH_SECONDS = 30.0
+"""Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
+mobilenet_v3_small and 40 for swin_t, and what it finds takes a third to three quarters of the time."""
+
+_FULL_SECONDS = 1.0
+"""Seconds after which it is looked again for a place for one more compiled extractor."""
+
+
+class Upgrades:
+    """Decides when extractors are upgraded. For one event loop.
+
+    Args:
+        device: where extractors run.
+        queue: the device worker's.
+        settings: threads, cache, and whether ``auto`` looks for something faster.
+        usual: compiled extractors beside which none is added while all are in use.
+        records: a view of all extractors.
+
+    Attributes:
+        tools: what they share.
+    """
+
+    def __init__(
+        self, device: torch.device, queue: Queue, settings: Settings, usual: int, records: Collection[ExtractorRecord]
+    ) -> None:
+        # Two threads: builds that requests wait for do not queue behind background work.
+        self._foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
+        self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
+        self.tools = Tools(
+            device,
+            settings,
+            Trials(queue, settings.max_batch),
+            Verdicts(settings),
+            self._foreground,
+            self._background,
+        )
+        self._usual = usual
+        self._records = records
+        self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._foreground.start()
+        self._background.start()
+
+    def close(self) -> None:
+        """Cancel all lowerings."""
+        for cancelled in self.tools.lowerings:
+            cancelled.set()
+        for pool in (self._foreground, self._background):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
+        """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what
+        has answered enough, if there is place for one more that is compiled: for the extractor, and for each of its
+        variants."""
+        for one, images in Counter(map(runtime.at, shapes)).items():
+            self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
+
+    def _count(self, runtime: Runtime, images: int, worth: int) -> None:
+        runtime.images += images
+        if not self.tools.settings.lowering or runtime.wanted.is_set():
+            return
+        if runtime.images < worth:
+            return
+        if runtime.images < WORTH_A_COPY and self._has_copy(runtime.description.model_key):
+            return
+        now = time.monotonic()
+        if now < self._full_until:
+            return
+        if self._has_place():
+            self.improve(runtime)
+        else:
+            self._full_until = now + _FULL_SECONDS
+
+    async def pays(self, runtime: Runtime, images: int) -> bool:
+        """Return whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or
+        eager takes over :data:`WORTH_SECONDS` for them."""
+        tools, description, eager = self.tools, runtime.description, runtime.run
+        faster = faster_backends(description, tools.device)
+        if not faster:
+            return False
+        for backend in faster:
+            if await asyncio.to_thread(tools.verdicts.read, description, backend.name) is not None:
+                return True
+        rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, tools.device)
+        reference = Reference(eager, rows, description.spec.precision)
+        try:
+            return images * await tools.trials.seconds_per_row(reference, eager) > WORTH_SECONDS
+        except (PassFailed, NotReady):  # the latter for too little memory
+            return False
+
+    def improve(self, runtime: Runtime) -> asyncio.Task[None] | None:
+        """Have a faster backend searched for, unless there is none or ``runtime`` is retired. Returns the task that
+        ends with the search; None where none was ever begun."""
+        if not runtime.retired and faster_backends(runtime.description, self.tools.device):
+            runtime.wanted.set()
+        return runtime.upgrade if runtime.wanted.is_set() else None
+
+    def _has_copy(self, key: ModelKey) -> bool:
+        """Return whether an extractor holds a lowered copy of the weights ``key``, or is about to."""
+        over = (record.runtime for record in self._records if record.description.model_key == key)
+        return any(r is not None and r.wanted.is_set() and (r.backend != "eager" or r.searched) for r in over)
+
+    def _has_place(self) -> bool:
+        """Return whether one more extractor may be compiled: there are fewer than usual, or one that was not used for
+        long can be evicted for it."""
+        unused = time.monotonic() - BUSY_SECONDS
+        compiled = [
+            (record, one)
+            for record in self._records
+            if record.runtime is not None
+            for one in record.runtime.all
+            if one.backend == "openvino" or one.searched
+        ]
+        evictable = (one for record, one in compiled if not record.pinned_or_active)
+        return len(compiled) < self._usual or any(one.last_used < unused for one in evictable)
