@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from itertools import count
 from typing import TypeVar
 
@@ -78,6 +78,7 @@ class Engine:
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
+        in_flight: accepted requests: :meth:`drain` waits for ``with`` blocks over it.
         preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
             why.
     """
@@ -134,7 +135,7 @@ class Engine:
         self._preload_trouble: str | None = "the service is starting"
         self.preload_failed = False
         self.draining = False
-        self._in_flight = InFlight()
+        self.in_flight = InFlight()
 
     async def start(self) -> None:
         """Start the device worker and the preloading; :meth:`readiness` says when that is done.
@@ -158,14 +159,6 @@ class Engine:
         await self.extractors.start()
         self._preloading = background(self._preload(), "preload")
 
-    def accepted(self) -> AbstractContextManager[None]:
-        """Return the context that a request runs in until its response is sent.
-
-        :meth:`drain` waits for it, and :meth:`features` still works inside it. Once draining has begun, new requests
-        get a context that does nothing.
-        """
-        return nullcontext() if self.draining else self._in_flight
-
     async def drain(self, grace: float | None = None) -> None:
         """Take no new work, and wait until accepted requests are answered.
 
@@ -176,9 +169,9 @@ class Engine:
         self.draining = True
         try:
             async with asyncio.timeout(self.settings.grace_period if grace is None else grace):
-                await self._in_flight.wait_idle()
+                await self.in_flight.wait_idle()
         except TimeoutError:
-            log.warning("closing with %d requests unfinished", self._in_flight.count)
+            log.warning("closing with %d requests unfinished", self.in_flight.count)
             self._queue.close(Draining())
             self._worker.abandon(Draining())
 
@@ -253,6 +246,7 @@ class Engine:
         build: bool = True,
         keep: bool = False,
         trace_in: RunInThread | None = None,
+        accepted: bool = False,
     ) -> tuple[ExtractorRecord, bool]:
         """Return the extractor that ``spec`` describes, made if there is none yet.
 
@@ -262,6 +256,7 @@ class Engine:
             build: whether one may be made.
             keep: whether the store, where there is one, must have it afterwards.
             trace_in: runs in a thread what may trace the model; by default in one that builds extractors.
+            accepted: whether it is part of a request that was accepted before draining began.
 
         Returns:
             The record and whether it is new. A failed build is not raised: see ``state`` and ``problem``.
@@ -272,7 +267,7 @@ class Engine:
             NotReady: it cannot be kept.
             Draining: the service is shutting down.
         """
-        self._refuse_new_work()
+        self._check_draining(accepted)
         record, created = await self.extractors.get(spec, build, keep, trace_in)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
@@ -328,7 +323,7 @@ class Engine:
             DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
             FxError: the error of the extractor's build.
         """
-        self._refuse_new_work()
+        self._check_draining(reservation is not None and reservation.accepted)
         options = options or FeatureOptions()
         options.check_regions(regions)
         trouble = self._worker.trouble(self.settings.request_timeout)
@@ -337,7 +332,7 @@ class Engine:
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
         client = SERVICE if reservation is None else reservation.client
-        with self.admission.enter(client, reservation) as ticket, self._in_flight:
+        with self.admission.enter(client, reservation) as ticket, self.in_flight:
             async with self.extractors.use(record) as runtime:
                 return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket, edits)
 
@@ -351,23 +346,23 @@ class Engine:
     ) -> Attributed:
         """Attribute the result of an extractor that begins at inner nodes to one of its inputs; see
         :func:`service.engine.requests.attributing.attribute`."""
-        self._refuse_new_work()
-        with self.admission.enter(reservation.client, reservation) as ticket, self._in_flight:
+        self._check_draining(reservation.accepted)
+        with self.admission.enter(reservation.client, reservation) as ticket, self.in_flight:
             async with self.extractors.use(record) as runtime:
                 return await attribute(runtime, values, asked, self._queue, ticket, deadline)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""
-        with self._in_flight:
+        with self.in_flight:
             return await in_pool(self._encoders, function, *args)
 
     async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
-        with self._in_flight:
+        with self.in_flight:
             return await in_pool(self._builders, function, *args)
 
-    def _refuse_new_work(self) -> None:
-        if self.draining and not self._in_flight.includes_caller:
+    def _check_draining(self, accepted: bool) -> None:
+        if self.draining and not accepted:
             raise Draining()
 
     async def _preload(self) -> None:

@@ -98,9 +98,13 @@ class Admission:
         self._requests_of[client] = self._requests_of.get(client, 0) + 1
         return Ticket(self, client, reservation)
 
-    def reserve(self, client: str) -> Reservation:
-        """Count the bytes that a request of ``client`` holds from its body's first byte to its response's last."""
-        return Reservation(self, client)
+    def reserve(self, client: str, accepted: bool = False) -> Reservation:
+        """Count the bytes that a request of ``client`` holds from its body's first byte to its response's last.
+
+        Args:
+            accepted: whether it was accepted before the service began to drain.
+        """
+        return Reservation(self, client, accepted)
 
     def retry_after(self, client: str) -> float:
         """Return seconds until all requests in the server, and the retries before one of ``client``, will be done, at
@@ -244,12 +248,14 @@ class Reservation:
 
     Attributes:
         client: who sent the request.
+        accepted: whether it was accepted before the service began to drain.
         bytes: how many it holds.
     """
 
-    def __init__(self, admission: Admission, client: str) -> None:
+    def __init__(self, admission: Admission, client: str, accepted: bool) -> None:
         self._admission = admission
         self.client = client
+        self.accepted = accepted
         self._ended = False
         self.bytes = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import ContextVar
 
 
 class InFlight:
@@ -13,23 +12,15 @@ class InFlight:
         self.count = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._depth: ContextVar[int] = ContextVar("in_flight", default=0)  # how many such blocks the caller is inside
 
     def __enter__(self) -> None:
         self.count += 1
         self._idle.clear()
-        self._depth.set(self._depth.get() + 1)
 
     def __exit__(self, *error: object) -> None:
         self.count -= 1
         if not self.count:
             self._idle.set()
-        self._depth.set(self._depth.get() - 1)
-
-    @property
-    def includes_caller(self) -> bool:
-        """Whether the caller is inside such a block."""
-        return self._depth.get() > 0
 
     async def wait_idle(self) -> None:
         """Wait until no block is open."""

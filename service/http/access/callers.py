@@ -18,10 +18,12 @@ class Caller:
     Attributes:
         client: its API key, or its address where there are no keys.
         may_build: whether it may build extractors and load weights, also implicitly.
+        accepted: whether the request came before the service began to drain.
     """
 
     client: str = ""
     may_build: bool = True
+    accepted: bool = False
 
 
 _UNKNOWN = Caller()

@@ -64,7 +64,8 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
             await self.app(scope, receive, send)
             return
-        with self.admission.reserve(caller_of(scope).client) as reservation:
+        caller = caller_of(scope)
+        with self.admission.reserve(caller.client, caller.accepted) as reservation:
             set_reservation(scope, reservation)
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):

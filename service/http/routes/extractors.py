@@ -186,6 +186,7 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
 @declares("admin", problems.BodyTooLarge, problems.UnsupportedMediaType, *MAKING_PROBLEMS)
 async def create_extractor(
     state: Shared,
+    caller: Calling,
     spec: ExtractorSpec,
     wait: Annotated[
         float,
@@ -199,7 +200,7 @@ async def create_extractor(
     ] = DEFAULT_WAIT,
 ) -> Response:
     """Create an extractor: a model pruned to what the chosen nodes need."""
-    record, created = await state.engine.extractor(spec, wait, keep=True)
+    record, created = await state.engine.extractor(spec, wait, keep=True, accepted=caller.accepted)
     if (failure := record.failure) is not None:
         raise failure
     runtime = record.runtime

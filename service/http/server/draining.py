@@ -6,13 +6,15 @@ import asyncio
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine
+from service.http.access.callers import caller_of, set_caller
 from service.http.problem_responses import error_response
 from service.problems import Draining
 
@@ -40,8 +42,10 @@ class Accepted:
             responded = True
             await send(message)
 
+        accepted = not self.engine.draining
+        set_caller(scope, replace(caller_of(scope), accepted=accepted))
         try:
-            with self.engine.accepted():
+            with self.engine.in_flight if accepted else nullcontext():
                 await self.app(scope, receive, send_response)
         except asyncio.CancelledError:
             if responded or not self.engine.draining:

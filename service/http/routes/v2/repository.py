@@ -79,11 +79,13 @@ async def load(
     try:
         async with asyncio.timeout(timeout):
             if config is not None:
-                record, _ = await state.engine.extractor(await _configured(state, caller, name, config), keep=True)
+                spec = await _configured(state, caller, name, config)
+                record, _ = await state.engine.extractor(spec, keep=True, accepted=caller.accepted)
             else:
                 target = await metadata.find(state, caller, name)
                 if isinstance(target, ModelEntry):
-                    target, _ = await state.engine.extractor(await metadata.own_spec(state, caller, target))
+                    spec = await metadata.own_spec(state, caller, target)
+                    target, _ = await state.engine.extractor(spec, accepted=caller.accepted)
                 record = target
             await state.engine.extractors.load(record)
     except TimeoutError:

@@ -8,35 +8,38 @@ from typing import Any
 
 import pytest
 
-from service.engine.requests.in_flight import InFlight
-from service.engine.tasks import background
 from service.observability import logs
-from tests.service.engine.running import PATIENCE, MakeEngine, spec
+from service.problems import Draining
+from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_each_counts_its_own_blocks_without_background_work() -> None:
-    one, other = InFlight(), InFlight()
+async def test_an_accepted_request_goes_on_while_the_engine_drains(engine: MakeEngine) -> None:
+    """What it needs may have to be built first."""
+    async with engine() as running:
+        record = await built(running)
+        with running.in_flight, running.admission.reserve("a", accepted=True) as reservation:
+            draining = asyncio.create_task(running.drain())
+            await asyncio.sleep(0)
+            assert (await running.features(record, tensors(1), reservation=reservation)).images == 1
+            other, _ = await running.extractor(spec(nodes=["features.3"]), PATIENCE, accepted=True)
+            assert other.state == "ready"
+            with running.admission.reserve("a") as late, pytest.raises(Draining):
+                await running.features(record, tensors(1), reservation=late)
+            with pytest.raises(Draining):
+                await running.extractor(spec(nodes=["features.3"]))
+            assert not draining.done()
+        await asyncio.wait_for(draining, PATIENCE)
 
-    async def included() -> bool:
-        return one.includes_caller
 
-    with one:
-        assert one.includes_caller
-        assert not other.includes_caller
-        assert await asyncio.create_task(included())
-        later = background(included(), "included")
-    assert not await later
-
-
-async def test_a_build_logs_under_no_request(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_build_logs_under_its_own_name(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made for whoever asks for it, of whom the first may be answered long before."""
-    seen: list[str | None] = []
+    seen: list[str] = []
 
     class Seeing(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            seen.append(logs.request_id.get())
+            seen.append(logs.TextLines().format(record))
 
     def fail(*given: Any, **options: Any) -> None:
         raise LookupError("nobody thought of this")
@@ -51,4 +54,5 @@ async def test_a_build_logs_under_no_request(engine: MakeEngine, monkeypatch: py
     finally:
         logs.request_id.reset(entered)
         logging.getLogger("fxserve.extractors").removeHandler(handler)
-    assert seen == [None]
+    (line,) = seen
+    assert "fxserve.extractors [fxserve-build] building extractor" in line
