@@ -25,7 +25,6 @@ from service.engine import Engine
 from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_with, run_at_low_priority
 from service.engine.runtime import Runtime
-from service.garbage import release
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 
@@ -122,7 +121,6 @@ def main() -> None:
     # Measured again: the best of many measurements is biased upwards.
     for _ in sys.stdin:
         print(json.dumps(measure(best)), flush=True)
-    release()
 
 
 if __name__ == "__main__":

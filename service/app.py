@@ -74,7 +74,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await state.engine.start()  # first: it decides where threads allocate
+        await state.engine.start(exempt=True)  # first: it decides where threads allocate
         state.start()
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():

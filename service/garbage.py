@@ -1,13 +1,15 @@
 """The policy of Python's garbage collector in this process.
 
 torch and the graphs of models are about a million objects that stay. A full collection visits each of them and stops
-all threads meanwhile, so what stays is exempt from collections.
+all threads meanwhile, so what there is once the service has started is exempt from collections. What is built later is
+collected as Python does, and once more after each deletion.
 
 Nothing heavy is imported here, as commands begin with this module.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 _THRESHOLD = 10_000
@@ -23,24 +25,26 @@ def collect_rarely() -> None:
 
 
 def exempt() -> None:
-    """Exempt what was made since the last call, as a built extractor, from later collections.
+    """Collect garbage, and exempt what is left from later collections until the process ends.
 
-    Garbage among it is collected first, or it would stay until the next :func:`tidy`. This collection visits only what
-    is not exempt yet.
+    C++ libraries report each of their objects that is left then.
     """
-    gc.collect()
+    collect()
+    if not gc.get_freeze_count():
+        atexit.register(gc.unfreeze)
     gc.freeze()
 
 
-def tidy() -> None:
-    """Collect all garbage, what was exempt included, return free memory to the system, and exempt what is left."""
+def collect(thaw: bool = False) -> None:
+    """Collect garbage, and return free memory to the system.
+
+    Args:
+        thaw: whether what is exempt may be garbage as well.
+    """
     from fxcore.memory import give_back
 
-    gc.unfreeze()
+    if thaw:
+        gc.unfreeze()
     give_back()
-    gc.freeze()
-
-
-def release() -> None:
-    """End the exemption, at the process's end: C++ libraries report each of their objects that is left then."""
-    gc.unfreeze()
+    if thaw:
+        gc.freeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 # Read when torch is loaded: several processes test at a time, and idle threads of one would spin on the other's core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -19,26 +19,15 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from tests.decoding import decoded
 
-_freeze = gc.freeze
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _what_stays_stays_exempt() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "freeze", lambda: None)
-        patch.setattr(gc, "unfreeze", lambda: None)
-        yield
-
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_others_left_is_exempt(_what_stays_stays_exempt: None) -> None:
+def _what_others_left_is_exempt() -> None:
     """Exempt what there is before the tests of a file from their collections; what they make is collected.
 
-    All that tests import is several times what a service imports. Each engine that starts, and each extractor that is
-    built, would look through it for a second or two.
+    All that tests import is several times what a service imports.
     """
     gc.collect()
-    _freeze()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

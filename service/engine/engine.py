@@ -44,7 +44,7 @@ from service.engine.requests.pipeline import Pipeline
 from service.engine.requests.plan import Inputs
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
-from service.garbage import collect_rarely, release, tidy
+from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
 from service.schemas.regions import GivenRegions
@@ -137,10 +137,14 @@ class Engine:
         self.draining = False
         self.in_flight = InFlight()
 
-    async def start(self) -> None:
+    async def start(self, exempt: bool = False) -> None:
         """Start the device worker and the preloading; :meth:`readiness` says when that is done.
 
         The operator's own models are in the catalog then.
+
+        Args:
+            exempt: whether what is in memory once all is preloaded is exempt from garbage collection. For a process
+                that does nothing else.
         """
         PIL.Image.MAX_IMAGE_PIXELS = None  # of this process; FXSERVE_MAX_PIXELS is the limit
         use_one_heap()
@@ -153,11 +157,10 @@ class Engine:
         self._upgrades.start()
         await in_pool(self._builders, register_models, self.settings.models_dir, True)
         await in_pool(self._builders, warn_unknown_models, self.settings.models or ())
-        await in_pool(self._builders, tidy)
         self._worker.start()
         self._decoders.start()
         await self.extractors.start()
-        self._preloading = background(self._preload(), "preload")
+        self._preloading = background(self._preload(exempt), "preload")
 
     async def drain(self, grace: float | None = None) -> None:
         """Take no new work, and wait until accepted requests are answered.
@@ -188,7 +191,6 @@ class Engine:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
         for pool in (self._intake, self._builders, self._encoders, self._chores, self._downloads):
             pool.shutdown(wait=False, cancel_futures=True)
-        release()
 
     def readiness(self) -> tuple[bool, str]:
         """Return whether requests can be served now, and if not, why."""
@@ -365,7 +367,7 @@ class Engine:
         if self.draining and not accepted:
             raise Draining()
 
-    async def _preload(self) -> None:
+    async def _preload(self, exempt: bool) -> None:
         """Preload the extractors in the settings; one that fails is tried again until it succeeds, since what it lacks
         may come: weights that a hub could not serve, a file, memory."""
         for text in self.settings.preload:
@@ -384,6 +386,8 @@ class Engine:
                     log.error("%s; it is tried again in %.0f s", self._preload_trouble, seconds, exc_info=exc_info)
                     await asyncio.sleep(seconds)
             self.preload_failed = False
+        if exempt:
+            await self.extractors.collector.exempt()
         self._preload_trouble = None
 
     async def _preload_one(self, text: str) -> None:

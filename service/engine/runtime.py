@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class Runtime:
         extractor: pruned from ``graph``, transformed.
         transformed: what its transforms did, if it has any.
         ledger: where its bytes are counted while it is in memory.
+        on_idle: called with it once it is retired and not in use.
         held: bytes by address of the storages of its model that are not of the loaded one: of a model built for another
             size, those that were resampled.
 
@@ -57,6 +58,7 @@ class Runtime:
             :mod:`service.engine.backends.upgrade`.
         checked: set once the values of the first backend were compared, or could not be.
         wanted: set once a faster backend is to be searched for.
+        made: when it was built, on the clock of ``time.monotonic()``.
         images: how many images it has answered.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
@@ -76,6 +78,7 @@ class Runtime:
         extractor: Extractor,
         transformed: Transformed | None,
         ledger: Ledger,
+        on_idle: Callable[[Runtime], object],
         held: Mapping[int, int] | None = None,
     ) -> None:
         self.description = description
@@ -88,6 +91,7 @@ class Runtime:
         self.upgrade: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
         self.wanted = asyncio.Event()
+        self.made = time.monotonic()
         self.images = 0
         self.last_used = time.monotonic()
         self.retired = False
@@ -95,6 +99,7 @@ class Runtime:
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
         self._ledger = ledger
+        self._on_idle = on_idle
         self._held = held or {}
         self._counted: Mapping[int, int] = {}
         self._users = 0
@@ -128,6 +133,8 @@ class Runtime:
         self._count({})
         for variant in self.variants.values():
             variant.retire()
+        if not self._users:
+            self._on_idle(self)
 
     def stop(self) -> None:
         """End its background task, and those of its variants."""
@@ -146,6 +153,8 @@ class Runtime:
         finally:
             self._users -= 1
             self.last_used = time.monotonic()
+            if self.retired and not self._users:
+                self._on_idle(self)
 
     @property
     def backend(self) -> str:

@@ -47,7 +47,6 @@ from service.engine.device.threads import in_pool
 from service.engine.errors import is_shortage, shortage
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
-from service.garbage import tidy
 from service.problems import BackendRefused, Problem
 from service.settings import Settings
 
@@ -65,7 +64,7 @@ class Tools:
         verdicts: what earlier searches found.
         foreground: the thread that lowers what requests wait for.
         background: the thread that lowers beside them.
-        on_upgrade: called when another backend may have taken over, which takes memory.
+        on_upgrade: called when a search has ended: another backend may have taken over, which takes memory.
         lowerings: those in progress; setting one cancels it.
         remade: (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
     """
@@ -177,7 +176,6 @@ class Upgrade:
         await runtime.wanted.wait()
         await self._search()
         self._tools.on_upgrade()
-        await in_pool(self._tools.background, tidy)
 
     async def _measure(self, original: Callable[..., Any], eager: Lowered) -> None:
         """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.

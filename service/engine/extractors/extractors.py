@@ -27,7 +27,7 @@ from service.engine.extractors.store import Store, Stored
 from service.engine.extractors.store_health import CHECK_SECONDS
 from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
-from service.engine.memory.deleted import Deleted
+from service.engine.memory.collecting import Collector
 from service.engine.memory.eviction import Eviction
 from service.engine.memory.projections import Projections
 from service.engine.memory.variants import Variants
@@ -36,7 +36,6 @@ from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.runtime import Runtime
 from service.engine.tasks import background
-from service.garbage import tidy
 from service.observability.metrics import Metrics
 from service.problems import ExtractorFailed, Forbidden, NotReady, Problem, StoreFull
 from service.schemas.v1 import MAX_NODES, ExtractorSpec
@@ -62,6 +61,7 @@ class Extractors:
         max_nodes: nodes that groups of names may stand for.
 
     Attributes:
+        collector: collects those that were deleted or evicted.
         eviction: keeps them under the memory budget.
         sizes: the other input sizes of those with ``fit=native``.
         sharing: access to the store; None without one.
@@ -84,16 +84,22 @@ class Extractors:
         max_stored: int = 1,
         max_nodes: int = MAX_NODES,
     ) -> None:
-        self._deleted = Deleted(pool)
-        self._pool = pool
+        self.collector = Collector(pool)
         self._records = records
         self._resolver = Resolver(records, device, pool, allowed, max_nodes)
         ledger = Ledger()
         self.eviction = Eviction(
-            models, self._records.values(), pool, ledger, memory_budget, metrics.evictions, compiled, projections
+            models,
+            self._records.values(),
+            self.collector,
+            ledger,
+            memory_budget,
+            metrics.evictions,
+            compiled,
+            projections,
         )
-        upgrades.tools.on_upgrade = self.eviction.make_room
-        self._builder = Builder(models, upgrades.tools, pool, ledger, self.eviction.make_room)
+        upgrades.tools.on_upgrade = self._upgraded
+        self._builder = Builder(models, upgrades.tools, pool, ledger, self.eviction.make_room, self.collector)
         self.variants = Variants(self._builder)
         self.sharing: Sharing | None = None
         self._adoption: Adoption | None = None
@@ -277,7 +283,6 @@ class Extractors:
                 record.runtime = runtime
             else:
                 runtime.retire()
-                self._deleted.add(runtime)
         self.eviction.make_room(0)
         return runtime
 
@@ -383,8 +388,13 @@ class Extractors:
                 _give_up(record, record.build)
             if record.runtime is not None:
                 record.runtime.stop()
-        self._deleted.close()
+        self.collector.close()
         self.eviction.close()
+
+    def _upgraded(self) -> None:
+        """Evict what another backend leaves no room for, and collect what it replaced."""
+        self.eviction.make_room()
+        self.collector.soon()
 
     def _release(self, record: ExtractorRecord, reason: str | None) -> None:
         """Free the memory of ``record``, which was deleted or unloaded; with a ``reason``, that of its weights as
@@ -396,10 +406,7 @@ class Extractors:
             record.unload()
         if reason is not None:
             self.eviction.drop(record.description.model_key, reason)
-        if runtime is not None and (reason is None or runtime.busy):
-            self._deleted.add(runtime)
-        else:
-            self._pool.submit(tidy)
+        self.collector.soon()
 
 
 def _stored(record: ExtractorRecord) -> Stored:

@@ -19,12 +19,12 @@ from service.engine.backends.upgrade import Tools, Upgrade
 from service.engine.description import Description
 from service.engine.device.threads import in_pool
 from service.engine.ledger import Ledger
+from service.engine.memory.collecting import Collector
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps, transformed
 from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
 from service.engine.runtime import Runtime, Variant
-from service.garbage import exempt
 from service.problems import ExtractorFailed, Problem
 
 log = logging.getLogger("fxserve.extractors")
@@ -40,6 +40,7 @@ class Builder:
         pool: the threads that trace and build.
         ledger: counts what is built.
         make_room: evicts until a number of bytes fits into memory.
+        collector: collects what was built and is not used any more.
     """
 
     models: ModelStore
@@ -47,6 +48,7 @@ class Builder:
     pool: Executor
     ledger: Ledger
     make_room: Callable[[int], None]
+    collector: Collector
 
     async def build(self, record: ExtractorRecord) -> Runtime:
         """Load the weights and build the extractor. Its outputs are noted as soon as they are known. Cancelling the
@@ -68,7 +70,6 @@ class Builder:
                 f"extractor {description.id} over {description.spec.model} could not be built: {summarize(error)}",
                 problem={"error": summarize(error)},
             ) from None
-        self.pool.submit(exempt)
         return runtime
 
     async def variant(self, description: Description, which: Variant) -> Runtime:
@@ -111,7 +112,7 @@ class Builder:
             )
         shared = storages_of(tensors_of(model.module))
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
-        return Runtime(description, graph, extractor, done, self.ledger, held), original
+        return Runtime(description, graph, extractor, done, self.ledger, self.collector.retired, held), original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Executor
 from typing import Literal
 
 from prometheus_client import Counter
@@ -22,13 +21,13 @@ from prometheus_client import Counter
 from fxcore.graph.model_graph import ModelGraph, forget_graph
 from service.engine.description import ModelKey
 from service.engine.ledger import Ledger
+from service.engine.memory.collecting import Collector
 from service.engine.memory.graphs import graph_bytes, idle_graphs
 from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.runtime import Runtime
-from service.garbage import tidy
 
 log = logging.getLogger("fxserve.eviction")
 
@@ -44,7 +43,7 @@ class Eviction:
     Args:
         models: the loaded weights.
         records: a view of all extractors.
-        pool: the threads that collect evicted objects.
+        collector: collects what was evicted.
         ledger: counts the storages of what is in memory.
         memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
         evictions: counts what was evicted, by kind and reason.
@@ -56,7 +55,7 @@ class Eviction:
         self,
         models: ModelStore,
         records: Collection[ExtractorRecord],
-        pool: Executor,
+        collector: Collector,
         ledger: Ledger,
         memory_budget: int,
         evictions: Counter,
@@ -65,7 +64,7 @@ class Eviction:
     ) -> None:
         self._models = models
         self._records = records
-        self._pool = pool
+        self._collector = collector
         self._ledger = ledger
         self._memory_budget = memory_budget
         self._evictions = evictions
@@ -97,7 +96,7 @@ class Eviction:
         if self._evict_compiled():
             evicted.add("extractor")
         if evicted - {"graph", "projection"}:
-            self._pool.submit(tidy)
+            self._collector.now()
 
     def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
         """Evict ``record``; the next request for it builds it again."""

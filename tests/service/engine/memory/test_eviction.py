@@ -14,12 +14,13 @@ from torch.testing import assert_close
 
 from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
-from fxcore.extractor import build_extractor
 from fxcore.graph.model_graph import kept_graphs, model_graph
+from service.engine import Engine
 from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.placement import CompiledLimits
-from service.garbage import tidy
+from service.garbage import collect
 from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
+from service.settings import Settings
 from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 
@@ -59,7 +60,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         del model
         running.extractors.eviction._memory_budget = 1
         running.extractors.eviction.make_room()
-        tidy()
+        collect()
         assert weights() is None
         assert "no such operation" in record.problem.detail
 
@@ -153,7 +154,6 @@ async def test_what_was_given_back_is_freed(
 ) -> None:
     """Though its weights stay for another extractor, or a request is on its way through it: graphs refer to themselves,
     and the collector leaves what was built alone."""
-    monkeypatch.setattr("service.engine.memory.deleted.TIDY_SECONDS", 0.3)
     async with engine() as running:
         if why == "shared":
             await built(running, nodes=["features.1"])
@@ -182,21 +182,21 @@ async def test_what_was_given_back_is_freed(
         await until(lambda: module() is None)
 
 
-async def test_what_a_build_leaves_behind_is_freed(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nothing is evicted: what is left of a build refers to itself, and what is built is not looked through."""
-    left: list[weakref.ref[torch.nn.Module]] = []
-
-    def build(*args: object, **options: object) -> object:
-        rest = torch.nn.Linear(1, 1)
-        rest.__dict__["itself"] = rest
-        gc.collect()  # as old as what is built, so that no collection of young objects comes across it
-        left.append(weakref.ref(rest))
-        return build_extractor(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("service.engine.memory.building.build_extractor", build)
-    async with engine() as running:
-        await built(running)
-        await until(lambda: left[0]() is None)
+async def test_what_was_preloaded_and_deleted_is_freed() -> None:
+    """Though it is exempt from collections, as all is that there was when the service had started."""
+    running = Engine(Settings(device="cpu", lowering=False, cache_dir=None, preload="squeezenet1_1@random:features.3"))
+    await running.start(exempt=True)
+    try:
+        await until(lambda: running.readiness()[0])
+        assert gc.get_freeze_count() > 0
+        (record,) = running.records.list()
+        assert record.runtime is not None
+        module = weakref.ref(record.runtime.extractor.module)
+        await running.extractors.delete(record.id)
+        del record
+        await until(lambda: module() is None and gc.get_freeze_count() > 0)
+    finally:
+        await running.close(grace=20)
 
 
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:

@@ -1,0 +1,63 @@
+"""Collects extractors that were deleted or evicted, whose graphs are reference cycles."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from concurrent.futures import Executor
+
+from service.engine.device.threads import in_pool
+from service.engine.runtime import Runtime
+from service.garbage import collect, exempt
+
+COLLECT_SECONDS = 1.0
+"""Seconds after which what was retired is collected: its last request may still refer to it for a moment, and every
+request feels a collection."""
+
+
+class Collector:
+    """Has garbage collected in the background. For one event loop.
+
+    Args:
+        pool: the threads that collect.
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        self._pool = pool
+        self._exempt_at = -math.inf
+        self._thaw = False
+        self._later: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def exempt(self) -> None:
+        """Exempt all that is in memory, once the service has started; see :func:`service.garbage.exempt`."""
+        await in_pool(self._pool, exempt)
+        self._exempt_at = time.monotonic()
+
+    def retired(self, runtime: Runtime) -> None:
+        """Collect ``runtime``, which nothing uses any more, within :data:`COLLECT_SECONDS`."""
+        self._thaw |= runtime.made <= self._exempt_at
+        self.soon()
+
+    def soon(self) -> None:
+        """Collect once within :data:`COLLECT_SECONDS`, for all who ask meanwhile."""
+        if self._later is None and not self._closed:
+            self._later = asyncio.get_running_loop().call_later(COLLECT_SECONDS, self.now)
+
+    def now(self) -> None:
+        """Collect as soon as a thread is free."""
+        self._cancel()
+        if not self._closed:
+            thaw, self._thaw = self._thaw, False
+            self._pool.submit(collect, thaw)
+
+    def close(self) -> None:
+        """Collect nothing more."""
+        self._closed = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
