@@ -2,7 +2,7 @@
 same model in eager PyTorch behind forward hooks with a lock, and nnsight where it is installed.
 
     python benchmarks/edits.py
-    python benchmarks/edits.py --model mobilenet_v3_small --node features.3.add --seconds 10
+    python benchmarks/edits.py --model mobilenet_v3_small --node features.3.add --result classifier
 
 Requests are preprocessed tensors, of several clients at a time; each edited one zeroes a channel of its own. The peers
 compute one request at a time, since each has hooks of its own. All are measured in turn, in several rounds, of which
