@@ -247,8 +247,6 @@ def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
 
     if job.servers:
         raise typer.BadParameter("--ray and --server exclude each other")
-    if job.reduce is not None:
-        raise typer.BadParameter("--ray and --reduce exclude each other; merge the folders of several machines")
     if job.format not in ("safetensors", "parquet"):
         raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
     try:

@@ -32,6 +32,7 @@ import ray.exceptions
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from fxcore.errors import FxError, summarize
+from service.cluster.reduced import merge_table, reduced_table
 from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
 from service.offline import Job, Summary, shards, sources, spec_file
@@ -39,10 +40,13 @@ from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.index import Index
-from service.offline.run import add_images, check_regions
-from service.offline.runners import ExtractorInfo, LocalRunner, Rows
+from service.offline.reducer import Reduction
+from service.offline.run import add_images, check_reduce, check_regions, count, prepare
+from service.offline.runners import ExtractorInfo, LocalRunner, RowLayout, Rows
 from service.offline.skipped import Skipped
 from service.offline.sources import Reader, Source
+from service.offline.statistics import Statistics
+from service.offline.working_folder import WorkingFolder
 from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -74,7 +78,7 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
         FxError: it cannot be done as asked, or the folder holds something else or cannot be written.
     """
     with _connected(address):
-        return _extract(job, settings, Folder(job.out))
+        return (_extract if job.reduce is None else _reduce)(job, settings, Folder(job.out))
 
 
 def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
@@ -129,6 +133,55 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         return Summary(made.outputs, images, done, unreadable, len(output.files), skipped)
 
 
+def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
+    """Reduce images to statistics: actors reduce blocks, and the driver merges these into the folder's index, as a run
+    without Ray has it. Either resumes the other."""
+    assert job.reduce is not None
+    before = spec_file.read(out)
+    check_regions(job)
+    check_reduce(job)
+    cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
+    gpus, actors = _room(cores, settings.device)
+    threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
+    backend = before.get("backend") if before else None
+    images = count(job.inputs) // actors
+    engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, images)
+    info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
+    _check_size(info, job.options)
+    empty = Statistics.empty(job.reduce, info.layouts, probe)
+    made = spec_file.SpecFile(info, job.options, job.format, probe, job.reduce)
+    with write_errors(out):
+        made.write_or_check(out)
+        folder = WorkingFolder(out)
+    try:
+        with closing(Index(folder.path)) as index:
+            skipped = prepare(job, None, folder, index)
+            reduction = Reduction(folder, index, empty, job.reduce, made.outputs, made.metadata())
+            images, done, unreadable = index.counts()
+            rows = min(_MAX_ROWS, -(-(images - done - unreadable) // (_BLOCKS_AN_ACTOR * actors)))
+            blocks: Any = [ray.put(block) for block in _blocks(index, {}, max(1, rows))]
+            if blocks:
+                try:
+                    reduced = ray.data.from_arrow_refs(blocks).map_batches(
+                        _ReducingActor,
+                        fn_constructor_args=(replace(engine, backend=info.backend), made, job.reduce, info.layouts),
+                        batch_size=None,
+                        batch_format="pyarrow",
+                        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=actors),
+                        num_cpus=cores,
+                        num_gpus=gpus,
+                    )
+                    for table in reduced.iter_batches(batch_size=None, batch_format="pyarrow"):
+                        merge_table(reduction, table)
+                finally:
+                    reduction.finish()  # keeps what is done, however the run ends
+            images, done, unreadable = index.counts()
+    finally:
+        with write_errors(out):
+            folder.close()
+    return Summary(made.outputs, images, done, unreadable, 0, skipped)
+
+
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
     """A connection to the cluster, and what fails there as errors of this program.
@@ -178,6 +231,10 @@ def _check(info: ExtractorInfo, options: FeatureOptions, probe: Rows) -> None:
     shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
     if ERROR in probe:
         raise FxError(f"an output cannot be called {ERROR!r}, which says why an image has none")
+    _check_size(info, options)
+
+
+def _check_size(info: ExtractorInfo, options: FeatureOptions) -> None:
     if not info.one_size and not options.one_shape:
         raise FxError("with --ray, outputs of all images have one shape: use --pool, --project, or --image-size")
 
@@ -251,26 +308,23 @@ class _Actor:
         FxError: the engine cannot be built here, or gives other values than where the run began.
     """
 
-    def __init__(self, engine: _Engine, made: spec_file.SpecFile, schema: pyarrow.Schema) -> None:
+    def __init__(
+        self, engine: _Engine, made: spec_file.SpecFile, schema: pyarrow.Schema | None, reduce: str | None = None
+    ) -> None:
         self._schema = schema
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="fxserve-loop", daemon=True).start()
         runner, probe = asyncio.run_coroutine_threadsafe(engine.start(), self._loop).result()
-        other = spec_file.SpecFile(runner.info, engine.options, FORMAT, probe)
+        format = FORMAT if reduce is None else made.format
+        other = spec_file.SpecFile(runner.info, engine.options, format, probe, reduce)
         if differences := made.differences(other):
             node = ray.get_runtime_context().get_node_id()
             raise FxError(f"node {node} of the cluster computes with {'; '.join(differences)}")
+        self._probe = probe
         self._batches = Batches(runner, Reader(engine.settings.max_body_bytes), probe)
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
-        found, lost = [], []
-        for row in block.to_pylist():
-            if row["error"] is not None:
-                lost.append((row["path"], row["error"]))
-            else:
-                file = row["file"].decode("utf-8", "surrogateescape")
-                regions = None if row["regions"] is None else orjson.loads(row["regions"])
-                found.append(Source(row["path"], file, row["offset"], row["size"], regions=regions))
+        found, lost = _sources(block)
         results = asyncio.run_coroutine_threadsafe(self._results(found), self._loop).result()
         return table_of([*results, Result([], [], lost)], self._schema)
 
@@ -282,3 +336,51 @@ class _Actor:
                 return await self._batches.run(batch)
 
         return await asyncio.gather(*map(result, self._batches.split(found)))
+
+
+class _ReducingActor(_Actor):
+    """Reduces blocks of images to statistics, each batch as soon as it is computed."""
+
+    def __init__(
+        self, engine: _Engine, made: spec_file.SpecFile, reduce: str, layouts: Mapping[str, RowLayout]
+    ) -> None:
+        super().__init__(engine, made, None, reduce)
+        self._reduce = reduce
+        self._layouts = layouts
+
+    def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
+        found, lost = _sources(block)
+        statistics = Statistics.empty(self._reduce, self._layouts, self._probe)
+        paths, errors = asyncio.run_coroutine_threadsafe(self._reduced(found, statistics), self._loop).result()
+        return reduced_table(statistics, paths, [*lost, *errors])
+
+    async def _reduced(self, found: list[Source], statistics: Statistics) -> tuple[list[str], list[tuple[str, str]]]:
+        room, adding = asyncio.Semaphore(self._batches.concurrency), asyncio.Lock()
+        paths: list[str] = []
+        errors: list[tuple[str, str]] = []
+
+        async def add(batch: Sequence[Source]) -> None:
+            async with room:
+                result = await self._batches.run(batch)
+                async with adding:
+                    added, refused = await asyncio.to_thread(
+                        statistics.add_parts, result.paths, result.rows, self._layouts
+                    )
+                paths.extend(added)
+                errors.extend([*result.errors, *refused])
+
+        await asyncio.gather(*map(add, self._batches.split(found)))
+        return paths, errors
+
+
+def _sources(block: pyarrow.Table) -> tuple[list[Source], list[tuple[str, str]]]:
+    """Return the images of a block of places, and (path, reason) of those that cannot be read."""
+    found, lost = [], []
+    for row in block.to_pylist():
+        if row["error"] is not None:
+            lost.append((row["path"], row["error"]))
+        else:
+            file = row["file"].decode("utf-8", "surrogateescape")
+            regions = None if row["regions"] is None else orjson.loads(row["regions"])
+            found.append(Source(row["path"], file, row["offset"], row["size"], regions=regions))
+    return found, lost

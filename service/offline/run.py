@@ -108,7 +108,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
-        runner = LocalRunner(settings, job.options, _count(job.inputs))
+        runner = LocalRunner(settings, job.options, count(job.inputs))
     try:
         if isinstance(runner, RemoteRunner):
             await runner.start(job.spec)
@@ -148,10 +148,10 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         await runner.close()
 
 
-def _count(inputs: Sequence[str]) -> int:
+def count(inputs: Sequence[str]) -> int:
     """Number of images in ``inputs``, or many."""
-    count = sum(1 for _ in itertools.islice(sources.find(inputs), _MAX_COUNTED))
-    return count if count < _MAX_COUNTED else sys.maxsize
+    found = sum(1 for _ in itertools.islice(sources.find(inputs), _MAX_COUNTED))
+    return found if found < _MAX_COUNTED else sys.maxsize
 
 
 def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, index: Index) -> Skipped:

@@ -58,6 +58,11 @@ class SpecFile:
             **({"reduce": reduce} if reduce is not None else {}),
         }
 
+    @property
+    def format(self) -> str:
+        """Format of the shards."""
+        return str(self._document["format"])
+
     def metadata(self) -> dict[str, str]:
         """Metadata of each shard, as strings."""
         return metadata(self._document)

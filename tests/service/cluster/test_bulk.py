@@ -21,6 +21,7 @@ from service.offline import extract
 from tests.service.offline.conftest import SETTINGS, job, png, rows
 from tests.service.offline.test_boxes import BOXES, csv, regions
 from tests.service.offline.test_boxes import found_in as found_in_shards
+from tests.service.offline.test_reduce import ALL, assert_statistics
 
 pytest.importorskip("ray.data")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -178,3 +179,16 @@ def test_bad_input_is_a_one_line_error(tmp_path: Path, folder: Callable[..., Pat
     assert "--ray and --server exclude each other" in run.communicate()[1]
     run = begin(folder(1), tmp_path / "out", "--format", "zarr")
     assert "--ray writes Parquet, not zarr" in run.communicate()[1]
+
+
+@pytest.mark.exhaustive
+def test_statistics_are_merged_from_all_actors(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(12), tmp_path / "out"
+    (root / "broken.png").write_bytes(png(0)[:500])
+    said = ended(begin(root, out, "--reduce", ALL))
+    assert f"12 of 13 images in statistics ({ALL}), 1 could not be read" in said
+    extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
+    assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)
+    extract(job(out, folder(14), spec={"backend": "eager"}, reduce=ALL), SETTINGS)  # without Ray
+    extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
+    assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)

@@ -1,0 +1,45 @@
+"""What actors send is what the driver merges; without Ray."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from service.offline.folder import Folder
+from service.offline.index import Index
+from service.offline.reducer import Reduction
+from service.offline.runners import RowLayout
+from service.offline.sources import Source
+from service.offline.statistics import Statistics
+from service.offline.working_folder import WorkingFolder
+
+pytest.importorskip("pyarrow")
+
+from service.cluster.reduced import merge_table, reduced_table
+
+
+def test_tables_of_several_actors_are_merged(tmp_path: Path) -> None:
+    rows, layouts = {"mid": torch.randn(5, 3, 2, 2)}, {"mid": RowLayout("NCHW")}
+    paths = list("abcde")
+    tables = []
+    for part in (slice(3, 5), slice(0, 3)):
+        some = Statistics.empty("mean,cov,top:2", layouts, rows)
+        some.add(paths[part], {"mid": rows["mid"][part]}, layouts)
+        tables.append(reduced_table(some, paths[part], [("x", "broken")] if part.start else []))
+    empty = Statistics.empty("mean,cov,top:2", layouts, rows)
+    with closing(Index(tmp_path)) as index:
+        index.add([Source(path, path) for path in [*paths, "x"]])
+        outputs = [{"key": "mid", "node": "layer"}]
+        reduction = Reduction(WorkingFolder(Folder(tmp_path)), index, empty, "mean,cov,top:2", outputs, {})
+        for table in tables:
+            merge_table(reduction, table)
+        reduction.finish()
+        assert index.counts() == (6, 5, 1)
+    found = load_file(tmp_path / "stats.safetensors")
+    values = rows["mid"].double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(torch.from_numpy(found["mid.mean"]), values.mean(1))
+    torch.testing.assert_close(torch.from_numpy(found["mid.cov"]), values.cov())
