@@ -147,6 +147,7 @@ def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict
     assert float(match[3]) < 1e-3
 
 
+@pytest.mark.exhaustive
 def test_evidence_for_the_second_class_is_found(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     said = run("second_best", tmp_path / "cat.jpg", tmp_path / "cams.png", "--server", url)
@@ -161,4 +162,26 @@ def test_evidence_for_the_second_class_is_found(url: str, photos: dict[str, byte
         lines.append(f"{place}: class {index}, strongest at row {row}, column {column} of 7 x 7")
     assert said.splitlines() == lines
     assert set(best) <= {281, 282, 285}  # tabby, tiger cat, Egyptian cat
-    assert PIL.Image.open(tmp_path / "cams.png").size == (448, 224)
+    with PIL.Image.open(tmp_path / "cams.png") as picture:
+        assert picture.size == (448, 224)
+
+
+@pytest.mark.exhaustive
+def test_channels_are_ranked_by_what_a_prediction_loses(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
+    named = "--model", "resnet18", "--at", "layer1", "--result", "fc", *RANDOM
+    first, *lines = run("ablate", tmp_path / "cat.jpg", "--server", url, *named).splitlines()
+    model = load_model(get_model("resnet18"), "random")
+    batch = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(decoded(photos["chelsea"]))[None]
+    with torch.no_grad():
+        scores = model(batch)[0]
+        predicted = int(scores.argmax())
+        each_off = 1 - torch.eye(64)[:, :, None, None]
+        model.layer1.register_forward_hook(lambda module, inputs, output: output * each_off)
+        lost = scores[predicted] - model(batch.expand(64, -1, -1, -1))[:, predicted]
+    assert first.startswith(f"class {predicted} has ")
+    assert float(first.split()[-1]) == pytest.approx(scores[predicted].item(), abs=1e-3)
+    found = {int(line.split()[-1]): float(line.split()[0]) for line in lines}
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert list(found.values()) == pytest.approx(lost.sort(descending=True).values[:10].tolist(), abs=2e-4)
+    assert [lost[channel].item() for channel in found] == pytest.approx(list(found.values()), abs=2e-4)
