@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError
-from fxcore.graph.cut import Part
+from fxcore.graph.cut import Part, identifier
 from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.tracing.names import PATH
 
@@ -136,7 +136,7 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
         readers = list(value.users)
         factors = []
         for what in ("scale", "shift"):
-            name = f"{edited.name.replace('.', '_')}_{what}"
+            name = identifier(f"{edited.name}_{what}")
             while name in taken:
                 name += "_"
             taken.add(name)

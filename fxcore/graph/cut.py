@@ -113,14 +113,19 @@ def cut(
 
 def _placeholder(graph: fx.Graph, key: str, node: fx.Node, taken: set[str]) -> fx.Node:
     """Add an input that stands for ``node``; its name is ``key`` as Python can write it."""
-    name = re.sub(r"\W", "_", key, flags=re.ASCII)
-    name = f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
+    name = identifier(key)
     while name in taken:
         name += "_"
     taken.add(name)
     made = graph.placeholder(name)
     made.meta = {k: v for k, v in node.meta.items() if k != "mutates"}
     return made
+
+
+def identifier(name: str) -> str:
+    """Return ``name`` as Python can write it."""
+    name = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 class _Flow:

@@ -93,6 +93,8 @@ def test_equal_to_forward_hooks(name: str) -> None:
     graph, model = built(name)
     x = images(graph, 3)
     end = list(graph.by_name)[-1]
+    if hasattr(model, "heads"):  # which torchvision makes of zeros
+        nn.init.normal_(model.heads.head.weight)
     randomly = random.Random(name)
     nodes = [node for node in once_called(graph) if node != end]
     with torch.no_grad():
@@ -227,6 +229,15 @@ def test_windows_of_an_image_have_its_factors(swin: tuple[ModelGraph, nn.Module]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert not torch.equal(expected[1], plain[1])
     assert torch.equal(expected[0], plain[0])
+
+
+def test_names_that_are_no_identifiers() -> None:
+    graph, model = built("regnet_y_400mf")
+    node = next(name for name in graph.by_name if "-" in name)
+    extractor = build_extractor(graph, model, {"value": node}, edits={node: node})
+    x = images(graph, 1)
+    with torch.no_grad():
+        assert not extractor.module(x, *extractor.factors([Edit(node, scale=0)], x))["value"].any()
 
 
 def test_a_node_that_an_extractor_begins_at() -> None:
