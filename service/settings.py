@@ -195,7 +195,7 @@ class Settings(BaseSettings):
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
 
-    @field_validator("calibration_dir", "statistics")
+    @field_validator("calibration_dir")
     @classmethod
     def _must_exist(cls, value: Path | None) -> Path | None:
         if value is not None and not value.is_dir():

@@ -72,6 +72,10 @@ class OutputStatistics:
             return len(self.moments.mean)
         return 0 if self.largest is None else len(self.largest.values)
 
+    def takes(self, values: Tensor) -> bool:
+        """Return whether values have as many dimensions of positions as the places that are kept."""
+        return self.largest is None or self.largest.places.shape[2] == values.ndim - 2
+
     def add(self, paths: Sequence[str], values: Tensor) -> None:
         """Add images.
 

@@ -172,7 +172,8 @@ def extract(
     With --reduce the output is stats.safetensors (NODE.count, NODE.mean, NODE.std, NODE.cov) and top.parquet. Folders
     of several machines are merged by [bold]fxserve merge[/bold].
 
-    With --ray the output is Parquet files; images that could not be read have an error there and are not retried.
+    With --ray, but not --reduce, the output is Parquet files; images that could not be read have an error there and are
+    not retried.
 
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/
@@ -232,7 +233,7 @@ def extract(
         raise FxError(f"no images found in {', '.join(inputs)}{f'; {summary.skipped}' if summary.skipped else ''}")
     tables.show(tables.outputs(summary.outputs))
     out = out.rstrip("/")
-    errors = "the column error" if ray is not None else f"{out}/errors.jsonl"
+    errors = "the column error" if ray is not None and reduce is None else f"{out}/errors.jsonl"
     unreadable = f", {summary.unreadable} could not be read: see {errors}" if summary.unreadable else ""
     shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}" if reduce is None else f"statistics ({reduce})"
     print(f"{out}: {summary.done} of {summary.images} images in {shards}{unreadable}")

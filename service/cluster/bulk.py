@@ -154,8 +154,11 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
         made.write_or_check(out)
         folder = WorkingFolder(out)
     try:
-        with closing(Index(folder.path)) as index:
-            skipped = prepare(job, None, folder, index)
+        with write_errors(out):
+            index = Index(folder.path)
+        with closing(index):
+            with write_errors(out):
+                skipped = prepare(job, None, folder, index)
             reduction = Reduction(folder, index, empty, job.reduce, made.outputs, made.metadata())
             images, done, unreadable = index.counts()
             rows = min(_MAX_ROWS, -(-(images - done - unreadable) // (_BLOCKS_AN_ACTOR * actors)))

@@ -74,6 +74,8 @@ class State:
         self.lookups = Lookups(self.settings.request_timeout)
         # One at a time: an index of thousands of extractors keeps the interpreter busy.
         self.listings = Lookups(self.settings.request_timeout, threads=1)
+        # One at a time: reading may wait for a disk or a bucket, and decoding takes memory.
+        self.pictures = Lookups(self.settings.request_timeout, threads=1)
         settings = self.settings
         self.top_images = (
             None
@@ -160,13 +162,13 @@ class State:
         return result
 
     def start(self) -> None:
-        """Start the threads of lookups, listings and exports."""
-        for lookups in (self.lookups, self.listings, self.exports):
+        """Start the threads of lookups, listings, pictures and exports."""
+        for lookups in (self.lookups, self.listings, self.pictures, self.exports):
             lookups.start()
 
     def close(self) -> None:
-        """Stop the threads of lookups, listings and exports."""
-        for lookups in (self.lookups, self.listings, self.exports):
+        """Stop the threads of lookups, listings, pictures and exports."""
+        for lookups in (self.lookups, self.listings, self.pictures, self.exports):
             lookups.close()
 
 

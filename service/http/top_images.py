@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import posixpath
@@ -41,6 +42,11 @@ class _Channels:
     images: int
 
 
+def _key(path: str) -> str:
+    """Return what an image is addressed by, which says nothing of its path and stays when others are added."""
+    return hashlib.sha256(path.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
 class TopImages:
     """The content of ``top.parquet``, and the images that it names.
 
@@ -74,8 +80,8 @@ class TopImages:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FxError(f"FXSERVE_STATISTICS: {folder} holds no statistics that can be read: {error}") from error
         self._table = table.combine_chunks()
-        self._paths = sorted(set(table["path"].to_pylist()))
-        self._numbers = {path: number for number, path in enumerate(self._paths)}
+        self._keys = {path: _key(path) for path in set(table["path"].to_pylist())}
+        self._paths = {key: path for path, key in self._keys.items()}
         self._nodes: dict[str, _Channels] = {}
         self._outputs: dict[str, str] = {}
         self._find_nodes(table["output"].to_pylist(), table["node"].to_pylist(), table["channel"].to_pylist())
@@ -115,7 +121,7 @@ class TopImages:
         return node
 
     def top(self, node: str, channel: int) -> list[dict[str, Any]]:
-        """Return rank, number, file name, value and place of each image of a channel, the largest first.
+        """Return rank, key, file name, value and place of each image of a channel, the largest first.
 
         Raises:
             InvalidRequest: there is no such channel.
@@ -127,7 +133,7 @@ class TopImages:
         return [
             {
                 "rank": row["rank"],
-                "number": self._numbers[row["path"]],
+                "key": self._keys[row["path"]],
                 "name": posixpath.basename(row["path"]),
                 "value": row["value"],
                 "place": row["place"],
@@ -135,21 +141,19 @@ class TopImages:
             for row in rows
         ]
 
-    def picture(self, number: int) -> bytes:
+    def picture(self, key: str) -> bytes:
         """Return an image, made small, as JPEG.
 
         Args:
-            number: of an image, from :meth:`top`; no other file is read.
+            key: of an image, from :meth:`top`; no other file is read.
 
         Raises:
-            NotFound: there is no such number, or its file is not there any more.
+            NotFound: there is no such key, or its file cannot be read any more, or is in a compressed archive.
             BadImage, ImageTooLarge: it cannot be decoded.
         """
-        if number >= len(self._paths):
-            raise problems.NotFound(
-                f"there is no image {number}; they are listed by GET /v1/models/{{model}}/statistics"
-            )
-        path = self._paths[number]
+        path = self._paths.get(key)
+        if path is None:
+            raise problems.NotFound(f"there is no image {key}; they are listed by GET /v1/models/{{model}}/statistics")
         try:
             data = self._read(path)
         except (OSError, ValueError, ImportError, sqlite3.Error) as error:
@@ -170,6 +174,11 @@ class TopImages:
                 row = index.execute(query, (path,)).fetchone()
             if row is not None:
                 file, offset, size = os.fsdecode(row[0]), row[1], row[2]
+        if offset >= 0 and not file.lower().endswith(".tar"):  # it could only be read from its beginning
+            name = posixpath.basename(path)
+            raise problems.NotFound(
+                f"{name} is in a compressed archive; images are shown of files and plain .tar files"
+            )
         opened = fsspec.open(file, "rb") if "://" in file else open(file, "rb")  # noqa: SIM115  closed below
         with opened as stream:
             if offset >= 0:

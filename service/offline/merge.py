@@ -56,6 +56,11 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
                 reduction = None
                 for folder in folders:
                     with _opened(Folder(folder)) as other:
+                        total, done, unreadable = other.counts()
+                        if left := total - done - unreadable:
+                            raise FxError(
+                                f"{left} of {total} images of {folder} are still to be done; run it again first"
+                            )
                         other_statistics = Statistics.from_states(other.statistics())
                         index.add_finished(other)
                     if not other_statistics.outputs:  # it has no images yet
@@ -72,8 +77,10 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
                 with (working.path / ERRORS).open("wb") as file:
                     file.writelines(error_line(path, reason) for path, reason in index.errors())
                 images, done, unreadable = index.counts()
-        finally:
-            working.close()
+        except BaseException:
+            working.discard()
+            raise
+        working.close()
         spec_file.write(target, document)  # at last: without it, the folder is of no use to other runs
     return Summary(document["outputs"], images, done, unreadable, 0)
 

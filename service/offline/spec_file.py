@@ -130,7 +130,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for part in ("spec", "options"):
         old, new = before.get(part, {}), now[part]
         # As text, since the order of outputs matters.
-        found += [f"{k} {old.get(k)}, not {new[k]}" for k in new if orjson.dumps(old.get(k)) != orjson.dumps(new[k])]
+        differing = [k for k in {**new, **old} if orjson.dumps(old.get(k)) != orjson.dumps(new.get(k))]
+        found += [f"{k} {old.get(k)}, not {new.get(k)}" for k in differing]
     if not before.get("images") and before.get("options", {}).get("preprocess") != "none":
         found.append("a version of fxserve with another preprocess=default")
     elif before.get("images", now["images"]) != now["images"]:

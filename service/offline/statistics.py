@@ -83,6 +83,9 @@ class Statistics:
             if one.shape[1] != self.outputs[key].channels:
                 reason = f"{key} has {one.shape[1]} channels, not {self.outputs[key].channels} as of other images"
                 return [(path, reason) for path in dict.fromkeys(paths)]
+            if not self.outputs[key].takes(one):
+                reason = f"{key} has {one.ndim - 2} dimensions of positions, not as many as of other images"
+                return [(path, reason) for path in dict.fromkeys(paths)]
             finite = one.flatten(1).isfinite().all(1).tolist()
             for path, is_finite in zip(paths, finite, strict=True):
                 if not is_finite:

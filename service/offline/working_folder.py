@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -64,6 +65,13 @@ class WorkingFolder:
         if self._scratch is not None and time.monotonic() - self._uploaded > _INDEX_SECONDS:
             self._out.put(self.path / index.FILE)
             self._uploaded = time.monotonic()
+
+    def discard(self) -> None:
+        """Remove the folder and all that is in it; for a bucket, nothing of it is uploaded."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        else:
+            shutil.rmtree(self.path)
 
     def close(self) -> None:
         """Upload the remaining files, for a bucket. The index must be closed."""

@@ -231,7 +231,7 @@ export class Inspector {
 
   /** @param {Model} model @param {Place} place */
   async #attention(model, place) {
-    const late = setTimeout(() => this.body.replaceChildren(this.#choices("attention"), this.#progress("Computing attention weights")), PROGRESS_DELAY)
+    const late = this.#later("attention", "Computing attention weights")
     try {
       const head = place.head === undefined ? null : Number(place.head)
       const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal, this.#size)
@@ -258,7 +258,7 @@ export class Inspector {
     const values = await reduce("values", { slot, most: scores.shape?.at(-1) ?? 0 })
     const index = Number(place.k ?? values.indexOf(values.reduce((/** @type {number} */ a, /** @type {number} */ b) => Math.max(a, b)))) || 0
     const name = names[index] ?? `class ${index}`
-    const late = setTimeout(() => this.body.replaceChildren(this.#choices("why"), this.#progress(`Differentiating ${name}`)), PROGRESS_DELAY)
+    const late = this.#later("why", `Differentiating ${name}`)
     try {
       const sides = await evidenceSides(model, this.#answers, scores.name, { index, name }, this.#abort.signal, this.#size)
       return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
@@ -270,6 +270,14 @@ export class Inspector {
   /** @param {import("./stages.js").Side[]} sides */
   #stages(sides) {
     return stages(sides, this.#model && preprocessingAt(this.#model, this.#size), this.#place.at, (at) => this.go({ at }, true))
+  }
+
+  /** Show progress in place of a view, if it takes long and is still wanted then. @param {string} view @param {string} what */
+  #later(view, what) {
+    const wanted = this.#rendered
+    return setTimeout(() => {
+      if (wanted === this.#rendered) this.body.replaceChildren(this.#choices(view), this.#progress(what))
+    }, PROGRESS_DELAY)
   }
 
   /** Progress of a request that can be cancelled. @param {string} what */

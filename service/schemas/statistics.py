@@ -24,7 +24,8 @@ class TopImage(BaseModel):
         examples=[[5, 9]],
     )
     image: str = Field(
-        description="Address of the image, made small, as JPEG.", examples=["/v1/models/resnet50/statistics/images/17"]
+        description="Address of the image, made small, as JPEG.",
+        examples=["/v1/models/resnet50/statistics/images/3f2a9c0d17b8e645"],
     )
 
 

@@ -31,7 +31,8 @@ def main() -> None:
 
     with Client(options.server) as client:
         nodes = {options.result: "scores", options.at: "map"}
-        channels = client.extractor(options.model, nodes, weights=options.weights).outputs[1]["shape"][1]
+        info = client.extractor(options.model, nodes, weights=options.weights).outputs[1]
+        channels = info["shape"][1 if info["layout"] == "NCHW" else -1]
         extractor = client.extractor(options.model, {options.result: "scores"}, weights=options.weights)
         [scores] = extractor(options.photo)["scores"]
         predicted = int(scores.argmax())

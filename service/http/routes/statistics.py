@@ -53,7 +53,7 @@ async def show_statistics(
     found = await _top_images(state, caller, model)
     name = found.node(node)
     at = f"/v1/models/{quote(model, safe='')}/statistics/images"
-    top = [{**entry, "image": f"{at}/{entry.pop('number')}"} for entry in found.top(name, channel)]
+    top = [{"image": f"{at}/{entry.pop('key')}", **entry} for entry in found.top(name, channel)]
     about = {"weights": found.weights, "images": found.images, "nodes": list(found.nodes)}
     shown = {"model": model, **about, "node": name, "channel": channel, "channels": found.nodes[name], "top": top}
     return Response(orjson.dumps(shown), media_type="application/json")
@@ -83,11 +83,14 @@ async def show_image(
     state: Shared,
     caller: Calling,
     model: Model,
-    image: Annotated[int, Path(ge=0, le=2**31, description="As `image` in the list has it.", examples=[17])],
+    image: Annotated[
+        str, Path(pattern="^[0-9a-f]{16}$", description="As `image` in the list has it.", examples=["3f2a9c0d17b8e645"])
+    ],
 ) -> Response:
     """Show an image that `GET /v1/models/{model}/statistics` lists, at most 256 pixels a side."""
     found = await _top_images(state, caller, model)
-    picture = await state.in_thread(caller, lambda: found.picture(image))
+    async with state.pictures.place(caller) as place:
+        picture = await place.run(lambda: found.picture(image))
     return Response(picture, media_type=_JPEG, headers={"Cache-Control": "private, max-age=3600"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -208,3 +209,33 @@ def test_top_is_refused_where_rows_have_no_channels_of_the_node(folder: Callable
         with pytest.raises(FxError, match=told):
             extract(job(tmp_path / "out", folder(1), pool=pool, reduce="top:1"), SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_merged_leaves_nothing(folder: Callable[..., Path], tmp_path: Path) -> None:
+    files = sorted(folder(4).rglob("*.png"))
+    for part, some in (("a", files[:2]), ("b", files[1:])):
+        extract(job(tmp_path / part, *some, reduce="mean"), SETTINGS)
+    with pytest.raises(FxError, match=r"\.png counts in several of the folders"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with sqlite3.connect(tmp_path / "b/index.sqlite") as index:  # as an interrupted run leaves it
+        index.execute("UPDATE images SET shard = NULL WHERE path = ?", (str(files[1]),))
+    index.close()
+    with pytest.raises(FxError, match=r"1 of 3 images of .*b are still to be done"):
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_fit_is_another_data_set(folder: Callable[..., Path], tmp_path: Path) -> None:
+    spec = {"model": "squeezenet1_1", "return_nodes": {"features.5": "mid"}, "image_size": 64}
+    extract(job(tmp_path / "out", folder(2), reduce="mean", spec={**spec, "fit": "stretch"}), SETTINGS)
+    with pytest.raises(FxError, match="fit stretch, not None"):
+        extract(job(tmp_path / "out", folder(2), reduce="mean", spec=spec), SETTINGS)
+
+
+def test_maps_of_other_dimensions_have_no_places_among_these() -> None:
+    layouts = {"mid": RowLayout("NCHW")}
+    found = Statistics.empty("top:1", layouts, {"mid": torch.zeros(1, 2, 3, 3)})
+    assert found.add(["a"], {"mid": torch.ones(1, 2, 3, 3)}, layouts) == []
+    [(path, reason)] = found.add(["b"], {"mid": torch.ones(1, 2, 4, 3, 3)}, {"mid": RowLayout()})
+    assert (path, "dimensions" in reason) == ("b", True)
