@@ -192,7 +192,7 @@ class PlannedFactors:
         dtype: of the graph.
 
     Attributes:
-        bytes: of the factors.
+        bytes: that making the factors takes.
 
     Raises:
         BadEdit: an edit selects what the value does not have; ``edit`` is its index.
@@ -223,7 +223,9 @@ class PlannedFactors:
             active = tuple(at for at, one in enumerate(self._edits) if one.images is None or row in one.images)
             self._of_rows.append(patterns.setdefault(active, len(patterns)))
         self._patterns = list(patterns)
-        self.bytes = 2 * len(self._patterns) * math.prod(self._shape[1:]) * dtype.itemsize
+        # They are made in float32 whatever the dtype is.
+        itemsize = 4 if dtype == torch.float32 else 4 + dtype.itemsize
+        self.bytes = 2 * len(self._patterns) * math.prod(self._shape[1:]) * itemsize
 
     def make(self) -> Factors:
         """Compute the factors.

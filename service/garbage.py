@@ -35,16 +35,15 @@ def exempt() -> None:
     gc.freeze()
 
 
-def collect(thaw: bool = False) -> None:
-    """Collect garbage, and return free memory to the system.
+def collect() -> None:
+    """Collect garbage, what is exempt included, and return free memory to the system.
 
-    Args:
-        thaw: whether what is exempt may be garbage as well.
+    All that is left is exempt then, if anything was: it would be garbage that is never found, were it frozen for good.
     """
     from fxcore.memory import give_back
 
-    if thaw:
-        gc.unfreeze()
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
     give_back()
-    if thaw:
+    if frozen:
         gc.freeze()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from fxcore.backends import Lowered
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
@@ -45,7 +47,8 @@ class Runtime:
         extractor: pruned from ``graph``, transformed.
         transformed: what its transforms did, if it has any.
         ledger: where its bytes are counted while it is in memory.
-        on_idle: called with it once it is retired and not in use.
+        on_idle: called once it is retired and not in use.
+        model: the loaded model, which its variants are built of.
         held: bytes by address of the storages of its model that are not of the loaded one: of a model built for another
             size, those that were resampled.
 
@@ -58,7 +61,6 @@ class Runtime:
             :mod:`service.engine.backends.upgrade`.
         checked: set once the values of the first backend were compared, or could not be.
         wanted: set once a faster backend is to be searched for.
-        made: when it was built, on the clock of ``time.monotonic()``.
         images: how many images it has answered.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
@@ -78,7 +80,8 @@ class Runtime:
         extractor: Extractor,
         transformed: Transformed | None,
         ledger: Ledger,
-        on_idle: Callable[[Runtime], object],
+        on_idle: Callable[[], object],
+        model: nn.Module,
         held: Mapping[int, int] | None = None,
     ) -> None:
         self.description = description
@@ -91,13 +94,13 @@ class Runtime:
         self.upgrade: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
         self.wanted = asyncio.Event()
-        self.made = time.monotonic()
         self.images = 0
         self.last_used = time.monotonic()
         self.retired = False
         self.variants: dict[Variant, Runtime] = {}
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
+        self.model = model
         self._ledger = ledger
         self._on_idle = on_idle
         self._held = held or {}
@@ -134,7 +137,7 @@ class Runtime:
         for variant in self.variants.values():
             variant.retire()
         if not self._users:
-            self._on_idle(self)
+            self._on_idle()
 
     def stop(self) -> None:
         """End its background task, and those of its variants."""
@@ -154,7 +157,7 @@ class Runtime:
             self._users -= 1
             self.last_used = time.monotonic()
             if self.retired and not self._users:
-                self._on_idle(self)
+                self._on_idle()
 
     @property
     def backend(self) -> str:

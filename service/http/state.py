@@ -65,6 +65,10 @@ class State:
     nodes: BodyCache = field(default_factory=_body_cache)
     graphs: BodyCache = field(default_factory=_body_cache)
     metadata: BodyCache = field(default_factory=_body_cache)
+    # Where attributions begin, by what they are asked of.
+    cuts: ByteCache[tuple[str | None, ...], list[str]] = field(
+        default_factory=lambda: ByteCache(CACHE_BYTES, lambda names: sum(map(len, names)))
+    )
     # By model and structure, of which there are few.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
     # Concurrent profiles would distort each other.

@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
+from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.decoding import Decoder
 from fxcore.models.weights import sized_model
 from service.engine.backends.upgrade import Tools, Upgrade
@@ -59,7 +62,8 @@ class Builder:
         """
         description = record.description
         try:
-            runtime, original = await self._pruned(description)
+            graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
+            runtime, original = await self._pruned(description, graph, await self._loaded(description, graph))
             record.outputs = runtime.outputs
             await self._lowered(runtime, original)
         except (FxError, Problem):
@@ -72,47 +76,51 @@ class Builder:
             ) from None
         return runtime
 
-    async def variant(self, description: Description, which: Variant) -> Runtime:
-        """Build the extractor of ``description`` for images that were brought to another height and width, or for edits
-        of these nodes.
+    async def variant(self, runtime: Runtime, which: Variant) -> Runtime:
+        """Build the extractor of ``runtime``, over the same weights, for images that were brought to another height and
+        width, or for edits of these nodes.
 
         Raises:
             BadTensor: the model does not take that size.
             BadEdit: a node cannot be edited; ``name``.
             FxError: why it cannot be built.
         """
-        runtime, _ = await self._pruned(await in_pool(self.pool, _described, description, which))
-        await self._lowered(runtime, None)  # what comes once is not worth comparing
-        return runtime
+        description = await in_pool(self.pool, _described, runtime.description, which)
+        graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
+        variant, _ = await self._pruned(description, graph, runtime.model)
+        await self._lowered(variant, None)  # what comes once is not worth comparing
+        return variant
 
-    async def _pruned(self, description: Description) -> tuple[Runtime, Callable[..., Any]]:
-        """Return the extractor before its first backend is chosen, and what computes what the model itself does."""
-        spec, entry = description.spec, description.entry
-        graph = await in_pool(self.pool, graph_for, spec, entry, description.weights)
+    async def _loaded(self, description: Description, graph: ModelGraph) -> nn.Module:
         if description.model_key not in self.models.loaded():
             # An estimate, so that others are evicted before the weights are loaded.
             params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
             self.make_room(params * description.dtype.itemsize)
-        model = await self.models.get(entry, description.model_key)
+        return (await self.models.get(description.entry, description.model_key)).module
+
+    async def _pruned(
+        self, description: Description, graph: ModelGraph, model: nn.Module
+    ) -> tuple[Runtime, Callable[..., Any]]:
+        """Return the extractor before its first backend is chosen, and what computes what the model itself does."""
         pruned = partial(
             build_extractor,
             any_size=not description.preprocessing.fixed_size,
             inputs=description.begins_at,
             edits={name: name for name in description.edits},
         )
-        module = model.module
+        module = model
         if graph.entry.input_size is not None:
             module = await in_pool(self.pool, sized_model, graph.entry, module, graph.weights)
         extractor = await in_pool(self.pool, pruned, graph, module, description.return_nodes, description.dtype)
         original: Callable[..., Any] = extractor.module
         done = None
-        if spec.transforms:
+        if description.spec.transforms:
             extractor, done, original = await in_pool(
-                self.pool, transformed, description, graph, extractor, steps(spec)
+                self.pool, transformed, description, graph, extractor, steps(description.spec)
             )
-        shared = storages_of(tensors_of(model.module))
+        shared = storages_of(tensors_of(model))
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
-        return Runtime(description, graph, extractor, done, self.ledger, self.collector.retired, held), original
+        return Runtime(description, graph, extractor, done, self.ledger, self.collector.soon, model, held), original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from concurrent.futures import Executor
 
 from service.engine.device.threads import in_pool
-from service.engine.runtime import Runtime
 from service.garbage import collect, exempt
 
 COLLECT_SECONDS = 1.0
@@ -25,20 +22,12 @@ class Collector:
 
     def __init__(self, pool: Executor) -> None:
         self._pool = pool
-        self._exempt_at = -math.inf
-        self._thaw = False
         self._later: asyncio.TimerHandle | None = None
         self._closed = False
 
     async def exempt(self) -> None:
         """Exempt all that is in memory, once the service has started; see :func:`service.garbage.exempt`."""
         await in_pool(self._pool, exempt)
-        self._exempt_at = time.monotonic()
-
-    def retired(self, runtime: Runtime) -> None:
-        """Collect ``runtime``, which nothing uses any more, within :data:`COLLECT_SECONDS`."""
-        self._thaw |= runtime.made <= self._exempt_at
-        self.soon()
 
     def soon(self) -> None:
         """Collect once within :data:`COLLECT_SECONDS`, for all who ask meanwhile."""
@@ -49,8 +38,7 @@ class Collector:
         """Collect as soon as a thread is free."""
         self._cancel()
         if not self._closed:
-            thaw, self._thaw = self._thaw, False
-            self._pool.submit(collect, thaw)
+            self._pool.submit(collect)
 
     def close(self) -> None:
         """Collect nothing more."""

@@ -16,6 +16,7 @@ from service.engine.memory.building import Builder
 from service.engine.rows import RowShape
 from service.engine.runtime import Runtime, Variant
 from service.engine.tasks import background
+from service.problems import AdmissionFull
 
 MOST = 16
 """Maximum variants that an extractor keeps, beside those in use."""
@@ -47,6 +48,7 @@ class Variants:
         Raises:
             BadTensor: the model does not take that size.
             BadEdit: a node cannot be edited.
+            AdmissionFull: too many others are being built.
             FxError: why it cannot be built.
         """
         async with AsyncExitStack() as stack:
@@ -63,27 +65,29 @@ class Variants:
 
     async def _get(self, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)
-        if known is not None and (runtime.retired or not known.retired):
+        if known is not None and (runtime.retired or known.busy or not known.retired):
             return known
         build = self._builds.get((runtime, which))
         if build is None:
+            if sum(other is runtime for other, _ in self._builds) >= MOST:
+                raise AdmissionFull(f"{MOST} other sizes or edits of this extractor are being prepared", 1.0)
             build = self._builds[runtime, which] = background(self._build(runtime, which), "build")
         return await asyncio.shield(build)
 
     async def _build(self, runtime: Runtime, which: Variant) -> Runtime:
         try:
-            variant = await self._builder.variant(runtime.description, which)
+            variant = await self._builder.variant(runtime, which)
         finally:
             del self._builds[runtime, which]
         if runtime.retired:
             variant.retire()
         kept = runtime.variants
-        kept[which] = variant
-        idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
-        for oldest in idle[: max(0, len(kept) - MOST)]:
-            if oldest != which:
+        with variant.in_use():  # what makes room for it is not itself
+            kept[which] = variant
+            idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
+            for oldest in idle[: max(0, len(kept) - MOST)]:
                 runtime.drop(kept[oldest])
-        self._builder.make_room(0)
+            self._builder.make_room(0)
         return variant
 
 

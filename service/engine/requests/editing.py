@@ -64,7 +64,7 @@ class PlannedEdits:
             size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
             self._planned[shape] = [
                 PlannedFactors(node, edits, len(shapes), dims[node.name], size, runtime.description.dtype)
-                for node in runtime.extractor.edited
+                for node in runtime.at(shape).extractor.edited  # windows are as many as its size has
             ]
         self.bytes = sum(one.bytes for planned in self._planned.values() for one in planned)
 

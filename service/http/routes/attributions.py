@@ -10,12 +10,12 @@ from fastapi import Request, Response
 from torch import Tensor
 
 from fxcore.graph.cut import UnneededInput
-from fxcore.graph.model_graph import model_graph
 from fxcore.graph.model_part import closed
 from fxcore.graph.nodes import is_group
 from service import problems
 from service.codecs import bodies, heatmap, json, responses
 from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
 from service.http.access.callers import Caller, caller_of
 from service.http.deadline import Deadline
@@ -28,7 +28,7 @@ from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.v1 import MAX_INPUTS, ExtractorSpec
 
 _WHOLE = "attributions are of a whole differentiable model, at one size"
 
@@ -158,14 +158,21 @@ async def _halves(
     entry = await state.model(caller, spec.model)
 
     def begin_at() -> list[str]:
-        graph = model_graph(entry, entry.structure(spec.weights))
+        graph = graph_for(spec, entry, entry.structure(spec.weights))
         return closed(graph, query.at or graph.inputs[0].name, query.of)
 
-    try:
-        begin = await state.trace_in(caller)(begin_at)
-    except UnneededInput as error:
-        detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
-        raise problems.BadTarget(detail) from error
+    key = spec.model, spec.weights, str(spec.image_size), spec.fit, query.at, query.of
+    begin = state.cuts.get(key)
+    if begin is None:
+        try:
+            begin = await state.trace_in(caller)(begin_at)
+        except UnneededInput as error:
+            detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
+            raise problems.BadTarget(detail) from error
+        if len(begin) > MAX_INPUTS:
+            detail = f"beside {begin[0]!r}, {query.of!r} depends on {len(begin) - 1} other nodes; name one that it "
+            raise problems.BadTarget(f"{detail}depends on more alone, such as a level")
+        state.cuts.put(key, begin)
     own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
     back = await state.extractor(caller, ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager"))
     before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")

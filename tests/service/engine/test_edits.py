@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -222,3 +223,39 @@ async def test_refusals_name_the_edit(engine: MakeEngine, edit: Edit, said: str)
         with pytest.raises(BadEdit, match=f"^edit [01]: .*{said}") as caught:
             await running.features(record, tensors(1.0), edits=[Edit(NODE, scale=10.0), edit])
         assert caught.value.extra["edit"] == (0 if said == "beyond" else 1)
+
+
+@pytest.mark.exhaustive
+async def test_windows_of_another_size_have_the_edits_of_their_image(engine: MakeEngine) -> None:
+    """At 64 x 64 this node has one window an image, at 64 x 128 two."""
+    node = "layers.2.blocks.0.attn.qkv"
+    async with engine() as running:
+        record = await built(running, "timm.swin_tiny_patch4_window7_224", ["norm"], image_size=64, fit="native")
+        x = torch.rand(2, 3, 64, 128, generator=torch.Generator().manual_seed(0))
+
+        async def asked(rows: Tensor, edits: list[Edit]) -> Tensor:
+            return (await running.features(record, {"x": rows}, edits=edits)).outputs["norm"]
+
+        first, second = Edit(node, shift=300.0), Edit(node, 0, shift=-300.0)
+        plain = await asked(x, [])
+        alone = torch.cat([await asked(x[:1], [first]), await asked(x[1:], [second])])
+        both = await asked(x, [replace(first, images=[0]), replace(second, images=[1])])
+    assert torch.dist(both, alone) <= 1e-4 * alone.norm()
+    assert all(torch.dist(one, other) > 0.05 * other.norm() for one, other in zip(both, plain, strict=True))
+
+
+async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=[NODE])
+        runtime = runtime_of(record)
+        watched = Watched(record, runtime)
+        watched.open.clear()
+        held = asyncio.create_task(running.features(record, tensors(1.0)))
+        await watched.begun()
+        weights = runtime.model
+        await running.extractors.delete(record.id)
+        async with running.extractors.variants.use(runtime, [((3, 64, 64),)], [NODE]) as another:
+            assert another.model is weights
+        assert not running.models.loaded()
+        watched.open.set()
+        await held

@@ -192,9 +192,16 @@ async def test_what_was_preloaded_and_deleted_is_freed() -> None:
         (record,) = running.records.list()
         assert record.runtime is not None
         module = weakref.ref(record.runtime.extractor.module)
+        later, _ = await running.extractor(spec())
+        await running.extractors.load(later)
+        assert later.runtime is not None
+        other = weakref.ref(later.runtime.extractor.module)
         await running.extractors.delete(record.id)
         del record
         await until(lambda: module() is None and gc.get_freeze_count() > 0)
+        await running.extractors.delete(later.id)  # which that collection has made exempt
+        del later
+        await until(lambda: other() is None)
     finally:
         await running.close(grace=20)
 
