@@ -169,9 +169,15 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
     for method, path in operations:
         if "{model}" not in path and "{name}" not in path:
             continue
-        concrete = path.replace("{model}", "alexnet").replace("{name}", "alexnet").replace("{version}", "1")
+        concrete = (
+            path.replace("{model}", "alexnet")
+            .replace("{name}", "alexnet")
+            .replace("{version}", "1")
+            .replace("{image}", "0" * 16)
+        )
         query = {"nodes": "features", "weights": "random"} if path.endswith("/features") else {}
         query = {"of": "classifier", "weights": "random"} if path.endswith("/attributions") else query
+        query = {"node": "features", "channel": 0} if path.endswith("/statistics") else query
         image = photos["chelsea"] if method == "post" and not path.endswith("/load") else b""
         sent = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
         response = locked.run(locked.http.request(method, concrete, **sent))
