@@ -37,6 +37,16 @@ class Edit:
         tokens: indices of tokens ``[N, L, C]``, prefix tokens such as the class token first; None for all.
         box: x1, y1, x2, y2 in positions of a map, or of the grid of tokens, x2 and y2 not included; None for all.
         images: rows of the input; None for all.
+
+    >>> import torch
+    >>> from fxcore import build_extractor, get_model, load_model, model_graph
+    >>> graph, model = model_graph("squeezenet1_1"), load_model(get_model("squeezenet1_1"), "random")
+    >>> nodes = graph.resolve(["features.3"])
+    >>> extractor = build_extractor(graph, model, nodes, edits=nodes)
+    >>> x = torch.zeros(2, 3, 64, 64)
+    >>> edits = [Edit("features.3", scale=0, shift=2.0, channels=[5], images=[1])]
+    >>> extractor.module(x, *extractor.factors(edits, x))["features.3"][1, 5].unique()
+    tensor([2.])
     """
 
     node: str
