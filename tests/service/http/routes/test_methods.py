@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-GIVEN = {"model": "squeezenet1_1", "extractor": "for-methods", "name": "for-methods", "version": "1"}
+GIVEN = {"image": "0" * 16, "model": "squeezenet1_1", "extractor": "for-methods", "name": "for-methods", "version": "1"}
 CHANGING = {"date", "x-request-id"}
 
 
