@@ -72,7 +72,11 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   return {
     figure: h("figure", {}, canvas, bar, h("figcaption", {}, h("span", {}, caption), readout)),
     /** @param {number} share */
-    fade(share) { opacity = share; repaint() },
+    fade(share) {
+      if (share === opacity) return
+      opacity = share
+      repaint()
+    },
     /** Show the value of a patch, or the map relative to it. @param {Patch | null} under */
     point(under) {
       if (patch) ask(under ?? patch)

@@ -22,6 +22,8 @@ import { patchAlike, patchOf } from "./patch.js"
 
 /** Of the maps over the photos; kept while other nodes are chosen. */
 let opacity = 0.8
+/** Fades the maps that were made last: until they are in the page, the slider of those before them is the one that is moved. */
+let fadeLast = () => {}
 
 /** A button that gives the maps the whole window, and gives it back. */
 function enlarge() {
@@ -58,11 +60,18 @@ export async function stages(sides, preprocessing, at, choose) {
       choose(`${row},${column}`)
     },
   })))
-  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, value: opacity, "aria-label": "Opacity of the map",
+  const slider = h("input", { type: "range", min: 0, max: 1, step: 0.05, "aria-label": "Opacity of the map",
     oninput: () => {
       opacity = Number(slider.value)
-      for (const { fade } of panels) fade(opacity)
+      fadeAll()
+      fadeLast()
     } })
+  const fadeAll = () => {
+    slider.value = String(opacity)
+    for (const { fade } of panels) fade(opacity)
+  }
+  fadeAll() // the slider of the maps before these may have been moved meanwhile
+  fadeLast = fadeAll
   const shown = sides.map((side) => ("note" in side ? h("p", { class: "note" }, side.note) : panels[mapped.indexOf(side)].figure))
   return h("div", { class: "over" }, h("div", { class: "stages" }, ...shown), mapped.length
     ? h("div", { class: "row dim" }, h("label", { class: "row spring" }, "Map opacity", slider), enlarge()) : null)

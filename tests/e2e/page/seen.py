@@ -68,17 +68,34 @@ def until(page, expression):
         page.wait_for_timeout(20)
 
 
+def eventually(page, check, seconds=30):
+    """Return what ``check`` does once it passes: what is seen may still be what was there before."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        page.wait_for_timeout(50)
+
+
 def shown_channels(page):
     page.wait_for_selector(TILES)
     return [int(tile.get_attribute("data-channel")) for tile in page.locator(TILES).all()]
 
 
 def check_tiles(page, maps, some=5):
-    """The first tiles have the pixels of the channels of ``maps``, ``[C, H, W]``, that vary most over the positions."""
-    channels = shown_channels(page)
+    """The first tiles get the pixels of the channels of ``maps``, ``[C, H, W]``, that vary most over the positions."""
     variation = maps.std(axis=(1, 2))
-    assert variation[channels] == pytest.approx(np.sort(variation)[::-1][: len(channels)], rel=1e-4)
-    for channel in channels[:some]:
-        found = pixels(page.locator(f'{TILES}[data-channel="{channel}"] canvas'))
-        assert np.abs(found[..., :3] - coloured(maps[channel])).max() <= 2, channel
-        assert (found[..., 3] == 255).all()
+
+    def check():
+        channels = shown_channels(page)
+        assert variation[channels] == pytest.approx(np.sort(variation)[::-1][: len(channels)], rel=1e-4)
+        for channel in channels[:some]:
+            found = pixels(page.locator(f'{TILES}[data-channel="{channel}"] canvas'))
+            assert found.shape[:2] == maps.shape[1:]
+            assert np.abs(found[..., :3] - coloured(maps[channel])).max() <= 2, channel
+            assert (found[..., 3] == 255).all()
+
+    eventually(page, check)

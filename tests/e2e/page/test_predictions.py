@@ -45,7 +45,7 @@ def test_a_classifier_says_what_it_sees_by_name(server, visit):
 def test_the_first_look_is_a_picture(server, visit):
     page = visit(server.url).go()
     page.locator('.showcase .stage[aria-label="PCA of C4 over chelsea.jpg"]').wait_for()
-    assert "Egyptian cat" in page.locator(".showcase .predictions").inner_text()
+    page.locator(".showcase .predictions", has_text="Egyptian cat").wait_for()
     page.get_by_role("button", name="Photo coffee").click()
     page.locator('.showcase .stage[aria-label="PCA of C4 over coffee.jpg"]').wait_for()
     page.get_by_role("link", name="Look inside it").click()
