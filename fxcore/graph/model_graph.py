@@ -364,7 +364,7 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
         lock = _locks.setdefault((entry.name, weights, str(entry.input_size)), threading.Lock())
     with lock:
         graph = _cache.get(key)
-        if graph is None or graph.entry.builder is not entry.builder:  # a user's model may have another description now
+        if graph is None or graph.entry != entry:  # an own model has another description after it was checked
             graph = trace_graph(entry, weights)
         with _guard:
             _cache[key] = graph

@@ -24,6 +24,9 @@ from fxcore.quiet import quiet
 _HAS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", *(["AVIF"] if _HAS_AVIF else []))
 
+_OPENED = (*FORMATS, "DIB")
+"""Those that are opened: a DIB is a BMP without the header of a file."""
+
 _VARIANTS = ("MPO", "DIB")
 """Names that Pillow has for files of several JPEG images, and for BMP files."""
 
@@ -141,7 +144,7 @@ def is_image(head: bytes) -> bool:
     >>> is_image(bytes.fromhex("89504e470d0a1a0a")), is_image(b"P2 is a format of images")
     (True, False)
     """
-    return recognized(head, FORMATS)
+    return recognized(head, _OPENED)
 
 
 @lru_cache(1)
@@ -254,7 +257,7 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
         raise BadImage("the image is empty (0 bytes)")
     pixels, turn = stripped(data)
     try:
-        image = opened(pixels, FORMATS)
+        image = opened(pixels, _OPENED)
     except PIL.Image.DecompressionBombError as error:
         raise over_limit(error) from error
     except Exception as error:

@@ -40,14 +40,14 @@ def pixels(image: PIL.Image.Image) -> np.ndarray:
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "DIB"])
 def test_formats(format: str, cat: PIL.Image.Image) -> None:
     data = encoded(cat, format)
     image = open_image(data)
     assert image.mode == "RGB"
     expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
     assert np.array_equal(pixels(image), pixels(expected))
-    if format in ("PNG", "BMP", "TIFF"):
+    if format in ("PNG", "BMP", "DIB", "TIFF"):
         assert np.array_equal(pixels(image), pixels(cat))
     assert image_size(data) == (300, 451)
 

@@ -60,7 +60,7 @@ SKIPPED = "skipped 6 files that are not images: 3 .txt, .heic, empty, notes"
 
 def test_files_without_a_known_suffix_are_told_by_their_content(tmp_path: Path) -> None:
     files = {f"{format}{suffix}": encoded(format) for format in FORMATS for suffix in ("", ".upload")}
-    files |= {"a.jfif": encoded("JPEG"), "a.mpo": encoded("JPEG"), "a.apng": encoded("PNG"), "a.dib": encoded("BMP")}
+    files |= {"a.jfif": encoded("JPEG"), "a.mpo": encoded("JPEG"), "a.apng": encoded("PNG"), "a.dib": encoded("DIB")}
     files["cut.jp2"] = b"damaged, as its error will say"
     root = tmp_path / "in"
     root.mkdir()

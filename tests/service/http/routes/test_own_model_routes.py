@@ -262,3 +262,46 @@ def test_a_service_starts_without_a_file_that_is_wrong(
     client = make_client(models_dir=tmp_path)
     assert client.get("/healthz").status_code == 200
     assert "models.toml: No such file or directory" in caplog.text
+
+
+MIXED = """
+import torch
+from torch import nn
+
+class Recogniser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.classes = nn.Conv2d(3, 6, 8, 8), nn.Linear(6, 5)
+
+    def forward(self, x):
+        steps = self.conv(x).mean(2).permute(2, 0, 1)
+        times, images, channels = steps.shape
+        return self.classes(steps.reshape(times * images, channels)).view(times, images, 5).permute(1, 0, 2)
+"""
+
+
+def test_nodes_with_rows_of_several_images_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_client: Callable[..., Client]
+) -> None:
+    (tmp_path / "mixed_for_tests.py").write_text(MIXED)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models.toml").write_text(
+        """
+        [models.recogniser]
+        builder = "mixed_for_tests:Recogniser"
+        preprocessing = { resize_size = 64, crop_size = 64 }
+        """
+    )
+    client = make_client(models_dir=tmp_path)
+    images, body = torch.randn(2, 3, 64, 64), io.BytesIO()
+    np.save(body, images.numpy())
+    headers = {"Content-Type": "application/x-npy", "Accept": "application/x-safetensors"}
+    options = {"content": body.getvalue(), "headers": headers}
+    refused = client.post("/v1/models/recogniser/features?nodes=classes", **options)
+    assert refused.status_code == 422, refused.text
+    assert "'classes' has rows in which the images of a batch are mixed" in refused.json()["detail"]
+    served = client.post("/v1/models/recogniser/features?nodes=permute_1", **options)
+    with torch.inference_mode():
+        expected = torch.cat([sys.modules["mixed_for_tests"].Recogniser().eval()(image[None]) for image in images])
+    np.testing.assert_allclose(safetensors.numpy.load(served.content)["permute_1"], expected, rtol=1e-4, atol=1e-5)
