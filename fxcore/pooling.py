@@ -17,6 +17,7 @@ from torch.nn.functional import grid_sample
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
+from fxcore.graph.head_pooling import DISTILLED
 from fxcore.graph.layout import TOKENS
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens import TokenGrid
@@ -50,7 +51,8 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
             ``[N, C]`` and ``[N]`` are returned as they are.
         layout: of an :class:`~fxcore.extractor.OutputInfo`.
         method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive) or
-            ``cls`` (the class token); or several joined by ``+``, whose vectors are concatenated in that order.
+            ``cls`` (the class token), or :data:`DISTILLED`; or several joined by ``+``, whose vectors are concatenated
+            in that order.
         prefix: of tokens, those before the ones that are pooled, as in timm's own pooling.
 
     Returns:
@@ -69,7 +71,7 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
     tensor([[9.0000, 1.5000]])
     """
     methods = method.split("+")
-    for unknown in set(methods) - {*METHODS}:
+    for unknown in set(methods) - {*METHODS, DISTILLED}:
         raise BadTensor(f"there is no pooling {unknown!r}; there are {', '.join(METHODS)}", method=unknown)
     check_poolable(layout, tensor.ndim, tensor.dtype.is_floating_point, method, prefix)
     if len(methods) == 1:
@@ -81,15 +83,17 @@ def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens =
 def _pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens) -> Tensor:
     if tensor.ndim <= 2:
         return tensor
+    accumulate = torch.promote_types(tensor.dtype, torch.float32)
     if method == "cls":
         return tensor[:, 0]
+    if method == DISTILLED:
+        return tensor[:, :2].mean(dim=1, dtype=accumulate).to(tensor.dtype)
     if prefix.count and tensor.ndim == 3:
         tensor = tensor[:, prefix.count :]
     channel = channel_dim(layout, tensor.ndim)
     spatial = [d for d in range(1, tensor.ndim) if d != channel]
     if method == "max":
         return tensor.amax(dim=spatial)
-    accumulate = torch.promote_types(tensor.dtype, torch.float32)
     if method == "avg":
         return tensor.mean(dim=spatial, dtype=accumulate).to(tensor.dtype)
     positive = tensor.to(accumulate).clamp(min=_GEM_FLOOR)

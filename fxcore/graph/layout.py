@@ -71,6 +71,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         _of_equal_input(inputs, value)
         or _with_kept_rank(axes, before, value, reshapes=name in ("reshape", "view"))
         or _with_merged_space(axes, before, value)
+        or _with_split_positions(axes, before, value, node)
         or _restored(node, value)
     )
 
@@ -101,6 +102,32 @@ def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
     if axes in ("NHWC", "NTHWC"):
         return "NLC" if (before.shape[1:-1].numel(), before.shape[-1]) == value.shape[1:] else None
     return None
+
+
+def _with_split_positions(axes: str, before: Any, value: Tensor, node: fx.Node) -> str | None:
+    """Return the axes of a map, made of tokens that were a map of the same height and width before."""
+    if axes != "NLC" or value.ndim != 4 or not isinstance(before, Tensor):
+        return None
+    if (value.shape[0], value.shape[1:3].numel(), value.shape[3]) != before.shape:
+        return None
+    return "NHWC" if value.shape[1:3] in _sizes_above(node) else None
+
+
+def _sizes_above(node: fx.Node) -> set[torch.Size]:
+    """Return height and width of the maps among the nearest ancestors, each by its first input."""
+    found: set[torch.Size] = set()
+    previous = node
+    for _ in range(_WINDOW_NODES):
+        tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
+        if not tensors:
+            break
+        previous = tensors[0]
+        axes, shape = previous.meta.get("axes"), previous.meta["value"].shape
+        if axes == "NCHW":
+            found.add(shape[2:])
+        elif axes == "NHWC":
+            found.add(shape[1:3])
+    return found
 
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
+from fxcore.graph.head_pooling import attention_pools
 from fxcore.graph.levels import Level, find_levels
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
 from fxcore.graph.prefix_tokens import DECLARED
@@ -157,6 +158,15 @@ class ModelGraph:
         """Names of the classes of the modules that were not traced into, sorted."""
         called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
         return sorted({type(self.root.get_submodule(target)).__name__ for target in called})
+
+    @functools.cached_property
+    def attention_pools(self) -> Mapping[str, str]:
+        """See :func:`fxcore.graph.head_pooling.attention_pools`.
+
+        >>> model_graph("timm.test_vit3").attention_pools
+        {'norm.layer_norm': 'attn_pool.getitem_5'}
+        """
+        return attention_pools(self.graph, self.traced_modules)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import fx, nn
 
@@ -29,9 +28,6 @@ class PrefixTokens:
     class_token: bool = False
 
 
-_POOLINGS: dict[str, Literal["avg", "cls"]] = {"avg": "avg", "token": "cls"}
-"""timm's names of poolings, as :func:`fxcore.pooling.pool` calls them."""
-
 NO_PREFIX = PrefixTokens()
 """Of values that are no tokens, or tokens that all stand for positions."""
 
@@ -53,25 +49,6 @@ def declared_prefix(model: nn.Module) -> PrefixTokens | None:
         return own
     inside = {declared for part in model.modules() if (declared := _declared(part)) is not None}
     return inside.pop() if len(inside) == 1 else None
-
-
-def declared_pooling(model: nn.Module) -> Literal["avg", "cls"] | None:
-    """Return how ``model``, or a transformer in it, pools its tokens before its head, by timm's attribute
-    ``global_pool``; None if there is no such declaration, parts of the model differ, or it pools in another way.
-
-    >>> import torch
-    >>> vit = nn.Module()
-    >>> vit.cls_token, vit.global_pool = nn.Parameter(torch.zeros(1, 1, 8)), "avg"
-    >>> declared_pooling(nn.Sequential(vit)), declared_pooling(nn.Identity())
-    ('avg', None)
-    """
-    found = {pooled for part in model.modules() if hasattr(part, "cls_token") and (pooled := _pooling(part))}
-    return _POOLINGS.get(found.pop()) if len(found) == 1 else None
-
-
-def _pooling(module: nn.Module) -> str | None:
-    how = getattr(module, "global_pool", None)
-    return how if isinstance(how, str) else None
 
 
 def adds_prefix(node: fx.Node, module: nn.Module | None) -> bool:

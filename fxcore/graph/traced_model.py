@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.graph.prefix_tokens import PrefixTokens, declared_pooling, declared_prefix
+from fxcore.graph.head_pooling import declared_pooling
+from fxcore.graph.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.tracing.frozen import made_constants
@@ -32,7 +32,7 @@ class TracedModel:
         train_nodes: names of the nodes in train mode, in order of execution.
         untraceable: parts of the model that could not be traced.
         feature_maps, prefix_tokens: those that the model declares.
-        pooling: how the model pools its tokens, where it declares that.
+        pooling: see :func:`fxcore.graph.head_pooling.declared_pooling`.
         num_params: number of parameters, untraceable parts included.
         constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
         modules: modules by path as they were traced, in-place ones included.
@@ -49,7 +49,7 @@ class TracedModel:
     untraceable: list[UntraceablePart]
     feature_maps: Sequence[FeatureMap]
     prefix_tokens: PrefixTokens | None
-    pooling: Literal["avg", "cls"] | None
+    pooling: str | None
     num_params: int
     constants: list[str]
     modules: dict[str, nn.Module]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadBox, BadMask, BadPoint, BadTensor, FxError
+from fxcore.graph.head_pooling import DISTILLED
 from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.pooling import (
     MapGrid,
@@ -82,7 +83,8 @@ class FeatureOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        pooling(self.pool)
+        if self.pool != DISTILLED:  # which no request names
+            pooling(self.pool)
         for name, least, most in (("project", 1, MAX_PROJECT), ("seed", 0, MAX_SEED)):
             value = getattr(self, name)
             if not (name == "project" and value is None) and not (type(value) is int and least <= value <= most):

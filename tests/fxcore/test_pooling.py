@@ -5,6 +5,7 @@ from torch.testing import assert_close
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
+from fxcore.graph.head_pooling import DISTILLED
 from fxcore.graph.prefix_tokens import PrefixTokens
 from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_masks, pool_points, pool_regions, pooled_shape
 
@@ -51,6 +52,12 @@ def test_prefix_tokens_are_left_out_and_the_first_may_be_a_class_token() -> None
         pool(torch.rand(2, 5, 3, 4), "NCHW", "cls")
     with pytest.raises(BadTensor):
         pool(torch.rand(2, 5), "NC", "cls")
+
+
+def test_the_mean_of_both_class_tokens() -> None:
+    tokens, prefix = torch.rand(2, 12, 5), PrefixTokens(2, class_token=True)
+    assert_close(pool(tokens, "tokens", DISTILLED, prefix), (tokens[:, 0] + tokens[:, 1]) / 2)
+    assert pooled_shape([2, 12, 5], "tokens", DISTILLED) == [2, 5]
 
 
 def test_joined_poolings_are_concatenated_in_their_order() -> None:

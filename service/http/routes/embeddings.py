@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from typing import Literal
 
 from fastapi import Request, Response
 from torch import Tensor
 from torch.nn import functional
 
 from fxcore.extractor import OutputInfo
+from fxcore.graph.head_pooling import DISTILLED
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service import problems
@@ -59,9 +59,10 @@ _PARAMETERS = Parameters(NoQuery)
 async def embed(request: Request) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
-    Maps are averaged over their positions. Tokens are pooled as the model's own head does: by their class token, or by
-    the mean of those of patches if there is none or the head, as BEiT's and DINOv3's, averages. Values are not
-    normalized unless `dimensions` is given, which makes them unit length.
+    Maps are averaged over their positions. Tokens are pooled as the model's own head does: by their class token, by the
+    mean of those of patches if there is none or the head, as BEiT's and DINOv3's, averages, by attention as in SigLIP,
+    or by the mean of both class tokens as in distilled DeiTs. Values are not normalized unless `dimensions` is given,
+    which makes them unit length.
     """
     _, timeout = _PARAMETERS.parse(request)
     state = state_of(request)
@@ -79,6 +80,11 @@ async def embed(request: Request) -> Response:
         del chunks
         record = await _extractor(request, state, body.model)
         runtime = record.runtime or await state.engine.extractors.load(record)
+        pooled = runtime.graph.attention_pools.get(record.outputs[0].node)
+        if pooled is not None:
+            spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
+            record = await state.extractor(caller_of(request.scope), spec)
+            runtime = record.runtime or await state.engine.extractors.load(record)
         return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
 
 
@@ -129,7 +135,7 @@ async def _embed(
     request: Request,
     state: State,
     record: ExtractorRecord,
-    pooling: Literal["avg", "cls"] | None,
+    pooling: str | None,
     body: embeddings.Asked,
     deadline: float,
 ) -> Response:
@@ -151,7 +157,7 @@ async def _embed(
     return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))
 
 
-_POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "cls")}
+_POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "max", "cls", DISTILLED)}
 
 
 def _truncate(vectors: Tensor, dimensions: int | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import timm
 import torch
 from torch import Tensor, nn
@@ -34,3 +35,22 @@ def test_maps_keep_their_layout_between_the_stages_of_swin() -> None:
         (info,) = (node for node in graph.nodes if node.name == name)
         assert info.shape == [None, *value.shape[1:]]
         assert (info.layout, info.channels, info.stride) == ("NHWC", value.shape[3], stride)
+
+
+@pytest.mark.parametrize("side", [64, 128])
+def test_maps_keep_their_layout_around_attention_in_windows(side: int) -> None:
+    """DaViT's turns tokens to maps, pads these to whole windows, and at the smaller size some are a single window."""
+    options: dict[str, Any] = {"depths": (1, 1, 1), "embed_dims": (8, 16, 32), "num_heads": (1, 2, 4)}
+    model = timm.create_model("davit_tiny", **options, num_classes=0).eval()
+    graph = model_graph(user_entry(f"davit_{side}", UserModel(lambda: model, preprocessing={"crop_size": side})))
+    found = {node.name: node for node in graph.nodes}
+    for stage, (channels, stride) in enumerate(((8, 4), (16, 8), (32, 16))):
+        before, padded = side // stride, -(-side // stride // 7) * 7
+        block = f"stages.{stage}.blocks.0.0"
+        for name, size in (("view", before), ("pad", padded)):
+            info = found[f"{block}.{name}"]
+            assert (info.layout, info.channels, info.shape) == ("NHWC", channels, [None, size, size, channels])
+        windows = found[f"{block}.view_2"]
+        assert windows.shape is not None
+        assert windows.shape[1:] == [7, 7, channels]
+        assert (windows.layout, windows.channels) == (("NHWC", channels) if padded == 7 else (None, None))

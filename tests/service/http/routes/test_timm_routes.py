@@ -176,7 +176,6 @@ def test_an_embedding_is_the_class_token(client):
         ("test_vit", "token"),
         ("test_vit2", "avg"),  # after which it normalises, and it has a register
         ("test_vit4", "avg"),
-        # Of tokens that are pooled by attention, behind which a node can be named, it is the mean of the patches.
         ("test_vit3", "map"),
         *(
             pytest.param(name, pooled, marks=pytest.mark.exhaustive)
@@ -185,9 +184,12 @@ def test_an_embedding_is_the_class_token(client):
                 ("cait_xxs24_224", "token"),
                 ("convit_tiny", "token"),
                 ("deit3_small_patch16_224", "token"),
+                ("deit_tiny_distilled_patch16_224", "token"),
                 ("eva02_tiny_patch14_224", "avg"),
                 ("mvitv2_tiny", "avg"),
+                ("pit_ti_distilled_224", "token"),
                 ("tnt_s_patch16_224", "token"),
+                ("vit_base_patch16_siglip_224", "map"),
                 ("vit_base_r26_s32_224", "token"),
                 ("vit_relpos_base_patch16_clsgap_224", "avg"),
                 ("vit_relpos_small_patch16_224", "avg"),
@@ -208,13 +210,24 @@ def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
         torch.manual_seed(0)
         model = timm.create_model(name).eval()
     assert model.global_pool == pooled
-    if pooled == "map":
-        model.attn_pool, model.global_pool, model.pool_include_prefix = None, "avg", False
     model.fc_norm = torch.nn.Identity()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
         expected = model.forward_head(model.forward_features(transform(photo.convert("RGB"))[None]), pre_logits=True)
     assert np.allclose(response.json()["data"][0]["embedding"], expected[0].numpy(), atol=1e-4)
+
+
+def test_tokens_of_a_named_extractor_are_pooled_by_attention(client):
+    """Its own answers stay the tokens."""
+    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
+    spec = {"model": "timm.test_vit3", "weights": "random", "return_nodes": {"norm": "tokens"}, "name": "pooled"}
+    assert client.post("/v1/extractors?wait=60", json=spec).status_code == 201
+    found = client.post("/v1/embeddings", json={"model": "pooled", "input": image}).json()
+    named = client.post("/v1/embeddings", json={"model": "timm.test_vit3@random:attn_pool", "input": image}).json()
+    assert found["model"] == "pooled"
+    assert found["data"] == named["data"]
+    tokens = client.post("/v1/extractors/pooled/features", json={"images": [image]}).json()["outputs"][0]
+    assert (tokens["name"], tokens["shape"]) == ("tokens", [1, 101, 96])
 
 
 def test_poolings_joined_in_a_query(client):
