@@ -144,7 +144,9 @@ def _other(value: Tensor) -> Tensor:
 
 
 def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
-    """Compare a batch of two with each image alone, node by node.
+    """Compare a batch of two, in either order, with each image alone, node by node.
+
+    In one order alone, rows that are sorted by their values could be in their places by chance.
 
     Args:
         traced: a graph without in-place operations.
@@ -160,8 +162,9 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     Rows(apart=['sub'], dependent='sub')
     """
     uncertain = _uncertain(traced)
-    runs = [Interpreter(traced) for _ in range(3)]
-    for run, given in zip(runs, (inputs, [x[:1] for x in inputs], [x[1:] for x in inputs]), strict=True):
+    batches = (inputs, [x.flip(0) for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
+    runs = [Interpreter(traced) for _ in batches]
+    for run, given in zip(runs, batches, strict=True):
         run.args_iter = iter(_copies(given))
     state: dict[fx.Node, str] = {}
     returned: Any = None
@@ -175,7 +178,9 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
                 run.env[node] = run.run_node(node)
                 values.append(run.env[node])
             if node not in uncertain and isinstance(values[0], Tensor):
-                state[node] = _relation(*values)
+                batch, reverse, first, second = values
+                found = _relation(batch, first, second), _relation(reverse, second, first)
+                state[node] = max(found, key=_RELATIONS.index)
             for run in runs:
                 for done in run.user_to_last_uses.get(node, ()):
                     run.env.pop(done, None)
@@ -184,6 +189,10 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
     depends = "differs" in results or not results & {"alone", "mixed"}
     return Rows(apart, differing if depends else None)
+
+
+_RELATIONS = ("none", "alone", "mixed", "differs")
+"""From the least to the most that an image's values depend on the others in its batch, see :func:`_relation`."""
 
 
 def _relation(batch: Tensor, *alone: Any) -> str:

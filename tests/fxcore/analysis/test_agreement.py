@@ -74,6 +74,8 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
     "stacked": (lambda x: torch.stack([x, -x]).flatten(0, 1), ["flatten"], None),
     "expanded": (lambda x: x.expand(3, -1, -1, -1).reshape(-1, 5, 4).view(3, -1, 5, 4)[0], ["reshape"], None),
     "repeated": (lambda x: x.repeat_interleave(2, 0), [], None),
+    "ascending": (lambda x: x[x.sum((1, 2)).argsort()], ["argsort", "getitem"], None),
+    "descending": (lambda x: x[(-x.sum((1, 2))).argsort()], ["argsort", "getitem"], None),
     "mean": (lambda x: x - x.mean(0), ["sub"], "sub"),
     "softmax": (lambda x: x.softmax(0) * 2, ["softmax", "mul"], "softmax"),
     "statistics": (nn.BatchNorm1d(5, track_running_stats=False), ["0"], "0"),

@@ -80,6 +80,11 @@ def test_a_graph_that_differs_is_refused() -> None:
         run_check(dataclasses.replace(typed, batch=False))
 
 
+def test_a_model_that_draws_random_numbers_is_served() -> None:
+    entry = entry_of(lambda: Net(lambda x: nn.functional.dropout(x, training=True).mT))
+    assert run_check(entry) == entry
+
+
 def test_what_cannot_run_on_the_cpu_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Elsewhere(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
