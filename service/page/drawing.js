@@ -61,11 +61,13 @@ export function palette() {
  * @param {ReturnType<typeof palette>} options.colours
  * @param {number} options.chosen number of a box, or -1
  * @param {Set<number>} options.found boxes that match the search
- * @param {number[] | null} options.heat share of each box, 0 to 1
+ * @param {number[] | null} options.heat share of each box, 0 to 1; null where boxes have the colours of their kinds
+ * @param {import("./kinds.js").Makeup[]} options.kinds of each box
+ * @param {number[]} options.repeats how many alike modules each box holds
  * @param {((node: string) => HTMLCanvasElement | null | undefined) | null} options.pictures
  * @returns {string[]} the nodes in sight whose pictures are not there yet, the nearest to the middle first
  */
-export function draw(context, layout, camera, { colours, chosen, found, heat, pictures }) {
+export function draw(context, layout, camera, { colours, chosen, found, heat, kinds, repeats, pictures }) {
   const ratio = devicePixelRatio || 1
   const { canvas } = context
   context.setTransform(1, 0, 0, 1, 0, 0)
@@ -91,7 +93,8 @@ export function draw(context, layout, camera, { colours, chosen, found, heat, pi
   }
   layout.boxes.forEach((box, i) => {
     if (!visible(box)) return
-    if (box.kind !== "frame") drawBox(context, box, colours, readable, heat && heat[i])
+    if (box.kind === "module" && repeats[i] > 1) drawStack(context, box, colours)
+    if (box.kind !== "frame") drawBox(context, box, colours, readable, heat ? heat[i] : kinds[i])
     if (box.picture && pictures && box.height * camera.scale >= LEAST_PICTURE) {
       const shown = pictures(box.node)
       drawPicture(context, box, shown, colours)
@@ -156,20 +159,31 @@ function drawFrame(context, box, colours, readable) {
   context.fillText(box.lines[0], box.x + PADDING, box.y + LINE + 2)
 }
 
-/** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable @param {number | null} share */
-function drawBox(context, box, colours, readable, share) {
+/** The edges of two boxes behind one. @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours */
+function drawStack(context, box, colours) {
+  context.lineWidth = 1
+  for (const by of [6, 3]) {
+    rounded(context, { ...box, x: box.x + by, y: box.y - by }, RADIUS)
+    context.fillStyle = colours.surface
+    context.fill()
+    context.strokeStyle = colours.line
+    context.stroke()
+  }
+}
+
+/** A box with a share of some cost, 0 to 1, or with the kinds of what it holds. @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours @param {boolean} readable @param {number | import("./kinds.js").Makeup} of */
+function drawBox(context, box, colours, readable, of) {
   rounded(context, box, RADIUS)
   // Without its text a white box on white could not be seen.
   context.fillStyle = readable ? colours.surface : colours.dim
   context.fill()
-  if (share) {
+  if (typeof of !== "number" || of) {
     context.save()
     context.clip()
-    context.fillStyle = colour(0.25 + 0.6 * share)
-    context.globalAlpha = readable ? 0.12 + 0.3 * share : 1
-    context.fillRect(box.x, box.y, box.width, box.height)
-    context.globalAlpha = 1
-    context.fillRect(box.x, box.y, 4, box.height)
+    if (typeof of === "number") tint(context, box, colour(0.25 + 0.6 * of), readable ? 0.12 + 0.3 * of : 1)
+    else
+      for (let i = 0, y = box.y; i < of.length; y += of[i++].share * box.height)
+        tint(context, { ...box, y, height: of[i].share * box.height }, of[i].kind.colour, readable ? 0.07 : 1)
     context.restore()
   }
   context.lineWidth = box.kind === "module" ? 1.4 : 1
@@ -189,6 +203,15 @@ function drawBox(context, box, colours, readable, share) {
   context.fill()
   context.fillStyle = colours.on
   context.fillText(box.mark, x + 4, y + 4)
+}
+
+/** Colour a part of a box, its left edge most. @param {CanvasRenderingContext2D} context @param {{x: number, y: number, width: number, height: number}} part @param {string} colour @param {number} opacity */
+function tint(context, { x, y, width, height }, colour, opacity) {
+  context.fillStyle = colour
+  context.globalAlpha = opacity
+  context.fillRect(x, y, width, height)
+  context.globalAlpha = 1
+  context.fillRect(x, y, 4, height)
 }
 
 /** @param {CanvasRenderingContext2D} context @param {Box} box @param {ReturnType<typeof palette>} colours */
@@ -241,7 +264,7 @@ function outline(context, box, colour, width) {
   context.stroke()
 }
 
-/** @param {CanvasRenderingContext2D} context @param {Box} box @param {number} radius */
+/** @param {CanvasRenderingContext2D} context @param {{x: number, y: number, width: number, height: number}} box @param {number} radius */
 function rounded(context, { x, y, width, height }, radius) {
   context.beginPath()
   context.roundRect(x, y, width, height, radius)

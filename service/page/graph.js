@@ -3,6 +3,7 @@
 import { Camera } from "./camera.js"
 import { KNOB, draw, knob, palette } from "./drawing.js"
 import { h, select } from "./dom.js"
+import { makeup, repeats } from "./kinds.js"
 import { Minimap } from "./minimap.js"
 import { holds, modulesAbove } from "./model.js"
 import { flops, parameters, shapeText } from "./numbers.js"
@@ -25,6 +26,8 @@ export class GraphView {
   /** @type {string | null} */ chosen = null
   /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
   /** The nodes of each box, by its name. @type {Map<string, import("./model.js").NodeInfo[]>} */ #inside = new Map()
+  /** What each box is made of, and how many alike modules it holds. @type {import("./kinds.js").Makeup[]} */ #kinds = []
+  /** @type {number[]} */ #repeats = []
   #resting = 0
   #size = { width: 0, height: 0 }
   #query = ""
@@ -55,7 +58,7 @@ export class GraphView {
     this.card = h("div", { class: "card", hidden: true })
     /** The chosen node, on a screen that shows one pane at a time. */ this.sheet = h("div", { class: "sheet", hidden: true })
     this.note = h("div", { class: "note floating row", role: "status", hidden: true })
-    this.colours = select("Colour by", [["", "nothing"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
+    this.colours = select("Colour by", [["", "kind"], ["flops", "FLOPs"], ["params", "Parameters"], ["time", "Measured time"]],
       "", actions.colour)
     pane.replaceChildren(
       h("div", { class: "toolbar" },
@@ -117,7 +120,7 @@ export class GraphView {
     this.redraw()
   }
 
-  /** @param {string} by flops, params, time, or nothing */
+  /** @param {string} by flops, params, time, or empty for kinds */
   colour(by) {
     this.#colouring = by
     this.colours.value = by
@@ -169,7 +172,7 @@ export class GraphView {
       this.#drawing = false
       if (!this.layout) return
       const missing = draw(this.context, this.layout, this.camera, {
-        colours: palette(), chosen: this.#chosenBox(), found: this.#found, heat: this.#heat,
+        colours: palette(), chosen: this.#chosenBox(), found: this.#found, heat: this.#heat, kinds: this.#kinds, repeats: this.#repeats,
         pictures: this.shown === "none" ? null : (node) => this.pictures.get(node),
       })
       if (this.shown !== "none") this.pictures.want(missing)
@@ -189,18 +192,25 @@ export class GraphView {
     return this.#inside.get(box.name) ?? []
   }
 
-  /** Find the nodes of each box. @param {Model} model @param {Layout} layout */
+  /** Find the nodes of each box, their kinds, and alike modules. @param {Model} model @param {Layout} layout */
   #sort(model, layout) {
     this.#inside = new Map(layout.boxes.map((box) => [box.name, []]))
     for (const node of model.nodes)
       for (const path of [...modulesAbove(node.name), node.name]) this.#inside.get(path)?.push(node)
+    this.#kinds = layout.boxes.map((box) => makeup(this.#nodesOf(box)))
+    this.#repeats = layout.boxes.map((box) => (box.kind === "module" ? repeats(model.modules.get(box.name)) : 1))
+    layout.boxes.forEach((box, i) => {
+      const count = this.#repeats[i]
+      if (count > 1) box.lines[1] = `${count} × ${this.#nodesOf(box).length / count} nodes`
+    })
   }
 
   #recolour() {
     const by = this.#colouring
     this.#heat = null
     this.legend.textContent = ""
-    if (!by || !this.layout || (by === "time" && !this.measured)) return
+    if (!this.layout || (by === "time" && !this.measured)) return
+    if (!by) return this.legend.replaceChildren(...this.#legend())
     const weights = this.layout.boxes.map((box) => {
       if (box.kind === "frame") return 0
       return this.#nodesOf(box).reduce((sum, node) => sum + (by === "flops" ? node.flops : by === "params" ? node.params
@@ -210,6 +220,16 @@ export class GraphView {
     const text = by === "flops" ? flops(most) : by === "params" ? parameters(most) : `${Number(most.toPrecision(3))} ms`
     this.legend.replaceChildren(h("span", { class: "scale", "aria-hidden": "true" }), ` to ${text}`)
     this.#heat = weights.map((weight) => Math.sqrt(weight / most))
+  }
+
+  /** The kinds in sight, each by its colour. */
+  #legend() {
+    const found = [...new Set(this.#kinds.flatMap((one, i) => (this.layout?.boxes[i].kind === "frame" ? [] : one.map(({ kind }) => kind))))]
+    return found.map(({ name, colour }) => {
+      const swatch = h("span", { class: "swatch", "aria-hidden": "true" })
+      swatch.style.setProperty("background", colour)
+      return h("span", {}, swatch, name)
+    })
   }
 
   #search() {

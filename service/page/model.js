@@ -54,7 +54,8 @@ export class Model {
     /** @type {NodeInfo[]} */ this.nodes = graph.nodes
     this.weights = weights
     this.byName = new Map(this.nodes.map((node) => [node.name, node]))
-    this.root = tree(this.nodes)
+    /** Every module by its path. */ this.modules = tree(this.nodes)
+    this.root = /** @type {Part} */ (this.modules.get(""))
   }
 
   /** Whether it takes single photos: video models do not. */
@@ -72,6 +73,13 @@ export class Model {
     const level = this.levels[name]
     const exact = this.byName.get(name) ?? (level && this.byName.get(level.node))
     return exact ?? this.nodes.findLast((node) => node.name.startsWith(`${name}.`)) ?? null
+  }
+
+  /** The names of the nodes that one depends on, and its own. @param {string} name @returns {Set<string>} */
+  before(name) {
+    const found = new Set([name])
+    for (const one of found) for (const source of this.byName.get(one)?.args ?? []) found.add(source)
+    return found
   }
 
   /** The node to begin with: a deep level, else the last node with a map over the image, else the last with a tensor. */
@@ -98,7 +106,7 @@ export class Model {
   }
 }
 
-/** @param {NodeInfo[]} nodes @returns {Part} */
+/** @param {NodeInfo[]} nodes @returns {Map<string, Part>} by their paths; that of the whole is empty */
 function tree(nodes) {
   /** @type {Part} */
   const root = { path: "", label: "", parts: [], nodes }
@@ -120,7 +128,7 @@ function tree(nodes) {
     }
     above.parts.push({ path: node.name, label: pieces[pieces.length - 1], parts: [], nodes: [node] })
   }
-  return root
+  return modules
 }
 
 /**

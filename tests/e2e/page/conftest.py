@@ -63,7 +63,7 @@ class Visit:
         self.url = url
         self.context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
         self.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
-        self.context.set_default_timeout(30_000)
+        self.context.set_default_timeout(60_000)
         self.page = self.context.new_page()
         self.urls: list[str] = []
         self.complaints: list[str] = []

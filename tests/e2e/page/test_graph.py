@@ -16,13 +16,18 @@ def drawn(page):
     return pixels(page.locator(GRAPH))
 
 
+def fitted(page, layout):
+    """The graph's pixels, their number for one of the layout, and its corner, if the whole is fitted into the pane."""
+    seen = drawn(page)
+    height, width = seen.shape[:2]
+    scale = min(width / layout["width"], height / layout["height"], 1.25)
+    return seen, scale, (width - layout["width"] * scale) / 2, max(0, (height - layout["height"] * scale) / 2)
+
+
 def darkness(page, layout):
     """How dark, 0 to 255, the middle of each box is if the whole graph is fitted into the pane."""
-    seen = drawn(page)
+    seen, scale, left, top = fitted(page, layout)
     found = (255 - seen[..., :3].mean(axis=-1)) * seen[..., 3] / 255
-    height, width = found.shape
-    scale = min(width / layout["width"], height / layout["height"], 1.25)
-    left, top = (width - layout["width"] * scale) / 2, max(0, (height - layout["height"] * scale) / 2)
     boxes = [box for box in layout["boxes"] if box["kind"] != "frame"]
     rows = [int(top + scale * (box["y"] + box["height"] / 2)) for box in boxes]
     columns = [int(left + scale * (box["x"] + box["width"] / 2)) for box in boxes]
@@ -101,3 +106,48 @@ def test_a_tapped_box_says_what_it_is_and_leads_to_its_output(open_server, visit
     sheet.get_by_role("button", name="See output").click()
     page.locator(".stage").wait_for()
     assert page.locator(".pane.features").bounding_box()["width"] == 375
+
+
+@pytest.mark.exhaustive
+def test_boxes_have_the_colours_of_their_kinds_and_repeated_blocks_are_stacked(open_server, visit):
+    layout = layout_of(open_server, "resnet18", open="")
+    page = visit(open_server.url).go("m=resnet18&n=layer3&i=none&o=")
+    settled(page)
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    legend = dict(
+        page.locator(".legend > span").evaluate_all(
+            "all => all.map((one) => [one.textContent, getComputedStyle(one.firstChild).backgroundColor])"
+        )
+    )
+    colours = {name: [int(value) for value in text[4:-1].split(", ")] for name, text in legend.items()}
+    assert set(colours) == {"normalization", "convolution", "linear", "activation", "pooling"}
+    seen, scale, left, top = fitted(page, layout)
+    boxes = {box["name"]: box for box in layout["boxes"]}
+
+    def at(name, across, down):
+        box = boxes[name]
+        return seen[int(top + scale * (box["y"] + down)), int(left + scale * (box["x"] + across))]
+
+    def nearest(pixel):
+        return min(colours, key=lambda name: np.abs(pixel[:3] - colours[name]).sum())
+
+    for name, kind in (
+        *(("conv1", "convolution"), ("bn1", "normalization"), ("relu", "activation")),
+        *(("maxpool", "pooling"), ("fc", "linear")),
+    ):
+        assert nearest(at(name, 2, boxes[name]["height"] / 2)) == kind
+    for down, kind in ((5, "normalization"), (boxes["layer2"]["height"] - 8, "activation")):  # in that order
+        assert nearest(at("layer2", 2, down)) == kind
+    width = boxes["layer1"]["width"]
+    assert at("layer1", width + 4, 20)[3] > 0  # two blocks that are alike
+    assert at("layer2", width + 4, 20)[3] == 0  # its first one goes down by two
+    counts = page.evaluate(
+        """async () => {
+          const { loadModel } = await import("/page/model.js")
+          const { repeats } = await import("/page/kinds.js")
+          const model = await loadModel("vit_b_16", "random", new AbortController().signal)
+          return ["encoder.layers", "encoder", "conv_proj"].map((path) => repeats(model.modules.get(path)))
+        }"""
+    )
+    assert counts == [12, 1, 1]
