@@ -1,6 +1,7 @@
 // A node's output for a photo: requested from the service, held by the worker.
 
 import { ask } from "./api.js"
+import { editedBody } from "./edits.js"
 import { reduce } from "./reductions.js"
 import { gridAt } from "./size.js"
 import { featureAddress, requestOf } from "./snippets.js"
@@ -25,6 +26,7 @@ import { featureAddress, requestOf } from "./snippets.js"
  * @property {string} slot its key in the worker
  * @property {Photo} photo
  * @property {string} node as requested
+ * @property {import("./edits.js").Edit[]} edits that it was computed with
  * @property {Blob} file the answer's bytes
  * @property {string} timing
  * @property {number[]} shape
@@ -35,42 +37,46 @@ import { featureAddress, requestOf } from "./snippets.js"
  */
 
 /** @param {import("./snippets.js").Request} request @param {Photo} photo @param {string} accept @param {AbortSignal} [signal] */
-export function askFeatures(request, photo, accept, signal) {
+export async function askFeatures(request, photo, accept, signal) {
   const { path, query } = featureAddress(request)
-  const headers = { Accept: accept, "Content-Type": photo.type }
-  return ask(`${path}?${new URLSearchParams(query)}`, { method: "POST", headers, body: photo.data, signal })
+  const { edits } = request
+  const headers = { Accept: accept, "Content-Type": edits.length ? "application/json" : photo.type }
+  const body = edits.length ? await editedBody(photo, edits) : photo.data
+  return ask(`${path}?${new URLSearchParams(query)}`, { method: "POST", headers, body, signal })
 }
 
 /**
  * A node's output for a photo, from memory where it was asked for before.
  * @param {Model} model @param {string} name @param {Photo} photo @param {AbortSignal} signal
  * @param {import("./size.js").Query} [query]
+ * @param {import("./edits.js").Edit[]} [edits]
  * @returns {Promise<Answer>}
  */
-export async function features(model, name, photo, signal, query = {}) {
-  const what = [model.name, model.weights, name, query.image_size, query.fit].join("\n")
+export async function features(model, name, photo, signal, query = {}, edits = []) {
+  const what = [model.name, model.weights, name, query.image_size, query.fit, JSON.stringify(edits)].join("\n")
   const known = kept(what, photo)
   if (known) return known
-  const request = requestOf(model, [name], photo, { query })
+  const request = requestOf(model, [name], photo, { query, edits })
   const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
   const node = model.resolve(name)
   // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
-  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what)
+  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what, edits)
 }
 
 /**
  * Hand an answer in safetensors to the worker, and keep it.
  * @param {Response} answer @param {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
  * @param {Photo} photo @param {string} node @param {string} what it is an answer to, beside the photo
+ * @param {import("./edits.js").Edit[]} [edits]
  * @returns {Promise<Answer>}
  */
-export async function opened(answer, message, photo, node, what) {
+export async function opened(answer, message, photo, node, what, edits = []) {
   const buffer = await answer.arrayBuffer()
   const file = new Blob([buffer])
   const timing = answer.headers.get("Server-Timing") ?? ""
   const slot = String(++slots)
-  const found = /** @type {Answer} */ ({ slot, photo, node, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
+  const found = /** @type {Answer} */ ({ slot, photo, node, edits, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
   keep(what, found)
   return found
 }

@@ -3,6 +3,7 @@
 import { askFeatures, kept, opened } from "./answers.js"
 import { askJson, modelPath } from "./api.js"
 import { h, select } from "./dom.js"
+import { reaching } from "./edits.js"
 import { makeExtractor } from "./extractors.js"
 import { modulesAbove } from "./model.js"
 import { reduce } from "./reductions.js"
@@ -54,18 +55,39 @@ async function attentionNear(model, name) {
   return before[before.length - 1]
 }
 
+/** The node that computes with some attention weights: the one before them. @param {Model} model @param {string} weights */
+async function callOf(model, weights) {
+  const { order } = await attentionNodes(model)
+  return order[order.indexOf(weights) - 1]
+}
+
+/**
+ * What a head alone writes: its channels before the projection of all heads; null where that is inside one node.
+ * @param {Model} model @param {string} node of attention weights @param {number} head @param {number} heads
+ * @returns {import("./edits.js").Knob | null}
+ */
+export function headKnob(model, node, head, heads) {
+  const inputs = model.byName.get(`${modulesAbove(node).at(-1)}.proj`)?.args ?? []
+  const input = model.byName.get(inputs[0])
+  const width = (input?.shape?.at(-1) ?? 0) / heads
+  if (!input || !width || !Number.isInteger(width)) return null
+  return { text: `Head ${head}`, edit: { node: input.name, channels: [...Array(width).keys()].map((i) => head * width + i) } }
+}
+
 /**
  * The attention weights of an answer's photo.
  * @param {Model} model @param {string} node @param {Answer} answer @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, { photo }, signal, query) {
+async function weightsOf(model, node, { photo, edits: all }, signal, query) {
+  const edits = reaching(all, model, await callOf(model, node)).filter(({ node: at }) => !model.resolve(at)?.name.endsWith("scaled_dot_product_attention"))
   const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"], query: fixedQuery(model, query, photo) }, signal)
-  let found = kept(id, photo)
+  const what = id + JSON.stringify(edits)
+  let found = kept(what, photo)
   if (!found) {
-    const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id })
+    const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id, edits })
     const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
-    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, id)
+    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, what, edits)
   }
   // Not before: an extractor that is still building lists no outputs.
   const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
@@ -92,7 +114,7 @@ export async function attentionView(model, answers, head, choose, signal, query)
     const own = head !== null && head < heads ? head : null
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
-      photo: answer.photo, node, label, caption: `${label} of ${node}`, size: grid, query: true,
+      photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: true,
       render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => coloured(await reduce("attention", { slot, head: own, grid, ...patch }, { topic }), grid.width),
     }
   }))

@@ -38,6 +38,6 @@ export function evidenceSides(model, answers, of, target, signal, size) {
     const [, height, width] = found.shape
     const values = await reduce("values", { slot: found.slot, most: height * width })
     const label = `Evidence for ${target.name}`
-    return { photo, node, label, caption: label, size: { height, width }, query: false, render: async () => coloured(values, width) }
+    return { photo, node, label, caption: label, edited: false, size: { height, width }, query: false, render: async () => coloured(values, width) }
   }))
 }

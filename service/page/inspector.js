@@ -2,13 +2,15 @@
 
 import { features } from "./answers.js"
 import { Problem } from "./api.js"
-import { attentionNodes, attentionView } from "./attention.js"
+import { attentionNodes, attentionView, headKnob } from "./attention.js"
 import { channelsView, ordered } from "./channels.js"
 import { h } from "./dom.js"
+import { editsOf, knobsView, reaching } from "./edits.js"
 import { evidenceNode, evidenceSides } from "./evidence.js"
 import { keepFocus } from "./focus.js"
 import { heading } from "./heading.js"
 import { parameters } from "./numbers.js"
+import { patchOf } from "./patch.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
 import { isStale, reduce } from "./reductions.js"
@@ -73,9 +75,9 @@ export class Inspector {
     const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove, sizeChoices(model, place, this.go)) : ""
     if (this.#place !== place) return
     keepFocus(this.picker, () => this.picker.replaceChildren(picker))
-    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.z ?? "", place.f ?? ""].join("\n")
+    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.z ?? "", place.f ?? "", place.e ?? ""].join("\n")
     const known = wanted === this.#requested
-    const subject = [model.name, model.weights, place.p, place.p2, place.z, place.f].join("\n")
+    const subject = [model.name, model.weights, place.p, place.p2, place.z, place.f, place.e].join("\n")
     if (subject !== this.#subject) this.said.replaceChildren()
     this.#subject = subject
     this.#describe(model, name, known ? this.#answers[0] : null)
@@ -115,11 +117,14 @@ export class Inspector {
     }, this.#answers.length ? PROGRESS_DELAY : 0)
     try {
       const first = await photoOf(place.p)
+      const edits = reaching(editsOf(place), model, name)
+      /** @type {Array<{photo: import("./photo.js").Photo, name: string, edits?: import("./edits.js").Edit[]}>} */
       const pairs = [{ photo: first, name }]
+      if (edits.length) pairs.push({ photo: first, name, edits })
       if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
       if (place.n2) pairs.push({ photo: first, name: place.n2 })
       const [attention, ...answers] = await Promise.all([attentionNodes(model),
-        ...pairs.map(({ photo, name }) => features(model, name, photo, stop.signal, sizeQuery(place)))])
+        ...pairs.map(({ photo, name, edits }) => features(model, name, photo, stop.signal, sizeQuery(place), edits))])
       if (stop.signal.aborted) return
       this.#hasAttention = attention.names.length > 0
       this.#answers = answers
@@ -143,8 +148,11 @@ export class Inspector {
 
   /** Say what a classifier sees in the photos, after their first maps are shown. @param {Model} model @param {import("./photo.js").Photo[]} photos @param {AbortSignal} signal */
   async #predict(model, photos, signal) {
+    const edits = reaching(editsOf(this.#place), model, scoresOf(model)?.name ?? "")
+    const subjects = photos.map((photo) => ({ photo, edits: /** @type {import("./edits.js").Edit[]} */ ([]) }))
+    if (edits.length) subjects.push({ photo: photos[0], edits })
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all(photos.map((photo) => predictionsView(model, photo, signal, (k) => this.#explain(model, k), this.#size))).catch(() => [])
+    const found = await Promise.all(subjects.map(({ photo, edits }) => predictionsView(model, photo, signal, (k) => this.#explain(model, k), this.#size, edits))).catch(() => [])
     if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
@@ -173,30 +181,38 @@ export class Inspector {
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
+    /** @type {HTMLElement[]} */ let rest = []
     if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
     /** What the numbers and the request below the maps are of. */
     let shown = this.#answers, request = { node: first.node, transforms: /** @type {string[]} */ ([]), id: /** @type {string | null} */ (null) }
+    let heads = 0
     try {
       if (view === "values") blocks.append(await valuesView(first, first.shape.length === 2 ? await categories(model) : []))
       else if (view === "attention") {
         const { elements, weights } = await this.#attention(model, place)
-        blocks.append(this.#choices(view), ...elements)
+        rest = elements
         shown = weights.map(({ answer }) => answer)
-        if (weights.length) request = { node: shown[0].node, transforms: ["attention_maps"], id: weights[0].id }
-      } else if (view === "why") blocks.append(this.#choices(view), ...await this.#evidence(model, place))
-      else blocks.append(this.#choices(view), ...await this.#maps(view, place))
+        if (weights.length) {
+          request = { node: shown[0].node, transforms: ["attention_maps"], id: weights[0].id }
+          heads = shown[0].shape.at(-3) ?? 0
+        }
+      } else rest = view === "why" ? await this.#evidence(model, place) : await this.#maps(view, place)
     } catch (error) {
       if (wanted !== this.#rendered || isStale(error)) return
       return this.#fail(error, first.photo)
     }
-    for (const { statistics, photo, node } of shown) {
+    if (view !== "values") blocks.append(this.#choices(view), ...rest.slice(0, 1))
+    if (view !== "why") blocks.append(knobsView(editsOf(place), this.#knobs(view, request.node, heads), (changes) => this.go(changes)))
+    blocks.append(...rest.slice(1))
+    for (const { statistics, photo, node, edits } of shown) {
       const title = view === "attention" ? `All weights of ${node}` : "All values"
-      blocks.append(statisticsView(statistics, second ? `${title}: ${photo.name}${view === "attention" ? "" : `, ${node}`}` : title))
+      blocks.append(statisticsView(statistics, second ? `${title}: ${photo.name}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}` : title))
     }
     if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop
     keepFocus(this.body, () => this.body.replaceChildren(blocks))
-    if (shown.length) this.#offer(request, shown[0].photo, shown[0])
+    const offered = shown.find(({ edits }) => edits.length) ?? shown[0]
+    if (shown.length) this.#offer(request, offered.photo, offered)
     this.pane.scrollTop = top
   }
 
@@ -204,6 +220,23 @@ export class Inspector {
   get #views() {
     const had = { attention: this.#hasAttention, why: this.#model !== null && !!scoresOf(this.#model) }
     return VIEWS.filter(([name]) => had[/** @type {keyof had} */ (name)] ?? true)
+  }
+
+  /** What of a node can be turned: what is looked at, then all of it. @param {string} view @param {string} node @param {number} heads of its attention */
+  #knobs(view, node, heads) {
+    const [{ maps }] = this.#answers
+    const { ch, at, head } = this.#place
+    if (view === "attention") {
+      const knob = this.#model && head !== undefined && headKnob(this.#model, node, Number(head), heads)
+      return knob ? [knob] : []
+    }
+    /** @type {import("./edits.js").Knob[]} */ const knobs = [{ text: "Its whole output", edit: { node } }]
+    if (!maps) return knobs
+    const { row, column } = patchOf(at, maps)
+    knobs.unshift({ text: `Position ${row}, ${column}`, edit: { node, box: [column, row, column + 1, row + 1] } })
+    const channel = Math.min(Number(ch ?? ordered(this.#answers[0], this.#place.s)[0]) || 0, maps.channels - 1)
+    if (view === "channels") knobs.unshift({ text: `Channel ${channel}`, edit: { node, channels: [channel] } })
+    return knobs
   }
 
   /** What every request asks for. */
@@ -260,7 +293,7 @@ export class Inspector {
     const name = names[index] ?? `class ${index}`
     const late = this.#later("why", `Differentiating ${name}`)
     try {
-      const sides = await evidenceSides(model, this.#answers, scores.name, { index, name }, this.#abort.signal, this.#size)
+      const sides = await evidenceSides(model, this.#answers.filter(({ edits }) => !edits.length), scores.name, { index, name }, this.#abort.signal, this.#size)
       return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
     } finally {
       clearTimeout(late)

@@ -32,16 +32,17 @@ export const scoresOf = (model) => (model.task === "classification" ? model.node
  * The likeliest classes of a photo; null where the model is no classifier with known names.
  * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
  * @param {(index: number) => void} choose a class to be explained
- * @param {import("./size.js").Query} [query]
+ * @param {import("./size.js").Query} [query] @param {import("./edits.js").Edit[]} [edits]
  */
-export async function predictionsView(model, photo, signal, choose, query = {}) {
+export async function predictionsView(model, photo, signal, choose, query = {}, edits = []) {
   const last = scoresOf(model)
   const known = last ? await categories(model) : []
   if (!last || known.length !== last.shape?.at(-1)) return null
-  const { slot } = await features(model, last.name, photo, signal, query)
+  const { slot } = await features(model, last.name, photo, signal, query, edits)
   const shares = softmax(await reduce("values", { slot, most: known.length }))
   const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
-  return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}` },
+  return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}${edits.length ? ", edited" : ""}` },
+    edits.length ? h("p", { class: "dim" }, "Edited:") : null,
     h("ol", { class: "plain-list" }, ...order.map((i) => {
       const row = h("li", { "data-class": i }, h("button", { type: "button", title: "Why? Show where the evidence is", onclick: () => choose(i) },
         known[i]), h("span", { class: "dim" }, percent(shares[i])))

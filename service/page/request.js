@@ -73,7 +73,7 @@ export function requestView(model, { node, transforms, id }, file, answer, size)
   }
 
   function request() {
-    return requestOf(model, [node, ...others()], file, { transforms, id, query: transforms.length ? {} : { ...query, ...size } })
+    return requestOf(model, [node, ...others()], file, { transforms, id, edits: answer?.edits ?? [], query: transforms.length ? {} : { ...query, ...size } })
   }
 
   function show() {

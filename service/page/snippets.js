@@ -10,6 +10,7 @@ import { storedKey } from "./key.js"
  * @property {string[]} transforms of the graph; with any, an extractor is made first
  * @property {string | null} id of that extractor, once it is known
  * @property {Record<string, string>} query what is asked of the features beside the nodes
+ * @property {import("./edits.js").Edit[]} edits
  * @property {string} file the photo's name
  * @property {string} type the photo's media type
  * @property {boolean} locked whether the service wants a key
@@ -37,7 +38,7 @@ function address(path, query = {}) {
  * @returns {Request}
  */
 export function requestOf({ name: model, weights }, nodes, { name: file, type }, more = {}) {
-  return { model, weights, nodes, transforms: [], id: null, query: {}, file, type, locked: storedKey() !== null, ...more }
+  return { model, weights, nodes, transforms: [], id: null, query: {}, edits: [], file, type, locked: storedKey() !== null, ...more }
 }
 
 /** The path and the query of the request for features. @param {Request} request */
@@ -50,12 +51,14 @@ export function featureAddress({ model, weights, nodes, transforms, id, query })
 export function curl(request) {
   const key = request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []
   const { path, query } = featureAddress(request)
+  const { edits } = request
   const features = [
+    ...(edits.length ? [`printf ${shell(`{"images": ["%s"], "edits": ${JSON.stringify(edits).replaceAll("%", "%%")}}`)} "$(base64 < ${shell(request.file)} | tr -d '\\n')" |`] : []),
     "curl -sS",
     ...key,
-    `  -H ${shell(`Content-Type: ${request.type}`)}`,
+    `  -H ${shell(`Content-Type: ${edits.length ? "application/json" : request.type}`)}`,
     "  -H 'Accept: application/x-safetensors'",
-    `  --data-binary ${shell(`@${request.file}`)}`,
+    `  --data-binary ${edits.length ? "@-" : shell(`@${request.file}`)}`,
     `  ${shell(address(path, query))}`,
     `  -o ${shell(`${fileName(request.nodes.length > 1 ? request.model : request.nodes[0])}.safetensors`)}`,
   ].join(" \\\n")
@@ -67,7 +70,7 @@ export function curl(request) {
 }
 
 /** @param {Request} request */
-export function pythonCode({ model, weights, nodes, transforms, query, file, locked }) {
+export function pythonCode({ model, weights, nodes, transforms, query, edits, file, locked }) {
   const server = new URL(".", document.baseURI).toString().replace(/\/$/, "")
   const options = [
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
@@ -76,7 +79,7 @@ export function pythonCode({ model, weights, nodes, transforms, query, file, loc
     query.image_size ? `image_size=${query.image_size}` : "",
     query.fit ? `fit=${python(query.fit)}` : "",
   ].filter(Boolean)
-  const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("")
+  const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
   return `${locked ? "import os\n\n" : ""}from service.client import Client
 
 with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:

@@ -12,6 +12,7 @@ import { patchAlike, patchOf } from "./patch.js"
  * @property {import("./photo.js").Photo} photo
  * @property {string} node whose output the map shows
  * @property {string} label what the map shows
+ * @property {boolean} edited whether the photo's values were edited on the way
  * @property {string} caption the same, where there is one map only
  * @property {{height: number, width: number}} size of the map
  * @property {boolean} query whether the map is relative to one position, the query
@@ -51,8 +52,8 @@ export async function stages(sides, preprocessing, at, choose) {
   /** @param {number} from @param {Patch | null} patch */
   const point = (from, patch) => panels.forEach((one, i) => one.point(patch && patchAlike(patch, mapped[from].size, mapped[i].size)))
   const panels = await Promise.all(mapped.map((side, i) => panel({
-    ...side, preprocessing, opacity, label: `${side.label} of ${side.node} over ${side.photo.name}`,
-    caption: alone ? side.caption : `${side.photo.name}, ${side.node}`,
+    ...side, preprocessing, opacity, label: `${side.label} of ${side.node} over ${side.photo.name}${side.edited ? ", edited" : ""}`,
+    caption: alone ? side.caption : `${side.photo.name}, ${side.node}${side.edited ? ", edited" : ""}`,
     patch: side.query ? patchAlike(chosen, mapped[0].size, side.size) : null,
     point: (patch) => point(i, patch),
     choose: (patch) => {

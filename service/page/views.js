@@ -19,12 +19,12 @@ export function viewSides(answers, view, channel) {
   /** @type {Promise<Float32Array[]> | null} photos are compared on one scale; different nodes have none in common */
   const all = alike && ["channels", "mean"].includes(view) ? Promise.all(answers.map((answer) => valuesOf(answer, view, channel))) : null
   return answers.map((answer, number) => {
-    const { maps, node, photo, slot } = answer
+    const { maps, node, photo, slot, edits } = answer
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const own = Math.min(channel, maps.channels - 1)
     const label = view === "channels" ? `Channel ${own}` : VIEWS.find(([name]) => name === view)?.[1] ?? ""
     return {
-      photo, node, label, caption: label, size: maps, query: view === "similarity",
+      photo, node, label, caption: label, edited: edits.length > 0, size: maps, query: view === "similarity",
       render: async (patch, topic) => {
         if (components) return { image: rgbImage((await components)[number], maps.width), values: null, weights: null, scale: null }
         if (view === "similarity") return coloured(await reduce("similarity", { slot, ...patch }, { topic }), maps.width)

@@ -62,13 +62,13 @@ def shown(page, node, photo="chelsea.jpg"):
 
 def until(page, expression):
     """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(20)
 
 
-def eventually(page, check, seconds=30):
+def eventually(page, check, seconds=60):
     """Return what ``check`` does once it passes: what is seen may still be what was there before."""
     deadline = time.monotonic() + seconds
     while True:
@@ -83,6 +83,28 @@ def eventually(page, check, seconds=30):
 def shown_channels(page):
     page.wait_for_selector(TILES)
     return [int(tile.get_attribute("data-channel")) for tile in page.locator(TILES).all()]
+
+
+def looks(page, label, values, scale=(None, None)):
+    """The stage of that label, without the photo under it, becomes the map ``values`` on ``scale`` or its own, or the
+    colours ``[H, W, 3]``: at the middle of each of its places, but for what smoothing does there."""
+    stage = page.locator(f'.stage[aria-label="{label}"]')
+    stage.wait_for()
+    page.get_by_label("Opacity of the map").fill("1")
+    wanted = values if values.ndim == 3 else coloured(values, *scale)
+
+    def check():
+        found = pixels(stage)[..., :3]
+        rows, columns = (
+            ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int)
+            for axis, size in enumerate(values.shape[:2])
+        )
+        found = found[rows][:, columns].astype(float)
+        assert np.abs(found - wanted).mean() < 12
+        assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.97
+
+    eventually(page, check)
+    return stage
 
 
 def check_tiles(page, maps, some=5):

@@ -305,7 +305,7 @@ def test_everybody_can_use_it(open_server, visit):
 
     for fragment, ready in (
         ("", ".results a"),
-        ("m=squeezenet1_1&n=features.3&p2=rocket", TILES),
+        ('m=squeezenet1_1&n=features.3&p2=rocket&e=[{"node":"features.3","channels":[1],"scale":0}]', TILES),
         ("m=timm.vit_tiny_patch16_224&n=blocks.2&v=attention", ".stage"),
         ("m=nothing", ".failure"),
     ):
@@ -321,6 +321,10 @@ def test_everybody_can_use_it(open_server, visit):
             check()
             page.emulate_media(color_scheme="dark")
             check(runOnly=["color-contrast"])  # nothing else depends on the scheme
+    page.keyboard.press("?")
+    page.get_by_role("heading", name="Keys").wait_for()
+    check()
+    page.keyboard.press("Escape")
     page.goto(f"{open_server.url}/#m=timm.vit_tiny_patch16_224&n=blocks.2")
     page.get_by_role("button", name="Graph", exact=True).click()
     assert page.get_by_role("application", name="Graph of the model").bounding_box()["width"] == 375
@@ -340,7 +344,8 @@ def test_only_what_is_visible_of_a_large_graph_is_drawn(open_server, visit):
           const context = Object.assign(document.createElement("canvas"), { width: 1200, height: 900 }).getContext("2d")
           const drawn = []
           context.roundRect = (x, y) => drawn.push([x, y])
-          const options = { colours: palette(), chosen: -1, found: new Set(), heat: null }
+          const options = { colours: palette(), chosen: -1, found: new Set(), heat: null,
+            kinds: layout.boxes.map(() => []), repeats: layout.boxes.map(() => 1) }
           draw(context, layout, { x: 10, y: -2000, scale: 0.5 }, options)
           return [drawn, layout.boxes]
         }"""

@@ -10,31 +10,9 @@ import torch
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import CHELSEA, GRAPH, asked, check_tiles, coloured, eventually, pixels, shown_channels, until
+from tests.e2e.page.seen import CHELSEA, GRAPH, asked, check_tiles, eventually, looks, pixels, shown_channels, until
 
 VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
-
-
-def looks(page, label, values, scale=(None, None)):
-    """The stage of that label, without the photo under it, becomes the map ``values`` on ``scale`` or its own, or the
-    colours ``[H, W, 3]``: at the middle of each of its places, but for what smoothing does there."""
-    stage = page.locator(f'.stage[aria-label="{label}"]')
-    stage.wait_for()
-    page.get_by_label("Opacity of the map").fill("1")
-    wanted = values if values.ndim == 3 else coloured(values, *scale)
-
-    def check():
-        found = pixels(stage)[..., :3]
-        rows, columns = (
-            ((np.arange(size) + 0.5) * found.shape[axis] / size).astype(int)
-            for axis, size in enumerate(values.shape[:2])
-        )
-        found = found[rows][:, columns].astype(float)
-        assert np.abs(found - wanted).mean() < 12
-        assert np.corrcoef(found.ravel(), wanted.ravel())[0, 1] > 0.97
-
-    eventually(page, check)
-    return stage
 
 
 def bare(page, stage, wanted):

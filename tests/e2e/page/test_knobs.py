@@ -1,0 +1,90 @@
+"""Knobs: what channels, positions and heads that are switched off change, against PyTorch's forward hooks."""
+
+import json
+import subprocess
+from urllib.parse import parse_qs
+
+import numpy as np
+import PIL.Image
+import pytest
+import safetensors.numpy
+import torch
+import torchvision
+
+from tests.e2e.page.seen import CHELSEA, looks, shown, until
+
+VIT, TIMES = "timm.vit_tiny_patch16_224", "\N{MULTIPLICATION SIGN}"
+
+
+def squeezenet(server, edit):
+    """The values of ``features.9`` and the scores for the photo, with ``edit`` of those of ``features.3``."""
+    weights = torchvision.models.SqueezeNet1_1_Weights.DEFAULT
+    model = torchvision.models.squeezenet1_1()
+    model.load_state_dict(torch.load(server.log.parent / "hub/checkpoints" / weights.url.rpartition("/")[2]))
+    kept = {}
+    model.features[3].register_forward_hook(lambda module, args, value: edit(value.clone()))
+    model.features[9].register_forward_hook(lambda module, args, value: kept.update(map=value[0].numpy()))
+    with torch.inference_mode():
+        scores = model.eval()(weights.transforms()(PIL.Image.open(CHELSEA)).unsqueeze(0))[0].numpy()
+    return kept["map"], scores
+
+
+def first_classes(page, label):
+    rows = page.locator(f'section[aria-label="{label}"] li[data-class]')
+    return [int(row.get_attribute("data-class")) for row in rows.all()]
+
+
+@pytest.mark.exhaustive
+def test_what_is_switched_off_changes_the_maps_after_it_and_the_predictions(open_server, visit, tmp_path):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3&v=channels&ch=7")
+    shown(page, "features.3")
+    page.get_by_role("button", name="Apply").click()
+    page.locator('.stage[aria-label="Channel 7 of features.3 over chelsea.jpg, edited"]').wait_for()
+    page.get_by_label("What to turn").select_option(label="Position 27, 27")
+    page.get_by_label("How to turn it").select_option("4")
+    page.get_by_role("button", name="Apply").click()
+    page.get_by_role("button", name=f"Take back: features.3 at 27, 27 {TIMES} 4").wait_for()
+
+    def edit(value):
+        value[:, 7] = 0
+        value[:, :, 27, 27] *= 4
+        return value
+
+    page.locator('.tree [title="features.9"]').click()
+    shown(page, "features.9")
+    page.get_by_role("button", name="Heat-map").click()
+    plain, scores = squeezenet(open_server, lambda value: value)
+    edited, other_scores = squeezenet(open_server, edit)
+    maps = [np.abs(one).mean(axis=0) for one in (plain, edited)]
+    assert np.abs(maps[0] - maps[1]).max() > 1e-3 * maps[0].max()
+    scale = min(map(np.min, maps)), max(map(np.max, maps))
+    label = "Heat-map of features.9 over chelsea.jpg"
+    for one, name in zip(maps, (label, f"{label}, edited"), strict=True):
+        looks(page, name, one, scale)
+    page.locator('section[aria-label="Predictions for chelsea.jpg, edited"]').wait_for()
+    for found, name in ((scores, "chelsea.jpg"), (other_scores, "chelsea.jpg, edited")):
+        assert first_classes(page, f"Predictions for {name}") == np.argsort(-found, kind="stable")[:5].tolist()
+    command = page.locator(".request code").inner_text()
+    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    found = safetensors.numpy.load_file(tmp_path / "features.9.safetensors")["features.9"]
+    # Photos are resized in another way here than in torchvision's transforms of PIL images.
+    assert np.linalg.norm(found[0] - edited) < 0.3 * np.linalg.norm(found[0] - plain)
+    page.locator('.tree [title="features.0"]').click()  # before the edited node
+    page.locator('.stage[aria-label="Heat-map of features.0 over chelsea.jpg"]').wait_for()
+    assert page.locator(".stage").count() == 1
+    for part in (f"channel 7 {TIMES} 0", f"at 27, 27 {TIMES} 4"):
+        page.get_by_role("button", name=f"Take back: features.3 {part}").click()
+    until(page, "!location.hash.includes('e=')")
+
+
+@pytest.mark.exhaustive
+def test_a_head_of_attention_is_switched_off_by_what_it_writes(open_server, visit):
+    page = visit(open_server.url).go(f"m={VIT}&n=blocks.2&w=random&v=attention&head=1")
+    page.locator(".stage").wait_for(timeout=90_000)
+    page.get_by_role("button", name="Apply").click()
+    until(page, "document.querySelectorAll('.stage').length === 2")
+    [edit] = json.loads(parse_qs(page.evaluate("location.hash"))["e"][0])
+    graph = open_server.http.get(f"/v1/models/{VIT}/graph", params={"format": "json", "weights": "random"}).json()
+    [source] = next(node["args"] for node in graph["nodes"] if node["name"] == "blocks.2.attn.proj")
+    assert edit == {"node": source, "channels": list(range(64, 128)), "scale": 0}  # of 192 for 3 heads
