@@ -15,11 +15,12 @@
  * @param {Grid} grid
  * @param {number | null} head null for the mean of all
  * @param {number} row @param {number} column of the query
+ * @param {number | null} [token] number of the query before the grid, as the class token's, in place of a position
  */
-export function attended({ shape, data }, { height, width, prefix, window, shift }, head, row, column) {
+export function attended({ shape, data }, { height, width, prefix, window, shift }, head, row, column, token = null) {
   const [heads, length] = [shape[shape.length - 3], shape[shape.length - 1]]
   const find = window ? cut(height, width, window, shift) : (/** @type {number} */ r, /** @type {number} */ c) => [0, prefix + r * width + c]
-  const [own, query] = find(row, column)
+  const [own, query] = token === null ? find(row, column) : [0, token]
   const result = new Float32Array(height * width).fill(NaN)
   const rows = head === null ? [...Array(heads).keys()] : [head]
   for (let r = 0; r < height; r++)
@@ -31,6 +32,19 @@ export function attended({ shape, data }, { height, width, prefix, window, shift
       result[r * width + c] = sum / rows.length
     }
   return result
+}
+
+/**
+ * In bits, how widely each head spreads one query's attention: 0 where all of it is at one position.
+ * @param {{shape: number[], data: Float32Array}} weights @param {Grid} grid @param {number} row @param {number} column @param {number | null} token
+ */
+export function entropies({ shape, data }, { height, width, prefix, window, shift }, row, column, token) {
+  const [heads, length] = [shape[shape.length - 3], shape[shape.length - 1]]
+  const [own, query] = token !== null ? [0, token] : window ? cut(height, width, window, shift)(row, column) : [0, prefix + row * width + column]
+  return [...Array(heads).keys()].map((head) => {
+    const start = ((own * heads + head) * length + query) * length
+    return -data.subarray(start, start + length).reduce((sum, share) => sum + (share > 0 ? share * Math.log2(share) : 0), 0)
+  })
 }
 
 /**

@@ -2,13 +2,16 @@
 
 import { askFeatures, kept, opened } from "./answers.js"
 import { askJson, modelPath } from "./api.js"
+import { image, range } from "./colours.js"
 import { h, select } from "./dom.js"
 import { reaching } from "./edits.js"
 import { makeExtractor } from "./extractors.js"
-import { modulesAbove } from "./model.js"
+import { holds, modulesAbove } from "./model.js"
+import { patchOf } from "./patch.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
 import { requestOf } from "./snippets.js"
+import { picture } from "./stage.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -95,14 +98,14 @@ async function weightsOf(model, node, { photo, edits: all }, signal, query) {
 }
 
 /**
- * The maps of attention, and the choice of a head.
- * @param {Model} model @param {Answer[]} answers @param {number | null} head the mean of all where that is null
- * @param {(head: string) => void} choose
+ * The maps of attention of a position or of a token before the grid, and the choices of them.
+ * @param {Model} model @param {Answer[]} answers @param {import("./place.js").Place} place
+ * @param {(changes: Record<string, string | null>, replace?: boolean) => void} go
  * @param {AbortSignal} signal @param {import("./size.js").Query} query
- * @returns {Promise<{sides: Side[], choice: HTMLElement | string, weights: Weights[]}>}
+ * @returns {Promise<{sides: Side[], choices: HTMLElement[], weights: Weights[]}>}
  */
-export async function attentionView(model, answers, head, choose, signal, query) {
-  let most = 0
+export async function attentionView(model, answers, place, go, signal, query) {
+  const head = place.head === undefined ? null : Number(place.head)
   /** @type {Weights[]} */ const found = []
   const sides = await Promise.all(answers.map(async (answer, i) => {
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
@@ -110,15 +113,52 @@ export async function attentionView(model, answers, head, choose, signal, query)
     const { answer: { slot, shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const heads = shape[shape.length - 3]
-    most = Math.max(most, heads)
     const own = head !== null && head < heads ? head : null
+    const token = tokenOf(place, grid)
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
-      photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: true,
-      render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => coloured(await reduce("attention", { slot, head: own, grid, ...patch }, { topic }), grid.width),
+      photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
+      render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => coloured(await reduce("attention", { slot, head: own, grid, token, ...patch }, { topic }), grid.width),
     }
   }))
-  const heads = /** @type {Array<[string, string]>} */ ([["", "Mean of all heads"], ...[...Array(most).keys()].map((i) => [String(i), `Head ${i}`])])
-  const choice = most ? h("label", { class: "row dim" }, "Head", select("Head", heads, head !== null && head < most ? String(head) : "", choose)) : ""
-  return { sides, choice, weights: found.filter(Boolean) }
+  const weights = found.filter(Boolean)
+  return { sides, choices: weights[0] ? await choicesOf(model, weights[0], place, go) : [], weights }
+}
+
+/** The token before the grid that attends; null for a position. @param {import("./place.js").Place} place @param {Grid} grid */
+function tokenOf({ q }, { prefix }) {
+  return q !== undefined && Number(q) < prefix ? Number(q) : null
+}
+
+/**
+ * Which block, what attends, and by which head, of which each is a tile.
+ * @param {Model} model @param {Weights} weights @param {import("./place.js").Place} place
+ * @param {(changes: Record<string, string | null>, replace?: boolean) => void} go
+ */
+async function choicesOf(model, { answer: { node, slot, shape }, grid }, place, go) {
+  const { names } = await attentionNodes(model)
+  const at = names.indexOf(node)
+  /** @param {string} text @param {string} label @param {number} step */
+  const step = (text, label, step) => h("button", { type: "button", "aria-label": label, disabled: !names[at + step],
+    onclick: () => go({ n: blockOf(names, names[at + step]), ch: null }) }, text)
+  const blocks = h("div", { class: "row dim" }, step("‹", "The attention before", -1), `${at + 1} of ${names.length}`, step("›", "The attention after", 1))
+  if (!grid) return [blocks]
+  const heads = [...Array(shape[shape.length - 3]).keys()].map(String)
+  const token = tokenOf(place, grid)
+  const tokens = [...Array(grid.prefix).keys()].map((i) => /** @type {[string, string]} */ ([String(i), i ? `token ${i}` : "class token"]))
+  if (tokens.length) blocks.append(h("label", {}, "From ", select("What attends", [["", "position"], ...tokens], token === null ? "" : String(token), (q) => go({ q: q || null }, true))))
+  const chosen = heads.includes(place.head) ? place.head : ""
+  blocks.append(h("label", {}, "Head ", select("Head", [["", "Mean of all heads"], ...heads.map((i) => /** @type {[string, string]} */ ([i, `Head ${i}`]))], chosen, (head) => go({ head: head || null }, true))))
+  /** @type {{entropy: number, values: Float32Array}[]} */
+  const found = await reduce("heads", { slot, grid, token, ...patchOf(place.at, grid) })
+  const tiles = found.map(({ entropy, values }, i) => h("button", {
+    type: "button", class: "tile", "data-head": i, "aria-pressed": String(chosen === String(i)), "aria-label": `Head ${i}, entropy ${entropy.toFixed(1)} bits`,
+    onclick: () => go({ head: String(i) }, true),
+  }, picture(image(values, grid.width, range(values))), h("span", {}, `${i}: ${entropy.toFixed(1)} bits`)))
+  return [blocks, h("div", {}, h("div", { class: "grid heads", role: "group", "aria-label": "Heads" }, ...tiles))]
+}
+
+/** The largest module that has no attention but this one. @param {string[]} names @param {string} node */
+function blockOf(names, node) {
+  return modulesAbove(node).find((path) => names.filter((other) => holds(path, other)).length === 1) ?? node
 }

@@ -177,7 +177,7 @@ export class Inspector {
     if (!first || !model) return
     const place = this.#place
     const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head, place.k].join("\n")
+    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head, place.q, place.k].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
@@ -266,10 +266,9 @@ export class Inspector {
   async #attention(model, place) {
     const late = this.#later("attention", "Computing attention weights")
     try {
-      const head = place.head === undefined ? null : Number(place.head)
-      const { sides, choice, weights } = await attentionView(model, this.#answers, head, (head) => this.go({ head: head || null }, true), this.#abort.signal, this.#size)
-      const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position.")
-      return { elements: [await this.#stages(sides), choice, help], weights }
+      const { sides, choices, weights } = await attentionView(model, this.#answers, place, this.go, this.#abort.signal, this.#size)
+      const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position. Bits say how widely a head looks.")
+      return { elements: [await this.#stages(sides), ...choices, help], weights }
     } finally {
       clearTimeout(late)
     }

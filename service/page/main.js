@@ -9,6 +9,7 @@ import { measured } from "./extractors.js"
 import { GraphView } from "./graph.js"
 import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
+import { watchKeys } from "./keys.js"
 import { loadModel, modulesAbove } from "./model.js"
 import { forget, isMissing, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
@@ -243,6 +244,7 @@ function stopMeasuring() {
 onMove(show)
 watchDrops(takePhotos)
 watchDivider()
+watchKeys()
 for (const button of document.querySelectorAll("[data-skip]"))
   button.addEventListener("click", () => {
     /** @type {HTMLElement | null} */

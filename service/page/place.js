@@ -2,7 +2,7 @@
 //
 // m model, w weights, n node, o open modules, c what the graph is coloured by, i its pictures, p photo, p2 a second one, v view, ch
 // channel, s order of channels and r the scale of their tiles, z size of the input and f how a photo fits it, at a patch as row,column, head
-// of attention, e edits in JSON, k class whose evidence is shown, t pane on a narrow screen.
+// of attention and q the token that attends, e edits in JSON, k class whose evidence is shown, t pane on a narrow screen.
 
 /** @typedef {Record<string, string>} Place */
 

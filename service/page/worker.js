@@ -1,6 +1,6 @@
 // Holds the tensors of the answers that are shown, and reduces them off the main thread.
 
-import { attended } from "./attended.js"
+import { attended, entropies } from "./attended.js"
 import { asMaps, channelFacts, channelOf, magnitude, similarity, statistics } from "./maps.js"
 import { rgb } from "./pca.js"
 import { parse } from "./safetensors.js"
@@ -39,11 +39,18 @@ const operations = {
   },
   close: ({ slot }) => held.delete(slot),
   values: ({ slot, most }) => held.get(slot)?.data.slice(0, most),
-  attention({ slot, grid, head, row, column }) {
-    const found = held.get(slot)
-    if (!found) throw new Error("there is no answer yet")
-    return attended(found, grid, head, row, column)
+  attention: ({ slot, grid, head, row, column, token }) => attended(weightsOf(slot), grid, head, row, column, token),
+  heads({ slot, grid, row, column, token }) {
+    const found = weightsOf(slot)
+    return entropies(found, grid, row, column, token).map((entropy, head) => ({ entropy, values: attended(found, grid, head, row, column, token) }))
   },
+}
+
+/** @param {string} slot */
+function weightsOf(slot) {
+  const found = held.get(slot)
+  if (!found) throw new Error("there is no answer yet")
+  return found
 }
 
 /** @param {string} slot */

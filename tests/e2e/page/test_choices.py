@@ -44,6 +44,15 @@ def test_the_keyboard_goes_on_at_what_is_shown_next(open_server, visit):
     page.keyboard.press("Enter")
     until(page, "document.activeElement.tagName === 'H1'")
     assert focused() == "Look inside a vision model"
+    page.keyboard.press("?")
+    page.get_by_role("heading", name="Keys").wait_for()
+    assert page.get_by_role("dialog").locator("dt").count() > 10
+    page.keyboard.press("Escape")
+    page.get_by_role("dialog").wait_for(state="hidden")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Search models"
+    page.keyboard.type("?/")
+    assert page.get_by_label("Search models").input_value() == "?/"
 
 
 @pytest.mark.exhaustive

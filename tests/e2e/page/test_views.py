@@ -10,7 +10,18 @@ import torch
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import CHELSEA, GRAPH, asked, check_tiles, eventually, looks, pixels, shown_channels, until
+from tests.e2e.page.seen import (
+    CHELSEA,
+    GRAPH,
+    asked,
+    check_tiles,
+    coloured,
+    eventually,
+    looks,
+    pixels,
+    shown_channels,
+    until,
+)
 
 VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
@@ -219,6 +230,21 @@ def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
     assert "head" not in page.evaluate("location.hash")
     page.goto(f"{open_server.url}/#m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p=rocket")  # the first photo now
     looks(page, f"Head 1 of {node} over rocket.jpg", rows[1][1])
+    weights = attention(open_server, VIT, node, photos.files()[3])[:, 0]  # of the class token
+    page.get_by_label("What attends").select_option("0")
+    looks(page, f"Head 1 of {node} over rocket.jpg", weights[1, 1:].reshape(14, 14))
+    assert "q=0" in page.evaluate("location.hash")
+    bits = -(weights * np.log2(weights)).sum(axis=-1)
+    for head in range(3):
+        tile = page.locator(f'.tile[data-head="{head}"]')
+        assert tile.get_attribute("aria-label") == f"Head {head}, entropy {bits[head]:.1f} bits"
+        found = pixels(tile.locator("canvas"))[..., :3]
+        assert np.abs(found - coloured(weights[head, 1:].reshape(14, 14))).max() <= 2
+    page.locator('.tile[data-head="2"]').click()
+    looks(page, f"Head 2 of {node} over rocket.jpg", weights[2, 1:].reshape(14, 14))
+    page.get_by_role("button", name="The attention after").click()
+    page.locator('.stage[aria-label="Head 2 of blocks.3.attn.attention over rocket.jpg"]').wait_for()
+    assert "n=blocks.3" in page.evaluate("location.hash")
 
 
 @pytest.mark.exhaustive
