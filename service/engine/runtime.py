@@ -24,7 +24,7 @@ from service.engine.transformation import Transformed
 SIZES_BYTES = 512 * 1024
 """Maximum bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
 
-Variant = tuple[int, int] | tuple[str, ...]
+Variant = tuple[int, ...] | tuple[str, ...]
 """Height and width, or the names of edited nodes in order."""
 
 OUTPUT_BYTES = 512
@@ -109,7 +109,7 @@ class Runtime:
 
     def at(self, shape: RowShape) -> Runtime:
         """Return what computes rows of ``shape``."""
-        return self.variants.get((shape[0][-2], shape[0][-1]), self) if self.variants else self
+        return self.variants.get(shape[0][-2:], self) if self.variants else self  # rows may be vectors
 
     def drop(self, variant: Runtime) -> None:
         """Retire a variant of it, or of its variants."""

@@ -171,6 +171,17 @@ async def test_an_extractor_that_begins_at_an_inner_node(engine: MakeEngine) -> 
         torch.testing.assert_close(found.outputs["features.5"], expected.outputs["features.5"])
 
 
+async def test_an_extractor_that_begins_at_a_vector(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, nodes=["classifier.3"], inputs=["flatten"])
+        given = {"flatten": torch.rand(2, 576)}
+        plain = await running.features(record, given)
+        found = await running.features(record, given, edits=[Edit("classifier.0", 0), Edit("classifier.3", 0, 7.0)])
+        assert found.outputs["classifier.3"].unique().tolist() == [7.0]
+        again = await running.features(record, given)
+        assert torch.equal(again.outputs["classifier.3"], plain.outputs["classifier.3"])
+
+
 @pytest.mark.parametrize("rest", [{"precision": "bfloat16"}, {"transforms": ["fold_normalization"]}])
 async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[str, Any]) -> None:
     async with engine() as running:
