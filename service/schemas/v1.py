@@ -373,6 +373,18 @@ class InputSize(BaseModel):
     images: int = Field(description="Images of that size that were answered.", examples=[3])
 
 
+class EditedNodes(BaseModel):
+    """Nodes that requests to an extractor edit, which a graph of its own computes."""
+
+    nodes: list[str] = Field(examples=[["layer2.3.relu_2"]])
+    backend: str = Field(
+        description="What computes requests that edit these nodes, whatever backend computes the others; boxes and "
+        "tokens are edited on eager.",
+        examples=["eager"],
+    )
+    images: int = Field(description="Images of such requests that were answered.", examples=[3])
+
+
 class ExtractorDetail(BaseModel):
     """An extractor and its state."""
 
@@ -390,6 +402,9 @@ class ExtractorDetail(BaseModel):
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
     sizes: list[InputSize] = Field(
         default_factory=list, description="Input sizes beside the usual one that it is in memory for.", examples=[[]]
+    )
+    edits: list[EditedNodes] = Field(
+        default_factory=list, description="Nodes whose edits it is in memory for.", examples=[[]]
     )
     checks: dict[str, Any] | None = Field(
         description="Errors of the backend's values relative to the unmodified model in eager PyTorch, on photographs; "

@@ -106,6 +106,11 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
             for one in (record.runtime.variants.values() if record.runtime is not None else ())
             if not one.description.edits
         ],
+        "edits": [
+            {"nodes": one.description.edits, "backend": one.backend, "images": one.images}
+            for one in (record.runtime.variants.values() if record.runtime is not None else ())
+            if one.description.edits
+        ],
         "checks": record.checks,
         "problem": problem(failed) if failed is not None else None,
     }

@@ -47,6 +47,9 @@ def test_equal_to_a_hook_on_both_routes(client, photos, reference):
     again = client.post(f"/v1/extractors/{id}/features?pool=avg", json=body(photos, EDITS))
     close(tensors(again)["layer2"], wanted.mean((2, 3)))
     close(tensors(ask(client, body(photos, [])))["layer2"], plain)
+    [told] = client.get(f"/v1/extractors/{id}").json()["edits"]
+    assert (told["nodes"], told["backend"]) == (["layer2.1.relu_1"], "eager")
+    assert told["images"] >= 4
 
 
 @pytest.mark.parametrize(
