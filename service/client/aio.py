@@ -19,8 +19,7 @@ from service.client.base import (
     attribution_query,
     feature_query,
 )
-from service.client.images import split_call
-from service.client.tensors import Assembly
+from service.client.images import Part, split_call
 
 Result = TypeVar("Result")
 
@@ -84,7 +83,7 @@ class AsyncClient(BaseClient):
             transforms=list(transforms),
             image_size=image_size,
             fit=fit,
-            inputs=None if inputs is None else list(inputs),
+            inputs=inputs,
         )
         return AsyncExtractor(self, await self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 
@@ -193,11 +192,8 @@ class AsyncExtractor(BaseExtractor):
         parts = await asyncio.to_thread(
             split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
         )
-        assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
-        retry_policy = self._client.retry_policy
-        await self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
-        return assembly.tensors() if as_torch else assembly.arrays()
+        return await self._call(parts, query, as_torch)
 
     async def attributions(
         self,
@@ -215,12 +211,14 @@ class AsyncExtractor(BaseExtractor):
         parts = await asyncio.to_thread(
             split_call, images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none"
         )
-        assembly = Assembly(parts[-1].row_end)
         query = attribution_query(of, at, target, method, steps, preprocess)
-        policy = self._client.retry_policy
-        await self._client._run_all(
-            [flows.extract(self.ref, part, query, assembly, policy, "attributions") for part in parts]
-        )
+        return await self._call(parts, query, as_torch, "attributions")
+
+    async def _call(
+        self, parts: Sequence[Part], query: Mapping[str, str], as_torch: bool, resource: str = "features"
+    ) -> dict[str, Any]:
+        all_flows, assembly = flows.call(self.ref, parts, query, self._client.retry_policy, resource)
+        await self._client._run_all(all_flows)
         return assembly.tensors() if as_torch else assembly.arrays()
 
     async def delete(self) -> None:

@@ -20,8 +20,7 @@ from service.client.base import (
     attribution_query,
     feature_query,
 )
-from service.client.images import split_call
-from service.client.tensors import Assembly
+from service.client.images import Part, split_call
 
 Result = TypeVar("Result")
 
@@ -106,7 +105,7 @@ class Client(BaseClient):
             transforms=list(transforms),
             image_size=image_size,
             fit=fit,
-            inputs=None if inputs is None else list(inputs),
+            inputs=inputs,
         )
         return Extractor(self, self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
 
@@ -247,11 +246,8 @@ class Extractor(BaseExtractor):
         """
         one_by_one = not self.one_size or preprocess == "none"
         parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits)
-        assembly = Assembly(parts[-1].row_end)
         query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
-        retry_policy = self._client.retry_policy
-        self._client._run_all([flows.extract(self.ref, part, query, assembly, retry_policy) for part in parts])
-        return assembly.tensors() if as_torch else assembly.arrays()
+        return self._call(parts, query, as_torch)
 
     def attributions(
         self,
@@ -283,12 +279,14 @@ class Extractor(BaseExtractor):
             Problem, FxserveError: as in a call.
         """
         parts = split_call(images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none")
-        assembly = Assembly(parts[-1].row_end)
         query = attribution_query(of, at, target, method, steps, preprocess)
-        policy = self._client.retry_policy
-        self._client._run_all(
-            [flows.extract(self.ref, part, query, assembly, policy, "attributions") for part in parts]
-        )
+        return self._call(parts, query, as_torch, "attributions")
+
+    def _call(
+        self, parts: Sequence[Part], query: Mapping[str, str], as_torch: bool, resource: str = "features"
+    ) -> dict[str, Any]:
+        all_flows, assembly = flows.call(self.ref, parts, query, self._client.retry_policy, resource)
+        self._client._run_all(all_flows)
         return assembly.tensors() if as_torch else assembly.arrays()
 
     def delete(self) -> None:

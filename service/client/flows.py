@@ -275,6 +275,19 @@ def extract(
         yield from extract(ref, smaller, query, assembly, retry_policy, resource)
 
 
+def call(
+    ref: ExtractorRef,
+    parts: Sequence[Part],
+    query: Mapping[str, str],
+    retry_policy: RetryPolicy,
+    resource: str = "features",
+) -> tuple[list[Flow[None]], tensors.Assembly]:
+    """Return the flows of a call, one for each of its ``parts``, and the assembly that they fill; see
+    :func:`extract`."""
+    assembly = tensors.Assembly(parts[-1].row_end)
+    return [extract(ref, part, query, assembly, retry_policy, resource) for part in parts], assembly
+
+
 def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
     """Send a request through an extractor, recreating the extractor whenever the server does not know it."""
     rebuilds = 0
@@ -334,9 +347,16 @@ def _retry_after(response: Response) -> float | None:
     return max(0.0, seconds) * random.uniform(1.0, 1.25)
 
 
-def extractor_spec(model: str, nodes: Sequence[str] | Mapping[str, str], **options: Any) -> dict[str, Any]:
+def extractor_spec(
+    model: str, nodes: Sequence[str] | Mapping[str, str], *, inputs: Sequence[str] | None = None, **options: Any
+) -> dict[str, Any]:
     """Request body that creates an extractor; options that are None, and a ``fit`` that is the default,
     are left out."""
-    named = dict(nodes) if isinstance(nodes, Mapping) else [nodes] if isinstance(nodes, str) else list(nodes)
+    named = dict(nodes) if isinstance(nodes, Mapping) else _listed(nodes)
     given = {k: v for k, v in options.items() if v is not None and (k, v) != ("fit", "crop")}
-    return {"model": model, "return_nodes": named, **given}
+    begin = {} if inputs is None else {"inputs": _listed(inputs)}
+    return {"model": model, "return_nodes": named, **given, **begin}
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)

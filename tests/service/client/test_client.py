@@ -346,6 +346,12 @@ def test_a_request_has_no_more_boxes_than_the_server_takes():
     assert MAX_REGIONS == 16384
 
 
+def test_a_single_name_is_a_list_of_one():
+    spec = flows.extractor_spec("resnet18", "C5", inputs="layer2", name=None, fit="crop")
+    assert spec == {"model": "resnet18", "return_nodes": ["C5"], "inputs": ["layer2"]}
+    assert "inputs" not in flows.extractor_spec("resnet18", {"C5": "late"})
+
+
 @pytest.mark.parametrize(
     ("shapes", "one"),
     [([[None, 64, 7, 7]], True), ([[None, 64, None, None]], False), ([[None, 64], None], False), ([], False)],
