@@ -7,6 +7,7 @@ what forward hooks would that return such a value.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -352,8 +353,8 @@ def _indices(what: str, given: Sequence[int], count: int, of: str) -> list[int]:
     for index in given:
         if isinstance(index, bool) or not isinstance(index, Integral) or not 0 <= index < count:
             raise BadEdit(f"there is no {what} {index!r} in {of}: it has {count}, the first is 0")
-    if len(set(given)) < len(given):
-        raise BadEdit(f"it names a {what} of {of} twice; name each once")
+    if twice := [index for index, times in Counter(given).items() if times > 1]:
+        raise BadEdit(f"it names {what} {twice[0]} of {of} twice; name each once")
     return list(given)
 
 

@@ -53,7 +53,7 @@ class NodeNames:
         for first, second in pairs:
             name, key = (first, second) if isinstance(return_nodes, Mapping) else (second, second)
             if key in exact:
-                raise DuplicateKey(f"the key {key!r} is given twice; each output needs a key of its own", key=key)
+                raise DuplicateKey(f"the key {key!r} is given twice; each name needs a key of its own", key=key)
             exact |= resolve(self, {name if name in self.by_name else without_prefix(name): key})
         return exact or resolve(self, return_nodes)
 

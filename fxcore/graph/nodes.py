@@ -64,7 +64,7 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
     resolved: dict[str, str] = {}
     for name, key in pairs:
         if key in resolved:
-            raise DuplicateKey(f"the key {key!r} is given twice; each output needs a key of its own", key=key)
+            raise DuplicateKey(f"the key {key!r} is given twice; each name needs a key of its own", key=key)
         resolved[key] = resolve_one(graph, name)
     return resolved
 

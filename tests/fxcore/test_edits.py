@@ -288,7 +288,7 @@ def test_factors_of_several_requests_are_one_batch() -> None:
         (Edit("layer2", channels=[128]), "no channel 128 in layer2: it has 128"),
         (Edit("layer2", channels=[True]), "no channel True"),
         (Edit("layer2", channels=[]), "names no channel"),
-        (Edit("layer2", channels=[1, 1]), "names a channel of layer2 twice"),
+        (Edit("layer2", channels=[1, 1]), "names channel 1 of layer2 twice"),
         (Edit("layer2", tokens=[0]), "has no tokens but 128 x 8 x 8"),
         (Edit("layer2", box=[0, 0, 9, 1]), "x1 < x2 <= 8"),
         (Edit("layer2", box=[3, 0, 3, 1]), "x1 < x2 <= 8"),

@@ -17,6 +17,8 @@ from fxcore.graph.model_part import ModelPart
 from fxcore.graph.nodes import is_group
 from fxcore.images.decoding import Decoder
 from fxcore.models.catalog import get_model
+from fxcore.passes.base import CannotTransform
+from fxcore.passes.registry import get_transform
 from fxcore.tensors import TensorSpec
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
@@ -114,6 +116,10 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
         raise DuplicateKey(detail, key=VALID_BOX)
     if spec.inputs is not None and spec.fit != "crop":
         raise BadTensor(f"fit={spec.fit} is for images, and an extractor that begins at inner nodes takes none")
+    for step in steps(spec) if spec.inputs is not None else ():
+        if get_transform(name := step["name"]).changes_input:
+            detail = f"{name} is for images, and an extractor that begins at inner nodes takes none"
+            raise CannotTransform(detail, transform=name)
     inputs = graph.inputs if spec.inputs is None else ModelPart(graph, graph.resolve(spec.inputs), return_nodes).inputs
     preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
     return Description(

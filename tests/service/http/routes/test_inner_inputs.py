@@ -64,6 +64,7 @@ def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) ->
         ("layer2", "layer4", (1, 512, 7, 7), "open-cut", "give layer2.1.relu_1 too"),
         ("layer4", "layer2,layer3", (1, 128, 28, 28), "unneeded-input", "'layer2'"),
         ("layer4", "layer3,C4", (1, 256, 14, 14), "duplicate-key", "layer3.1.relu_1, which is an input already"),
+        ("layer4", "layer2,layer2", (1, 128, 28, 28), "duplicate-key", "each name needs a key of its own"),
         ("layer4", "layr2", (1, 128, 28, 28), "unknown-node", "did you mean layer2"),
         ("layer4", "layer2,", (1, 128, 28, 28), "invalid-request", "names of nodes"),
     ],
@@ -90,6 +91,13 @@ def created(client: Client, **more: Any) -> dict[str, Any]:
     assert response.status_code in (200, 201), response.text
     made: dict[str, Any] = response.json()
     return made
+
+
+def test_transforms_of_images_are_refused(client: Client) -> None:
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C5"], "inputs": ["C3"]}
+    response = client.post("/v1/extractors", json={**spec, "transforms": ["fold_normalization"]})
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/cannot-transform")
+    assert "begins at inner nodes" in response.json()["detail"]
 
 
 def test_its_description_says_where_it_begins(client: Client) -> None:
