@@ -65,10 +65,14 @@ class Index:
         self._lock = threading.Lock()
         try:
             self._database = sqlite3.connect(folder / FILE, timeout=0, isolation_level=None, check_same_thread=False)
-            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._database.execute("BEGIN EXCLUSIVE")
-            self._database.execute("COMMIT")
-            self._database.executescript(_SCHEMA)
+            try:
+                self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._database.execute("BEGIN EXCLUSIVE")
+                self._database.execute("COMMIT")
+                self._database.executescript(_SCHEMA)
+            except BaseException:
+                self._database.close()  # or this process would go on holding the lock
+                raise
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 raise

@@ -1,9 +1,10 @@
-"""Server processes forked from one that has imported the service: to import it for each takes seconds of every core."""
+"""Processes forked from one that has imported the service: to import it for each takes seconds of every core."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -26,13 +27,16 @@ class Forked:
     """A command in a process of its own, which is handled as a :class:`subprocess.Popen` is.
 
     Args:
-        command: ``fxserve`` or ``uvicorn``, and its arguments.
+        command: ``fxserve``, ``uvicorn`` or a script of Python, and its arguments.
         environment: all of its variables.
         log: the file that it writes stdout and stderr to.
+        errors: the file for stderr, if that is another one.
     """
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
-        self._process = _context.Process(target=_run, args=(command, dict(environment), log))
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], log: Path, errors: Path | None = None
+    ) -> None:
+        self._process = _context.Process(target=_run, args=(command, dict(environment), log, errors))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -66,9 +70,9 @@ class Forked:
         self._process.kill()
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
-    with open(os.devnull) as nothing, log.open("wb") as file:
-        for number, opened in enumerate((nothing, file, file)):
+def _run(command: list[str], environment: dict[str, str], log: Path, errors: Path | None) -> None:
+    with open(os.devnull) as nothing, log.open("wb") as file, (errors or log).open("ab") as other:
+        for number, opened in enumerate((nothing, file, other if errors else file)):
             os.dup2(opened.fileno(), number)
     sys.stdin = os.fdopen(0, closefd=False)  # what uvicorn hands on to its processes
     os.environ.clear()
@@ -76,7 +80,12 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
     added = environment.get("PYTHONPATH", "").split(os.pathsep)  # a new interpreter would look there, a fork does not
     sys.path[:0] = [path for path in added if path not in sys.path]
     tempfile.tempdir = None  # as the environment has it
+    multiprocessing.set_start_method(None, force=True)  # as in a new interpreter; OpenVINO starts a process
     sys.argv = command
+    if command[0].endswith(".py"):
+        sys.path.insert(0, os.path.dirname(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+        return
     if command[0] == "uvicorn":
         from uvicorn.main import main
     else:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -26,6 +25,8 @@ from service.engine.candidate import Candidate
 from service.offline import extract
 from service.offline.index import Index
 from service.settings import Settings
+from tests.e2e.forked import Forked
+from tests.service.cli.running import fxserve
 from tests.service.engine.fake_backends import Broken
 from tests.service.offline.conftest import SETTINGS, assert_right, job, places, png, rows
 
@@ -38,16 +39,12 @@ def numbered(root: Path) -> dict[str, int]:
     return {str(file): int(file.stem) for file in root.rglob("*.png")}
 
 
-def begin(root: Path, out: Path, **environment: str) -> subprocess.Popen[str]:
-    command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
-    command += f" --out {out} --shard-rows 4 --device cpu"
-    return subprocess.Popen(
-        [sys.executable, "-c", "from service.cli import main; main()", *command.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "FXSERVE_COMPUTE_THREADS": "1", **environment},
-    )
+def begin(root: Path, out: Path, **environment: str) -> Forked:
+    """A run in a process of its own, which writes to the files ``stdout`` and ``stderr`` beside ``out``."""
+    command = f"fxserve extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random"
+    command += f" --pool avg --out {out} --shard-rows 4 --device cpu"
+    variables = {**os.environ, "FXSERVE_COMPUTE_THREADS": "1", **environment}
+    return Forked(command.split(), variables, out.parent / "stdout", out.parent / "stderr")
 
 
 @pytest.mark.exhaustive
@@ -68,9 +65,8 @@ def test_limits_and_stores_of_a_server_are_not_those_of_a_run(folder: Callable[.
         FXSERVE_PRELOAD="resnet18:layer4",
         FXSERVE_API_KEYS_FILE=str(tmp_path / "keys"),
     )
-    said, complaint = run.communicate(timeout=600)
-    assert (run.returncode, complaint) == (0, "")
-    assert f"{out}: 3 of 4 images in 1 shard, 1 could not be read" in said
+    assert (run.wait(600), (tmp_path / "stderr").read_text()) == (0, "")
+    assert f"{out}: 3 of 4 images in 1 shard, 1 could not be read" in (tmp_path / "stdout").read_text()
     assert not store.exists()
 
 
@@ -86,16 +82,15 @@ def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
         while run.poll() is None and len(list(out.glob("shard-*.safetensors"))) < stop_at:
             time.sleep(0.001)
         run.kill()
-        _, complaint = run.communicate()
-        assert run.returncode == -signal.SIGKILL, complaint
+        assert run.wait(60) == -signal.SIGKILL, (tmp_path / "stderr").read_text()
     Index(out).close()  # takes back what a transaction had not finished
     counted = {shard for shard, _ in places(out).values()}
     before = {name: (out / name).read_bytes() for name in counted}
     assert 4 <= len(places(out)) < 90
 
     run = begin(root, out)
-    said, complaint = run.communicate(timeout=600)
-    assert (run.returncode, complaint) == (0, "")
+    assert (run.wait(600), (tmp_path / "stderr").read_text()) == (0, "")
+    said = (tmp_path / "stdout").read_text()
     assert f"{out}: 90 of 91 images in 23 shards, 1 could not be read: see {out}/errors.jsonl" in said
     assert_right(rows(out), numbers, reference)
     assert list(errors(out)) == [str(root / "broken.png")]
@@ -129,11 +124,14 @@ def test_a_folder_that_cannot_be_written_is_named_and_gone_on_with_later(
     kilobytes: int, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:
     root, out = folder(20), tmp_path / "out"
-    limited = f"ulimit -f {kilobytes} && exec {sys.executable} -c 'from service.cli import main; main()' extract {root}"
-    limited += " --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
-    limited += f" --out {out} --shard-rows 20 --device cpu"
-    done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 1
+    arguments = "--model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, hard))
+    try:
+        done = fxserve("extract", root, *arguments.split(), "--out", out, "--shard-rows", 20, "--device", "cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.exit_code == 1
     assert done.stderr.startswith(f"fxserve: {out} cannot be written: ")
     assert done.stderr.count("\n") == 1
     if not kilobytes:
