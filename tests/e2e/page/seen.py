@@ -62,7 +62,7 @@ def shown(page, node, photo="chelsea.jpg"):
 
 def until(page, expression):
     """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
         page.wait_for_timeout(20)
