@@ -17,9 +17,10 @@ from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
-from tests.fxcore.model_list import FIXED_SIZE, SMALL, TRACEABLE, each
+from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TRACEABLE, each
 
 ALWAYS = frozenset(("resnet18", "timm.test_vit", "quantized_shufflenet_v2_x0_5"))
+NAMES = sorted({name for name in TRACEABLE if name in FAMILIES} | ALWAYS | {"timm.test_convnext"})
 
 
 def extractors(name: str) -> tuple[ModelGraph, nn.Module]:
@@ -46,7 +47,7 @@ def closed(graph: ModelGraph, model: nn.Module, node: str, wanted: Mapping[str, 
     raise AssertionError("what is missing does not close the cut")
 
 
-@pytest.mark.parametrize("name", each([*TRACEABLE, "timm.test_vit", "timm.test_convnext"], ALWAYS, turn=1))
+@pytest.mark.parametrize("name", each(NAMES, ALWAYS))
 def test_two_halves_are_the_whole(name: str) -> None:
     graph, model = extractors(name)
     if not name.startswith((*FIXED_SIZE, "timm.")):
