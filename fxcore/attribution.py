@@ -23,7 +23,7 @@ Back = Callable[..., Mapping[str, Tensor]]
 
 
 class BadTarget(BadTensor):
-    """A result has no value of that index, or is no vector an image."""
+    """A result has no value of that index, is no vector an image, or has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         target: index of the result, or one for each image, int64 ``[n]``; None for the largest of each image.
 
     Raises:
-        BadTarget: the result is not ``[n, k]``, or has no value ``target``.
+        BadTarget: the result is not ``[n, k]``, has no value ``target``, or no gradient reaches the values, as through
+            quantized layers.
 
     >>> found = gradients(lambda x: {"y": x @ torch.tensor([[1.0, 2.0], [3.0, 5.0]])}, [torch.ones(1, 2)], 0)
     >>> found.targets, found.values
@@ -65,7 +66,11 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         else:
             targets = torch.as_tensor(target, device=result.device).expand(len(result))
         chosen = result.gather(1, targets[:, None]).sum()
-        [found] = torch.autograd.grad(chosen, given[at])
+        found = None
+        if chosen.requires_grad:
+            [found] = torch.autograd.grad(chosen, given[at], allow_unused=True)
+    if found is None:
+        raise BadTarget("no gradient of the result reaches the node: something between them is not differentiable")
     return Gradients(targets.detach().clone(), found)
 
 

@@ -95,3 +95,11 @@ def test_the_largest_result_is_found() -> None:
 def test_what_has_no_such_result_is_refused(result: str, target: int, said: str) -> None:
     with pytest.raises(BadTarget, match=said):
         gradients(back("resnet18", "layer3", result).module, [torch.zeros(1, 256, 14, 14)], 0, target)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_has_no_gradient_is_refused(kept: bool) -> None:
+    """Integers cut it off, as quantized layers do; parameters behind them may have one nevertheless."""
+    layer = nn.Linear(3, 2).requires_grad_(kept)
+    with pytest.raises(BadTarget, match="no gradient of the result"):
+        gradients(lambda x: {"y": layer(x.int().float())}, [torch.ones(1, 3)], 0)

@@ -156,6 +156,10 @@ async def _halves(
     if query.at is None and query.method == "gradcam":
         raise problems.InvalidRequest("gradcam needs at, a feature map such as at=C5", field="at")
     entry = await state.model(caller, spec.model)
+    weights = entry.canonical_weights(spec.weights)
+    if entry.is_quantized(weights):
+        floating = [name for name in (*entry.published, "random") if not entry.is_quantized(name)]
+        raise problems.Unsupported.choice("weights", weights, floating, f"they are int8, and {_WHOLE}")
 
     def begin_at() -> list[str]:
         graph = graph_for(spec, entry, entry.structure(spec.weights))

@@ -115,6 +115,12 @@ def test_int8_is_refused(client: Client) -> None:
     assert (response.status_code, response.json()["field"]) == (422, "precision")
 
 
+def test_int8_weights_are_refused(client: Client) -> None:
+    response = asked(client, "of=fc&at=C5", route="/v1/models/quantized_shufflenet_v2_x0_5/attributions")
+    document = response.json()
+    assert (response.status_code, document["field"], document["available"]) == (422, "weights", ["random"])
+
+
 def test_regions_are_refused(client: Client) -> None:
     body = {"images": [base64.b64encode(PHOTO).decode()], "boxes": [[[0, 0, 9, 9]]]}
     response = client.post(f"{ROUTE}?weights=random&of=fc&at=C5", json=body)
