@@ -33,12 +33,15 @@ class Reference:
         module: as it was built: nothing folded, nothing in place.
         rows: each photograph as inputs with one row, all of one shape.
         precision: the extractor's.
+        one_size: whether the model is built for the size of the rows; then it is not tried on another, about which
+            torch.fx would print a traceback.
     """
 
-    def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str) -> None:
+    def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str, one_size: bool = False) -> None:
         self._module = module
         self._rows = rows
         self.precision = precision
+        self._one_size = one_size
 
     @property
     def row_shapes(self) -> tuple[torch.Size, ...]:
@@ -56,7 +59,9 @@ class Reference:
     def takes_another_size(self, lowered: Lowered) -> bool:
         """Return whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
         them."""
-        if any(x.shape[-2:].numel() == 1 for x in self._rows[0]):  # factors of channels, which have no size
+        if self._one_size or any(
+            x.shape[-2:].numel() == 1 for x in self._rows[0]
+        ):  # factors of channels, which have no size
             return False
         try:
             larger = []

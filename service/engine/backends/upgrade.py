@@ -295,7 +295,8 @@ class Upgrade:
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
             options = replace(self._options(), cancelled=cancelled, reuse=reuse, calibration=calibration)
             lowered = backend.lower(extractor.module, two, options)
-            return lowered, Reference(extractor.module, rows, description.spec.precision)
+            one_size = description.entry.one_size
+            return lowered, Reference(extractor.module, rows, description.spec.precision, one_size)
 
         tools.lowerings.add(cancelled)
         try:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from fxcore.analysis.verify import OutputErrors, Verification
+from service.engine.backends.checks import Reference
 from service.engine.candidate import Candidate
 
 
@@ -16,3 +19,10 @@ def test_what_is_not_a_number_differs() -> None:
         for errors in (fine, nan, fine):
             candidate.take(Verification({"a": errors}, errors.allclose, None), precision)
         assert not candidate.agrees
+
+
+def test_a_model_of_one_size_is_not_tried_at_another() -> None:
+    rows = [(torch.zeros(1, 3, 64, 64),)]
+    for one_size in (False, True):
+        reference = Reference(torch.nn.ReLU(), rows, "float32", one_size)
+        assert reference.takes_another_size(torch.nn.ReLU()) is not one_size
