@@ -258,3 +258,50 @@ def test_they_follow_every_fit(client, photos, fit):
         assert torch.allclose(masked["x"][row], expected, atol=0.02)
         sample = grid_sample(pixels, torch.tensor([[[[-0.5, 0.0]]]]), align_corners=False).flatten()
         assert torch.allclose(pointed["x"][row], sample, atol=1e-4)
+
+
+FITS = ["pad&image_size=96x160", "stretch&image_size=160x96", "native&image_size=96"]
+OUTPUTS = [("resnet18", "C4", 16), ("swin_t", "features.3", 8), ("timm.test_vit", "norm", 16)]
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "stride", "fit"),
+    [
+        pytest.param(*output, fit, marks=[] if row == column else pytest.mark.exhaustive)
+        for row, output in enumerate(OUTPUTS)
+        for column, fit in enumerate(FITS)
+    ],
+)
+def test_maps_swin_and_tokens_through_every_fit(client, photos, model, node, stride, fit):
+    """As ``grid_sample`` of each image's whole map, and its average by the mask resized by area."""
+    sizes = {name: SIZES[name] for name in ("coffee", "rocket")}
+    points = {name: [[width * 0.3, height * 0.6], [width * 0.9, 10]] for name, (height, width) in sizes.items()}
+    discs = {name: disc(*size, size[0] * 0.6, size[1] * 0.3, 90) for name, size in sizes.items()}
+    masks = {name: [png(mask)] for name, mask in discs.items()}
+    pointed = tensors(ask(client, model, node, body(photos, "points", points), "points", f"&fit={fit}"))
+    masked = tensors(ask(client, model, node, body(photos, "masks", masks), "mask", f"&fit={fit}"))
+    sampled_there, averaged_there = [], []
+    for name, (height, width) in sizes.items():
+        image = {"images": body(photos, "points", {name: []})["images"]}
+        whole = tensors(ask(client, model, f"{node},x", image, "none", f"&fit={fit}"))
+        tall, wide = whole["x"].shape[2:]
+        maps = whole[node]
+        if model == "swin_t":
+            maps = maps.permute(0, 3, 1, 2)
+        elif model == "timm.test_vit":
+            maps = maps[:, 1:].unflatten(1, (tall // stride, wide // stride)).permute(0, 3, 1, 2)
+        assert (maps.shape[2] * stride, maps.shape[3] * stride) == (tall, wide)
+        x1, y1, x2, y2 = whole["valid_box"][0].tolist() if "valid_box" in whole else (0, 0, wide, tall)
+        scale = torch.tensor([(x2 - x1) / width, (y2 - y1) / height])
+        at = torch.tensor(points[name]) * scale + torch.tensor([x1, y1])
+        grid = (2 * at / torch.tensor([wide, tall]) - 1)[None, None]
+        sampled_there.append(grid_sample(maps, grid, align_corners=False)[0, :, 0].T)
+        ys, xs = (((np.arange(side * 8) + 0.5) / 8 - first) / of for side, first, of in
+                  ((tall, y1, scale[1].item()), (wide, x1, scale[0].item())))  # fmt: skip
+        seen = ((ys >= 0) & (ys < height))[:, None] & ((xs >= 0) & (xs < width))
+        fine = discs[name][ys.clip(0, height - 1).astype(int)][:, xs.clip(0, width - 1).astype(int)] & seen
+        weights = interpolate(torch.from_numpy(fine).double()[None, None], maps.shape[2:], mode="area")[0, 0]
+        averaged_there.append((maps[0].double() * weights / weights.sum()).sum((1, 2)).float())
+    close(pointed[node], torch.cat(sampled_there), 1e-4)
+    close(masked[node], torch.stack(averaged_there), 5e-3)
+    assert (pointed["point_image"].tolist(), masked["mask_image"].tolist()) == ([0, 0, 1, 1], [0, 1])
