@@ -45,6 +45,13 @@ def test_one_of_each_family_is_tested() -> None:
 DIFFERENT = frozenset(("googlenet", "inception_v3", "deeplabv3_mobilenet_v3_large", "fcn_resnet50", "resnet18"))
 """Their default weights change the structure; but for the last."""
 
+WEIGHTED = (
+    *sorted(DIFFERENT),
+    *("deeplabv3_resnet50", "fasterrcnn_mobilenet_v3_large_320_fpn", "raft_small", "ssd300_vgg16", "vit_b_32"),
+    *("quantized_googlenet", "quantized_mobilenet_v2"),
+)
+"""One of each kind, and those that differ: the rest is built with its default weights as without any."""
+
 
 def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """What torchvision's builder makes when it is given ``weights``, but for the values of the parameters, which are
@@ -67,8 +74,8 @@ def torchvisions_own(name: str, weights: WeightsEnum | None, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
-        *(pytest.param(*name.values, "random", marks=name.marks) for name in each(ALL)),
-        *(pytest.param(*name.values, "DEFAULT", marks=name.marks) for name in each(ALL, DIFFERENT, turn=0)),
+        *(pytest.param(*name.values, "random", marks=name.marks) for name in each(ALL, turn=0)),
+        *(pytest.param(*name.values, "DEFAULT", marks=name.marks) for name in each(WEIGHTED, DIFFERENT)),
     ],
 )
 def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +222,7 @@ def _hooked(module: nn.Module, graph: ModelGraph, wanted: list[str], x: torch.Te
 
 
 @pytest.mark.usefixtures("memory_given_back")
-@pytest.mark.parametrize("name", each(ALL))
+@pytest.mark.parametrize("name", each(ALL, turn=3))
 def test_values_are_those_of_forward_hooks(name: str) -> None:
     entry, graph = get_model(name), model_graph(name)
     reference = opened(entry, filled(name))

@@ -110,11 +110,12 @@ FAMILIES = [
 @pytest.mark.no_cover
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_as_timm_makes_it(name: str) -> None:
+    """At one of the three sizes; the test above has all of them."""
     entry = get_model(f"timm.{name}")
     multiple = multiple_of(model_graph(entry))
     base = load_model(entry, "random")
-    for size in three(max(multiple, 32 if multiple < 14 else multiple)):
-        check(entry, base, size, *made(entry, base, size))
+    size = three(max(multiple, 32 if multiple < 14 else multiple))[FAMILIES.index(name) % 3]
+    check(entry, base, size, *made(entry, base, size))
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from fxcore.memory import give_back
 from fxcore.models.catalog import register
 from fxcore.tensors import RETURNED
 from service.codecs.datatypes import SAFETENSORS_NAMES, V2_NAMES
-from tests.fxcore.model_list import FAMILIES
+from tests.fxcore.model_list import KINDS
 from tests.get_routes import failures
 from tests.service.conftest import Client
 
@@ -23,8 +23,8 @@ _ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
 
 
 def _models() -> Iterator[object]:
-    """One of each of torchvision's families; timm's are asked of a real server. fxcore's own tests trace all."""
-    torchvisions = [entry.name for entry in list_models("torchvision") if entry.name in FAMILIES]
+    """One of each kind of torchvision's; timm's are asked of a real server. fxcore's own tests trace all."""
+    torchvisions = [entry.name for entry in list_models("torchvision") if entry.name in KINDS]
     for name in [*torchvisions, "timm.test_vit"]:
         yield pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.exhaustive)
 
