@@ -15,6 +15,22 @@ ALL = [entry.name for entry in list_models("torchvision")]
 CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
+# A small model of each family of timm that has one.
+TIMM = [
+    "timm.convit_tiny", "timm.cpubone_nano", "timm.cspnext_tiny", "timm.darknet17", "timm.deit_tiny_patch16_224",
+    "timm.dla34", "timm.dpn68", "timm.edgenext_xx_small", "timm.efficientformer_l1", "timm.efficientformerv2_s0",
+    "timm.efficientvim_m1", "timm.efficientvit_b0", "timm.efficientvit_m0", "timm.ese_vovnet19b_slim_dw",
+    "timm.fasternet_t0", "timm.ghostnet_050", "timm.gmlp_ti16_224", "timm.hardcorenas_b", "timm.hgnetv2_b0",
+    "timm.hrnet_w18_small", "timm.iformer_t", "timm.inception_next_atto", "timm.lcnetv2_small",
+    "timm.legacy_seresnet18", "timm.levit_128", "timm.lowformer_b0", "timm.mobilenetv3_small_050",
+    "timm.mobilevit_xxs", "timm.pit_xs_224", "timm.pvt_v2_b0", "timm.regnetx_002", "timm.repghostnet_050",
+    "timm.repvit_m1", "timm.resnest14d", "timm.resnetv2_18", "timm.rexnet_100", "timm.shvit_s1", "timm.skresnet18",
+    "timm.starnet_s050", "timm.swiftformer_xs", "timm.swin_tiny_patch4_window7_224", "timm.test_byobnet",
+    "timm.test_coatnet", "timm.test_convnext", "timm.test_efficientnet", "timm.test_mambaout", "timm.test_nfnet",
+    "timm.test_resnet", "timm.test_vit", "timm.test_vit_relpos", "timm.tiny_vit_5m_224", "timm.visformer_tiny",
+    "timm.vit_tiny_r_s16_p8_224",
+]  # fmt: skip
+
 # One model of each family, small where there is a choice. Exhaustive tests run over all of these.
 FAMILIES = frozenset(
     (

@@ -17,10 +17,10 @@ from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
-from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TRACEABLE, each
+from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TIMM, TRACEABLE, each
 
 ALWAYS = frozenset(("resnet18", "timm.test_vit", "quantized_shufflenet_v2_x0_5"))
-NAMES = sorted({name for name in TRACEABLE if name in FAMILIES} | ALWAYS | {"timm.test_convnext"})
+NAMES = sorted({name for name in TRACEABLE if name in FAMILIES} | ALWAYS | set(TIMM))
 
 
 def extractors(name: str) -> tuple[ModelGraph, nn.Module]:
