@@ -7,7 +7,8 @@
 ``sizes``, which is the default, compares with timm in a DataLoader script.
 Each size is HEIGHTxWIDTH. Photographs have its aspect ratio and 1.3 times its sides. A square is asked for with
 ``fit=stretch``, another size with ``fit=native`` by its shorter side, which comes to the same. The script has its best
-number of workers.
+number of workers. Beside images a second, which other work on the machine slows down, are the CPU seconds of an image,
+of the whole process with its start.
 
 ``projection`` extracts the sixteen blocks of resnet50 with ``--project 4096``, and whole maps of ``--whole`` images. It
 prints the bytes on disk of an image and the peak memory of each process.
@@ -48,13 +49,13 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, height: int, width: int) -> None:
-    """Print the images a second of both at one size."""
+    """Print the images a second and the CPU seconds an image of both at one size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images = folder / "images"
         write(images, photos.jpegs(round(LARGER * width), round(LARGER * height)), options.images)
         fit = ["stretch", str(height)] if height == width else ["native", str(min(height, width))]
-        mine = seconds(
+        mine, my_cpu = seconds(
             [
                 *("-c", "from service.cli import main; main()", "extract", str(images), "--model", options.model),
                 *("--weights", "random", "--nodes", "norm", "--pool", "cls", "--backend", options.backend),
@@ -62,12 +63,13 @@ def compare(options: argparse.Namespace, height: int, width: int) -> None:
             ]
         )
         script = [str(HERE / "peers/timm_script.py"), options.model.removeprefix("timm."), f"{height}x{width}"]
-        theirs = min(
+        theirs, their_cpu = min(
             seconds([*script, str(images), str(folder / "out.safetensors"), str(workers)]) for workers in WORKERS
         )
     print(
         f"{options.model} {height} x {width} ({fit[0]}): extract {options.images / mine:.2f} images/s, "
-        f"script {options.images / theirs:.2f}: {theirs / mine:.2f}",
+        f"script {options.images / theirs:.2f}: {theirs / mine:.2f}; CPU seconds an image "
+        f"{my_cpu / options.images:.2f} and {their_cpu / options.images:.2f}: {their_cpu / my_cpu:.2f}",
         flush=True,
     )
 
@@ -110,11 +112,14 @@ def write(folder: Path, files: list[bytes], count: int) -> None:
             os.link(folder / f"{number % len(files):06d}.jpg", file)
 
 
-def seconds(command: list[str]) -> float:
-    """Run Python with ``command``; returns the time of the whole process."""
+def seconds(command: list[str]) -> tuple[float, float]:
+    """Run Python with ``command``; returns the time of the whole process, and the CPU time of it and its children."""
     started = time.perf_counter()
-    subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=HERE.parent, check=True)
-    return time.perf_counter() - started
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=HERE.parent)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":
