@@ -7,7 +7,7 @@ import { h, select } from "./dom.js"
 import { reaching } from "./edits.js"
 import { makeExtractor } from "./extractors.js"
 import { holds, modulesAbove } from "./model.js"
-import { patchOf } from "./patch.js"
+import { patchAlike, patchOf } from "./patch.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
 import { requestOf } from "./snippets.js"
@@ -110,7 +110,7 @@ export async function attentionView(model, answers, place, go, signal, query) {
   const sides = await Promise.all(answers.map(async (answer, i) => {
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
     if (!node) return { note: "This model has no attention." }
-    const { answer: { slot, shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal, query))
+    const { answer: { shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const heads = shape[shape.length - 3]
     const own = head !== null && head < heads ? head : null
@@ -118,7 +118,11 @@ export async function attentionView(model, answers, place, go, signal, query) {
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
       photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
-      render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => coloured(await reduce("attention", { slot, head: own, grid, token, ...patch }, { topic }), grid.width),
+      render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => {
+        const all = await Promise.all(found.map((other, k) => (other.grid
+          ? reduce("attention", { slot: other.answer.slot, head: own, grid: other.grid, token, ...(patch && patchAlike(patch, grid, other.grid)) }, { topic: `${topic}, ${k}` }) : new Float32Array())))
+        return coloured(all[i], grid.width, range(...all))
+      },
     }
   }))
   const weights = found.filter(Boolean)

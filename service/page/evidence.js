@@ -2,6 +2,7 @@
 
 import { kept, opened } from "./answers.js"
 import { ask, modelPath } from "./api.js"
+import { range } from "./colours.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
 import { coloured } from "./views.js"
@@ -26,18 +27,22 @@ export function evidenceNode(model) {
  * @param {AbortSignal} signal @param {import("./size.js").Query} size
  * @returns {Promise<import("./stages.js").Side[]>}
  */
-export function evidenceSides(model, answers, of, target, signal, size) {
-  return Promise.all(answers.map(async ({ maps, node, photo }) => {
+export async function evidenceSides(model, answers, of, target, signal, size) {
+  const found = await Promise.all(answers.map(async ({ maps, node, photo }) => {
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const query = { of, at: node, target: String(target.index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
-    const found = kept(what, photo) ?? await opened(
+    const answer = kept(what, photo) ?? await opened(
       await ask(modelPath(model.name, "/attributions", query), {
         method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
       }), { key: "attribution", layout: null, tokens: null }, photo, node, what)
-    const [, height, width] = found.shape
-    const values = await reduce("values", { slot: found.slot, most: height * width })
-    const label = `Evidence for ${target.name}`
-    return { photo, node, label, caption: label, edited: false, size: { height, width }, query: false, render: async () => coloured(values, width) }
+    const [, height, width] = answer.shape
+    return { photo, node, height, width, values: /** @type {Float32Array} */ (await reduce("values", { slot: answer.slot, most: height * width })) }
+  }))
+  const label = `Evidence for ${target.name}`
+  const scale = range(...found.flatMap((one) => one.values ?? []))
+  return found.map((one) => (one.values === undefined ? { note: one.note } : {
+    photo: one.photo, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
+    render: async () => coloured(one.values, one.width, scale),
   }))
 }

@@ -1,6 +1,7 @@
 // The views of a map, except attention and evidence.
 
 import { image, range, rgbImage, weights } from "./colours.js"
+import { patchAlike } from "./patch.js"
 import { reduce } from "./reductions.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -19,7 +20,7 @@ export function viewSides(answers, view, channel) {
   /** @type {Promise<Float32Array[]> | null} photos are compared on one scale; different nodes have none in common */
   const all = alike && ["channels", "mean"].includes(view) ? Promise.all(answers.map((answer) => valuesOf(answer, view, channel))) : null
   return answers.map((answer, number) => {
-    const { maps, node, photo, slot, edits } = answer
+    const { maps, node, photo, edits } = answer
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const own = Math.min(channel, maps.channels - 1)
     const label = view === "channels" ? `Channel ${own}` : VIEWS.find(([name]) => name === view)?.[1] ?? ""
@@ -27,7 +28,11 @@ export function viewSides(answers, view, channel) {
       photo, node, label, caption: label, edited: edits.length > 0, size: maps, query: view === "similarity",
       render: async (patch, topic) => {
         if (components) return { image: rgbImage((await components)[number], maps.width), values: null, weights: null, scale: null }
-        if (view === "similarity") return coloured(await reduce("similarity", { slot, ...patch }, { topic }), maps.width)
+        if (view === "similarity" && patch) {
+          const all = await Promise.all(answers.map((other, i) => (other.maps
+            ? reduce("similarity", { slot: other.slot, ...patchAlike(patch, maps, other.maps) }, { topic: `${topic}, ${i}` }) : new Float32Array())))
+          return coloured(all[number], maps.width, range(...all))
+        }
         const values = await (all ? (await all)[number] : valuesOf(answer, view, own))
         return coloured(values, maps.width, all ? range(...await all) : undefined)
       },

@@ -217,16 +217,21 @@ def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
         attention(open_server, VIT, node, photo)[:, 1 + 2 * 14 + 5, 1:].reshape(-1, 14, 14)
         for photo in (CHELSEA, photos.files()[3])
     ]
+    scale = min(one[1].min() for one in rows), max(one[1].max() for one in rows)
+    for bar in page.locator(".stages .scale-bar").all():
+        assert [float(text) for text in bar.locator("span").all_inner_texts()] == pytest.approx(scale, rel=1e-3)
     for number, name in enumerate(("chelsea", "rocket")):
         found = rows[number][1]
-        looks(page, f"Head 1 of {node} over {name}.jpg", found)
+        looks(page, f"Head 1 of {node} over {name}.jpg", found, scale)
         least, most = (pytest.approx(value, rel=1e-3) for value in (found.min(), found.max()))
         assert said(page, number) == ("2, 5", least, most)
     for caption in page.locator("figcaption").all()[:2]:
         assert caption.bounding_box()["height"] < 90  # the place that is read out leaves room for what it is of
     page.get_by_label("Head", exact=True).select_option("")
     for found, name in zip(rows, ("chelsea", "rocket"), strict=True):
-        looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0))
+        means = [one.mean(axis=0) for one in rows]
+        scale = min(map(np.min, means)), max(map(np.max, means))
+        looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0), scale)
     assert "head" not in page.evaluate("location.hash")
     page.goto(f"{open_server.url}/#m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p=rocket")  # the first photo now
     looks(page, f"Head 1 of {node} over rocket.jpg", rows[1][1])
@@ -258,6 +263,8 @@ def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, v
             until(page, f"document.querySelectorAll('.readout')[{number}].textContent.startsWith('{row}, {column}: ')")
             least = cosines(maps[number], row, column).min()
             assert said(page, number)[1] == pytest.approx(least, abs=1e-3)
+        ends = {bar.get_attribute("aria-label") for bar in page.locator(".stages .scale-bar").all()}
+        assert len(ends) == 1  # one scale for what is compared
 
     check((3, 9), (7, 19))  # of maps of 14 and of 28 places
     second = page.locator(".stage").nth(1)
