@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
 from tests.decoding import decoded
 from tests.e2e.conftest import Server, start  # noqa: F401
+from tests.e2e.forked import Forked
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -40,19 +39,26 @@ def url(start: Callable[..., Server]) -> str:  # noqa: F811
     return start().url
 
 
-def run(name: str, *arguments: Any) -> str:
-    """What an example prints."""
-    command = [sys.executable, str(HERE / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=900)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    """What an example prints: ``run(name, *arguments)``."""
+
+    def printed(name: str, *arguments: Any) -> str:
+        out, errors = tmp_path / "stdout", tmp_path / "stderr"
+        done = Forked([str(HERE / f"{name}.py"), *map(str, arguments)], _environment(), out, errors)
+        assert done.wait(900) == 0, errors.read_text()
+        return out.read_text()
+
+    return printed
 
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_search_finds_the_photograph_that_a_piece_is_of(
+    url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     (tmp_path / "photos").mkdir()
     for name, data in photos.items():
         (tmp_path / f"photos/{name}.jpg").write_bytes(data)
@@ -64,7 +70,9 @@ def test_search_finds_the_photograph_that_a_piece_is_of(url: str, photos: dict[s
     assert sorted(found) == sorted(photos)
 
 
-def test_the_frechet_distance_is_that_of_the_features(photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_the_frechet_distance_is_that_of_the_features(
+    photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     """torch-fidelity's formula, with SciPy's square root of a matrix, over the features that a run writes."""
     linalg = pytest.importorskip("scipy.linalg")
     features = []
@@ -91,7 +99,7 @@ def test_the_frechet_distance_is_that_of_the_features(photos: dict[str, bytes], 
 
 
 @pytest.mark.exhaustive
-def test_a_probe_reads_digits(url: str) -> None:
+def test_a_probe_reads_digits(url: str, run: Callable[..., str]) -> None:
     said = run("probe", "--server", url, "--digits", 900)
     match = re.match(r"accuracy (\d\.\d+) on 270 digits, efficientnet_lite0 C4", said)
     assert match is not None, said
@@ -99,7 +107,7 @@ def test_a_probe_reads_digits(url: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_head_finds_patches(url: str) -> None:
+def test_a_head_finds_patches(url: str, run: Callable[..., str]) -> None:
     model = "fasterrcnn_mobilenet_v3_large_320_fpn"
     said = run("detection_head", "--server", url, "--model", model, "--level", "P5", "--pictures", 200, *RANDOM)
     match = re.match(r"(\d\.\d+) of 50 patches found within a cell of 32 pixels; size off by (\d+) pixels", said)
@@ -109,7 +117,9 @@ def test_a_head_finds_patches(url: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_attention_becomes_a_picture(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_attention_becomes_a_picture(
+    url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     files = tmp_path / "cat.jpg", tmp_path / "heads.png"
     said = run("attention", *files, "--server", url, "--model", "vit_b_32", *RANDOM)
@@ -137,7 +147,9 @@ def attention_of_the_class_token(photo: bytes) -> NDArray[np.float32]:
 
 
 @pytest.mark.exhaustive
-def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_head_in_onnxruntime_ends_what_the_server_began(
+    url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     pytest.importorskip("onnxruntime")
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     said = run("split_network", tmp_path / "cat.jpg", "--server", url, "--model", "resnet18", "--at", "layer3", *RANDOM)
@@ -148,7 +160,9 @@ def test_a_head_in_onnxruntime_ends_what_the_server_began(url: str, photos: dict
 
 
 @pytest.mark.exhaustive
-def test_evidence_for_the_second_class_is_found(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_evidence_for_the_second_class_is_found(
+    url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     said = run("second_best", tmp_path / "cat.jpg", tmp_path / "cams.png", "--server", url)
     entry = get_model("efficientnet_lite0")
@@ -167,7 +181,9 @@ def test_evidence_for_the_second_class_is_found(url: str, photos: dict[str, byte
 
 
 @pytest.mark.exhaustive
-def test_channels_are_ranked_by_what_a_prediction_loses(url: str, photos: dict[str, bytes], tmp_path: Path) -> None:
+def test_channels_are_ranked_by_what_a_prediction_loses(
+    url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
+) -> None:
     (tmp_path / "cat.jpg").write_bytes(photos["chelsea"])
     named = "--model", "resnet18", "--at", "layer1", "--result", "fc", *RANDOM
     first, *lines = run("ablate", tmp_path / "cat.jpg", "--server", url, *named).splitlines()
