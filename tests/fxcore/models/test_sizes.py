@@ -88,6 +88,8 @@ def test_as_timm_makes_it(name: str, shape: int) -> None:
     check(entry, base, size, *made(entry, base, size))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.no_cover
 def test_as_timm_makes_windows() -> None:
     entry = get_model("timm.swin_tiny_patch4_window7_224")
     base = load_model(entry, "random")
