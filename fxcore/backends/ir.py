@@ -17,7 +17,7 @@ def converted(program: Any, module: nn.Module, calibration: Sequence[Inputs] = (
         program: the ``torch.export.ExportedProgram`` of ``module``.
         calibration: inputs, one row each; with them the model is quantized to int8, with ranges taken from them.
     """
-    import openvino
+    from fxcore.backends.openvino_package import openvino
 
     model = openvino.convert_model(program)
     if not calibration:

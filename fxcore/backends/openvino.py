@@ -121,7 +121,7 @@ class OpenVINOModule:
     recalled = False
 
     def __init__(self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], threads: int) -> None:
-        import openvino
+        from fxcore.backends.openvino_package import openvino
 
         self._tensor = openvino.Tensor
         self._places = places
@@ -308,7 +308,7 @@ def _settings(threads: int) -> dict[str, Any]:
 
 def _with_images_channels_last(model: Any) -> Any:
     """``model`` for images that are channels last, as they are decoded, in which its first convolution is fastest."""
-    import openvino
+    from fxcore.backends.openvino_package import openvino
 
     layouts = openvino.preprocess.PrePostProcessor(model)
     for place, one in enumerate(model.inputs):

@@ -13,7 +13,7 @@ from fxcore.exports.program import exported
 
 def export_openvino(extractor: Captured) -> bytes:
     """Return the bytes of the zip; inputs and outputs have the extractor's names."""
-    import openvino
+    from fxcore.backends.openvino_package import openvino
 
     model = converted(exported(extractor.module, extractor.inputs), extractor.module, extractor.calibration)
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -222,6 +224,26 @@ def test_where_it_is_not_available() -> None:
     assert OPENVINO.unavailable(CPU, "float32") is None
     assert "float32 and int8" in str(OPENVINO.unavailable(CPU, "float16"))
     assert "runs on the CPU" in str(OPENVINO.unavailable(torch.device("cuda"), "float32"))
+
+
+_LOWERED = """
+import torch
+import fxcore
+from fxcore.backends import BACKENDS, Options
+if __name__ == "__main__":
+    module = fxcore.trace(lambda x: {"out": x.relu()})
+    BACKENDS["openvino"].lower(module, (torch.ones(2, 4),), Options())
+"""
+
+
+def test_nobody_is_told(tmp_path: Path) -> None:
+    """OpenVINO keeps the number of the client that it tells of in the home directory, unless it runs in CI."""
+    script = tmp_path / "lowered.py"
+    script.write_text(_LOWERED)
+    settings = {name: value for name, value in os.environ.items() if name not in ("CI", "TF_BUILD", "JENKINS_URL")}
+    settings |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
+    subprocess.run([sys.executable, script], env=settings, check=True, timeout=300)
+    assert not (tmp_path / "intel").exists()
 
 
 def test_prune_keeps_what_was_used_last(tmp_path: Path) -> None:
