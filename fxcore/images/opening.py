@@ -18,6 +18,9 @@ _OTHER_FORMAT = (SyntaxError, IndexError, TypeError, struct.error)
 _PREFIX = 16
 """First bytes of a file that Pillow recognises formats by."""
 
+_OLDEST_HEADER = 12
+"""Bytes of the header of bitmaps of OS/2 1.x, whose width and height have two bytes each."""
+
 _WEAK = 2
 """Bytes of a signature that may be chance."""
 
@@ -65,9 +68,17 @@ def _accepts(format: str, data: bytes) -> bool:
         PIL.Image.init()
     accept = PIL.Image.OPEN[format][1]
     try:
-        return accept is None or accept(data[:_PREFIX]) is True
+        return (accept is None or accept(data[:_PREFIX]) is True) and (format != "DIB" or _has_one_plane(data))
     except _OTHER_FORMAT:
         return False
+
+
+def _has_one_plane(bitmap: bytes) -> bool:
+    """Return whether a bitmap without a file header has one plane, as all have; Pillow goes by the length of the header
+    alone, a small number with which many files begin."""
+    (length,) = struct.unpack_from("<I", bitmap)
+    (planes,) = struct.unpack_from("<H", bitmap, 8 if length == _OLDEST_HEADER else 12)
+    return bool(planes == 1)
 
 
 def over_limit(error: PIL.Image.DecompressionBombError) -> ImageTooLarge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -21,6 +22,13 @@ _PRELOADED = [
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*_PRELOADED, __name__])
+
+
+@atexit.register
+def _end() -> None:
+    """End what a test has not, which multiprocessing would wait for."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 class Forked:
@@ -71,7 +79,7 @@ class Forked:
 
 
 def _run(command: list[str], environment: dict[str, str], log: Path, errors: Path | None) -> None:
-    with open(os.devnull) as nothing, log.open("wb") as file, (errors or log).open("ab") as other:
+    with open(os.devnull) as nothing, log.open("wb") as file, (errors or Path(os.devnull)).open("wb") as other:
         for number, opened in enumerate((nothing, file, other if errors else file)):
             os.dup2(opened.fileno(), number)
     sys.stdin = os.fdopen(0, closefd=False)  # what uvicorn hands on to its processes

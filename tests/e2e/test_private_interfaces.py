@@ -86,6 +86,8 @@ TOGETHER = {
 }
 """What is taken from one server, since each starts an interpreter. Without a protocol there is no transport to miss."""
 
+assert sorted(name for names in TOGETHER.values() for name in names) == sorted(TAKEN)
+
 WORKERS = {"uvicorn's transport and supervisor": 2}
 """Server processes where that is about more than one."""
 

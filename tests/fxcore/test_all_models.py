@@ -47,7 +47,15 @@ DIFFERENT = frozenset(("googlenet", "inception_v3", "deeplabv3_mobilenet_v3_larg
 
 WEIGHTED = (
     *sorted(DIFFERENT),
-    *("deeplabv3_resnet50", "fasterrcnn_mobilenet_v3_large_320_fpn", "raft_small", "ssd300_vgg16", "vit_b_32"),
+    *(
+        "deeplabv3_resnet50",
+        "deeplabv3_resnet101",
+        "fcn_resnet101",
+        "fasterrcnn_mobilenet_v3_large_320_fpn",
+        "raft_small",
+        "ssd300_vgg16",
+        "vit_b_32",
+    ),
     *("quantized_googlenet", "quantized_mobilenet_v2"),
 )
 """One of each kind, and those that differ: the rest is built with its default weights as without any."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
+from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
 from service.engine.candidate import MIN_COSINE, TOLERANCE
@@ -33,8 +34,7 @@ class Reference:
         module: as it was built: nothing folded, nothing in place.
         rows: each photograph as inputs with one row, all of one shape.
         precision: the extractor's.
-        one_size: whether the model is built for the size of the rows; then it is not tried on another, about which
-            torch.fx would print a traceback.
+        one_size: whether the extractor takes no other size, see :func:`takes_one_size`.
     """
 
     def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str, one_size: bool = False) -> None:
@@ -59,16 +59,14 @@ class Reference:
     def takes_another_size(self, lowered: Lowered) -> bool:
         """Return whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
         them."""
-        if self._one_size or any(
-            x.shape[-2:].numel() == 1 for x in self._rows[0]
-        ):  # factors of channels, which have no size
+        # Factors of channels have no size.
+        if self._one_size or any(x.shape[-2:].numel() == 1 for x in self._rows[0]):
             return False
         try:
             larger = []
-            for x in self._rows[0]:
-                size = [-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:]]
-                flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=size)
-                larger.append(flat.to(x.dtype).reshape(*x.shape[:-2], *size))
+            for x, shape in zip(self._rows[0], _larger_shapes(self._rows[0]), strict=True):
+                flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=shape[-2:])
+                larger.append(flat.to(x.dtype).reshape(len(x), *shape))
             found = verify(self._module, lowered, tuple(larger))
         except Exception:
             return False
@@ -84,6 +82,23 @@ class Reference:
         """Return a batch with a row for each of ``photographs``, which are repeated as needed."""
         chosen = [self._rows[i % len(self._rows)] for i in photographs]
         return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
+
+
+def takes_one_size(description: Description, extractor: Extractor, inputs: Inputs) -> bool:
+    """Return whether ``extractor`` is of a model built for one size, and cannot do with a quarter more than that of
+    ``inputs``, as its first nodes may. To try it on another size would have torch.fx print a traceback."""
+    if not description.entry.one_size:
+        return False
+    try:
+        extractor.values_at(_larger_shapes(inputs))
+    except BadTensor:
+        return True
+    return False
+
+
+def _larger_shapes(inputs: Inputs) -> list[tuple[int, ...]]:
+    """Return shapes of rows a quarter larger."""
+    return [(*x.shape[1:-2], *(-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:])) for x in inputs]
 
 
 def timed(run: Lowered, inputs: Inputs) -> float:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.decoding import decode
-from fxcore.images.files import FORMATS, MAX_SCANS, image_size, plain_jpeg_header
+from fxcore.images.files import FORMATS, MAX_SCANS, image_size, is_image, plain_jpeg_header
 from tests.hostile_images import scans
 
 
@@ -50,6 +50,16 @@ def test_formats(format: str, cat: PIL.Image.Image) -> None:
     if format in ("PNG", "BMP", "DIB", "TIFF"):
         assert np.array_equal(pixels(image), pixels(cat))
     assert image_size(data) == (300, 451)
+
+
+def test_a_file_that_begins_as_a_bitmap_by_chance_is_no_image() -> None:
+    """A FlatBuffer may begin with the offset 12, as long as the header of a bitmap can be; its planes are not one."""
+    other = bytes.fromhex("0c000000 0800 0c00 0800 0400") + bytes(200)
+    with PIL.Image.open(io.BytesIO(other)) as image:
+        assert image.format == "DIB"
+    assert not is_image(other)
+    with pytest.raises(BadImage, match="not an image"):
+        open_image(other)
 
 
 @pytest.mark.parametrize("format", ["ICO", "TGA", "PCX", "QOI"])

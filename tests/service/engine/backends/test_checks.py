@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from fxcore.analysis.verify import OutputErrors, Verification
-from service.engine.backends.checks import Reference
+from service.engine.backends.checks import Reference, takes_one_size
 from service.engine.candidate import Candidate
+from tests.service.engine.running import runtime_alone
 
 
 def test_what_is_not_a_number_differs() -> None:
@@ -26,3 +28,10 @@ def test_a_model_of_one_size_is_not_tried_at_another() -> None:
     for one_size in (False, True):
         reference = Reference(torch.nn.ReLU(), rows, "float32", one_size)
         assert reference.takes_another_size(torch.nn.ReLU()) is not one_size
+
+
+@pytest.mark.parametrize(("node", "one_size"), [("patch_embed.proj", False), ("blocks.0", True)])
+def test_the_first_nodes_of_a_model_of_one_size_may_take_others(node: str, one_size: bool) -> None:
+    runtime = runtime_alone("timm.vit_tiny_patch16_224", (node,))
+    inputs = tuple(torch.zeros(1, *shape) for shape in runtime.description.usual_shapes())
+    assert takes_one_size(runtime.description, runtime.extractor, inputs) is one_size

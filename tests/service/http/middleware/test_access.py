@@ -39,7 +39,11 @@ def locked(secrets, tmp_path_factory):
     """A service with two keys."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("".join(key.line + "\n" for key, _ in secrets.values()))
-    client = Client(api_keys_file=file, models=("squeezenet1_1", "resnet18"), cors_origins=("https://lab.example",))
+    client = Client(
+        api_keys_file=file,
+        models=("squeezenet1_1", "resnet18", "timm.test_vit3"),
+        cors_origins=("https://lab.example",),
+    )
     yield client
     client.close()
 
@@ -326,3 +330,13 @@ def test_one_client_is_one_network():
     assert address({"client": ("2001:db8::1", 1)}) != address({"client": ("2001:db8:0:1::1", 1)})
     assert address({"client": ("::ffff:10.0.0.1", 1)}) != address({"client": ("::ffff:10.0.0.2", 1)})
     assert address({"client": None}) == address({}) == ""
+
+
+def test_a_read_key_embeds_by_a_named_extractor_that_attention_pools(locked, headers, photos):
+    """It is another node that is computed then, which nobody has made."""
+    spec = {"model": "timm.test_vit3", "weights": "random", "return_nodes": ["norm"], "name": "tokens"}
+    assert locked.post("/v1/extractors?wait=60", json=spec, headers=headers["admin"]).status_code == 201
+    asked = {"model": "tokens", "input": base64.b64encode(photos["chelsea"]).decode()}
+    embedded = locked.post("/v1/embeddings", json=asked, headers=headers["read"])
+    assert embedded.status_code == 200, embedded.text
+    assert len(embedded.json()["data"][0]["embedding"]) == 96
