@@ -54,54 +54,56 @@ export async function askFeatures(request, photo, accept, signal) {
  */
 export async function features(model, name, photo, signal, query = {}, edits = []) {
   const what = [model.name, model.weights, name, query.image_size, query.fit, JSON.stringify(edits)].join("\n")
-  const known = kept(what, photo)
+  const known = kept(what, photo, signal)
   if (known) return known
   const request = requestOf(model, [name], photo, { query, edits })
   const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
   const node = model.resolve(name)
   // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
-  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what, edits)
+  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what, signal, edits)
 }
 
 /**
  * Hand an answer in safetensors to the worker, and keep it.
  * @param {Response} answer @param {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
  * @param {Photo} photo @param {string} node @param {string} what it is an answer to, beside the photo
+ * @param {AbortSignal} signal aborted once it is no longer shown
  * @param {import("./edits.js").Edit[]} [edits]
  * @returns {Promise<Answer>}
  */
-export async function opened(answer, message, photo, node, what, edits = []) {
+export async function opened(answer, message, photo, node, what, signal, edits = []) {
   const buffer = await answer.arrayBuffer()
   const file = new Blob([buffer])
   const timing = answer.headers.get("Server-Timing") ?? ""
   const slot = String(++slots)
   const found = /** @type {Answer} */ ({ slot, photo, node, edits, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
-  keep(what, found)
+  keep(what, found, signal)
   return found
 }
 
-/** Answers that stay, the last used ones last; the worker holds their tensors. @type {Map<Answer, string>} */
+/** Answers that stay, the last used ones last; the worker holds their tensors. @type {Map<Answer, {what: string, signal: AbortSignal}>} */
 const known = new Map()
-/** The bytes that they may take, but for the last two: what is compared is shown together. */
+/** The bytes that they may take, unless what is shown takes more. */
 const MOST_BYTES = 256e6
 let slots = 0
 
-/** A kept answer. @param {string} what @param {Photo} photo */
-export function kept(what, photo) {
-  const found = [...known.keys()].find((answer) => answer.photo === photo && known.get(answer) === what)
-  if (found) keep(what, found)
+/** A kept answer. @param {string} what @param {Photo} photo @param {AbortSignal} signal aborted once it is no longer shown */
+export function kept(what, photo, signal) {
+  signal.throwIfAborted()
+  const found = [...known.keys()].find((answer) => answer.photo === photo && known.get(answer)?.what === what)
+  if (found) keep(what, found, signal)
   return found
 }
 
-/** @param {string} what @param {Answer} answer */
-function keep(what, answer) {
+/** @param {string} what @param {Answer} answer @param {AbortSignal} signal */
+function keep(what, answer, signal) {
   known.delete(answer)
-  known.set(answer, what)
+  known.set(answer, { what, signal })
   let bytes = 0
-  for (const [number, other] of [...known.keys()].reverse().entries()) {
+  for (const [other, { signal }] of [...known].reverse()) {
     bytes += other.file.size
-    if (number < 2 || bytes <= MOST_BYTES) continue
+    if (!signal.aborted || bytes <= MOST_BYTES) continue
     known.delete(other)
     reduce("close", { slot: other.slot })
   }

@@ -16,6 +16,7 @@ import { coloured } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./attended.js").Grid} Grid */
+/** @typedef {import("./edits.js").Edit} Edit */
 /** @typedef {import("./model.js").Model} Model */
 /** @typedef {import("./stages.js").Side} Side */
 
@@ -66,31 +67,40 @@ async function callOf(model, weights) {
 
 /**
  * What a head alone writes: its channels before the projection of all heads; null where that is inside one node.
- * @param {Model} model @param {string} node of attention weights @param {number} head @param {number} heads
+ * @param {Model} model @param {string} node of attention weights @param {import("./place.js").Place} place @param {number} heads
  * @returns {import("./edits.js").Knob | null}
  */
-export function headKnob(model, node, head, heads) {
+export function headKnob(model, node, place, heads) {
+  const head = headOf(place, heads)
   const inputs = model.byName.get(`${modulesAbove(node).at(-1)}.proj`)?.args ?? []
   const input = model.byName.get(inputs[0])
   const width = (input?.shape?.at(-1) ?? 0) / heads
-  if (!input || !width || !Number.isInteger(width)) return null
+  if (head === null || !input || !width || !Number.isInteger(width)) return null
   return { text: `Head ${head}`, edit: { node: input.name, channels: [...Array(width).keys()].map((i) => head * width + i) } }
 }
 
+/** Those edits that change some attention weights: not those of the call's result, unless it is the weights. @param {Edit[]} all @param {Model} model @param {string} weights */
+async function editsBefore(all, model, weights) {
+  const call = await callOf(model, weights)
+  const { target, module_type } = model.byName.get(call) ?? {}
+  const itself = /softmax/i.test(`${target} ${module_type}`)
+  return reaching(all, model, call).filter(({ node }) => itself || model.resolve(node)?.name !== call)
+}
+
 /**
- * The attention weights of an answer's photo.
- * @param {Model} model @param {string} node @param {Answer} answer @param {AbortSignal} signal @param {import("./size.js").Query} query
+ * The attention weights of a photo.
+ * @param {Model} model @param {string} node @param {import("./photo.js").Photo} photo @param {Edit[]} edits @param {AbortSignal} signal
+ * @param {import("./size.js").Query} query
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, { photo, edits: all }, signal, query) {
-  const edits = reaching(all, model, await callOf(model, node)).filter(({ node: at }) => !model.resolve(at)?.name.endsWith("scaled_dot_product_attention"))
+async function weightsOf(model, node, photo, edits, signal, query) {
   const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"], query: fixedQuery(model, query, photo) }, signal)
   const what = id + JSON.stringify(edits)
-  let found = kept(what, photo)
+  let found = kept(what, photo, signal)
   if (!found) {
     const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id, edits })
     const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
-    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, what, edits)
+    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, what, signal, edits)
   }
   // Not before: an extractor that is still building lists no outputs.
   const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
@@ -105,28 +115,35 @@ async function weightsOf(model, node, { photo, edits: all }, signal, query) {
  * @returns {Promise<{sides: Side[], choices: HTMLElement[], weights: Weights[]}>}
  */
 export async function attentionView(model, answers, place, go, signal, query) {
-  const head = place.head === undefined ? null : Number(place.head)
   /** @type {Weights[]} */ const found = []
   const sides = await Promise.all(answers.map(async (answer, i) => {
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
     if (!node) return { note: "This model has no attention." }
-    const { answer: { shape }, grid } = (found[i] = await weightsOf(model, node, answer, signal, query))
+    const edits = await editsBefore(answer.edits, model, node)
+    if (answer.edits.length && !edits.length) return { note: `No edit changes the weights of ${node}; those after it may differ.` }
+    const { answer: { shape, slot }, grid } = (found[i] = await weightsOf(model, node, answer.photo, edits, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
-    const heads = shape[shape.length - 3]
-    const own = head !== null && head < heads ? head : null
+    const own = headOf(place, shape[shape.length - 3])
     const token = tokenOf(place, grid)
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
       photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
       render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => {
-        const all = await Promise.all(found.map((other, k) => (other.grid
-          ? reduce("attention", { slot: other.answer.slot, head: own, grid: other.grid, token, ...(patch && patchAlike(patch, grid, other.grid)) }, { topic: `${topic}, ${k}` }) : new Float32Array())))
-        return coloured(all[i], grid.width, range(...all))
+        const others = found.flatMap(({ answer: { slot, shape }, grid: to }) => (to
+          ? { slot, head: headOf(place, shape[shape.length - 3]), grid: to, token: tokenOf(place, to), ...(patch && patchAlike(patch, grid, to)) } : []))
+        const all = await Promise.all(others.map((other, k) => reduce("attention", other, { topic: `${topic}, ${k}` })))
+        return coloured(all[others.findIndex((other) => other.slot === slot)], grid.width, range(...all))
       },
     }
   }))
   const weights = found.filter(Boolean)
   return { sides, choices: weights[0] ? await choicesOf(model, weights[0], place, go) : [], weights }
+}
+
+/** The chosen head; null for the mean of all, and where there is none of that number. @param {import("./place.js").Place} place @param {number} heads */
+function headOf({ head }, heads) {
+  const number = Number(head)
+  return head && Number.isInteger(number) && number >= 0 && number < heads ? number : null
 }
 
 /** The token before the grid that attends; null for a position. @param {import("./place.js").Place} place @param {Grid} grid */

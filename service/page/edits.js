@@ -1,6 +1,7 @@
 // Turning knobs: channels, positions or heads of nodes are switched off or scaled, and what comes after them changes.
 
 import { h, select } from "./dom.js"
+import { place } from "./place.js"
 
 /**
  * A multiplication of a node's value, as requests for features have it.
@@ -24,10 +25,18 @@ let scale = "0"
 export function editsOf({ e }) {
   try {
     const found = JSON.parse(e ?? "[]")
-    return Array.isArray(found) ? found : []
+    return Array.isArray(found) ? found.filter(isEdit).slice(0, MOST) : []
   } catch {
     return []
   }
+}
+
+/** Whether it is an edit that can be shown here: one with other keys would be another one without them. @param {any} one @returns {one is Edit} */
+function isEdit(one) {
+  const { node, channels = [0], box = [0, 0, 1, 1], scale, ...others } = one ?? {}
+  return typeof node === "string" && Number.isFinite(scale) && !Object.keys(others).length
+    && Array.isArray(channels) && channels.length > 0 && channels.every((channel, i) => Number.isInteger(channel) && channel === channels[0] + i)
+    && Array.isArray(box) && box.length === 4 && box.every(Number.isInteger)
 }
 
 /** Those that change the output of a node. @param {Edit[]} edits @param {import("./model.js").Model} model @param {string} name */
@@ -43,19 +52,22 @@ export function reaching(edits, model, name) {
  */
 export function knobsView(edits, knobs, go) {
   if (!edits.length && !knobs.length) return ""
-  /** @param {Edit[]} changed */
-  const change = (changed) => go({ e: changed.length ? JSON.stringify(changed) : null })
+  /** Replace those alike: of the place as it is then, which may have moved on while this is still shown. @param {(other: Edit) => boolean} alike @param {...Edit} added */
+  const change = (alike, ...added) => {
+    const changed = [...editsOf(place()).filter((other) => !alike(other)), ...added]
+    if (changed.length <= MOST) go({ e: changed.length ? JSON.stringify(changed) : null })
+  }
   const what = select("What to turn", knobs.map(({ text }, i) => [String(i), text]), "0", () => {})
   const how = select("How to turn it", SCALES, scale, (value) => { scale = value })
   const add = h("button", { type: "button", disabled: edits.length >= MOST, onclick: () => {
     const { edit } = knobs[Number(what.value)]
-    change([...edits.filter((other) => where(other) !== where(edit)), { ...edit, scale: Number(how.value) }])
+    change((other) => where(other) === where(edit), { ...edit, scale: Number(how.value) })
   } }, "Apply")
   return h("section", { class: "knobs", "aria-label": "Turn knobs" },
     h("h3", {}, "What if?"),
     knobs.length ? h("div", { class: "row" }, what, how, add) : null,
     h("ul", { class: "plain-list row" }, ...edits.map((edit) => h("li", { class: "pill" }, described(edit),
-      h("button", { type: "button", class: "quiet", "aria-label": `Take back: ${described(edit)}`, onclick: () => change(edits.filter((other) => other !== edit)) }, "×")))),
+      h("button", { type: "button", class: "quiet", "aria-label": `Take back: ${described(edit)}`, onclick: () => change((other) => other.scale === edit.scale && where(other) === where(edit)) }, "×")))),
     h("p", { class: "dim" }, edits.length ? "The maps of these nodes and of those after them are shown beside the unchanged ones." : "Every node after this one then shows what it would be."))
 }
 

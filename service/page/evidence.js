@@ -32,17 +32,18 @@ export async function evidenceSides(model, answers, of, target, signal, size) {
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const query = { of, at: node, target: String(target.index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
-    const answer = kept(what, photo) ?? await opened(
+    const answer = kept(what, photo, signal) ?? await opened(
       await ask(modelPath(model.name, "/attributions", query), {
         method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
-      }), { key: "attribution", layout: null, tokens: null }, photo, node, what)
+      }), { key: "attribution", layout: null, tokens: null }, photo, node, what, signal)
     const [, height, width] = answer.shape
     return { photo, node, height, width, values: /** @type {Float32Array} */ (await reduce("values", { slot: answer.slot, most: height * width })) }
   }))
   const label = `Evidence for ${target.name}`
-  const scale = range(...found.flatMap((one) => one.values ?? []))
+  /** One for all photos; different nodes have none in common. @param {string} node */
+  const scaleOf = (node) => range(...found.flatMap((one) => (one.node === node ? one.values : [])))
   return found.map((one) => (one.values === undefined ? { note: one.note } : {
     photo: one.photo, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
-    render: async () => coloured(one.values, one.width, scale),
+    render: async () => coloured(one.values, one.width, scaleOf(one.node)),
   }))
 }

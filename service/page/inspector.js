@@ -168,7 +168,8 @@ export class Inspector {
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
           ["Remove this one", () => this.remove(photo)])
-      : failure(error, ...retries(error, () => { this.#rendered = ""; this.#model && this.update(this.#model, this.#place) }, () => this.go({ w: "random" }))))
+      : failure(error, ...retries(error, () => { this.#rendered = ""; this.#model && this.update(this.#model, this.#place) }, () => this.go({ w: "random" }))),
+      knobsView(editsOf(this.#place), [], this.go)) // what was refused can be taken back
   }
 
   async #show() {
@@ -225,9 +226,9 @@ export class Inspector {
   /** What of a node can be turned: what is looked at, then all of it. @param {string} view @param {string} node @param {number} heads of its attention */
   #knobs(view, node, heads) {
     const [{ maps }] = this.#answers
-    const { ch, at, head } = this.#place
+    const { ch, at } = this.#place
     if (view === "attention") {
-      const knob = this.#model && head !== undefined && headKnob(this.#model, node, Number(head), heads)
+      const knob = this.#model && headKnob(this.#model, node, this.#place, heads)
       return knob ? [knob] : []
     }
     /** @type {import("./edits.js").Knob[]} */ const knobs = [{ text: "Its whole output", edit: { node } }]

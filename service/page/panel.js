@@ -49,7 +49,7 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   /** Show the map of another patch, unless the pointer has moved on meanwhile. @param {Patch} other */
   async function ask(other) {
     const mine = ++asked
-    const same = other.row === at?.row && other.column === at.column
+    const same = JSON.stringify(other) === JSON.stringify(at)
     const found = same ? now : await render(other, topic).catch((error) => { if (!isStale(error)) throw error })
     if (!found || mine !== asked) return
     now = found

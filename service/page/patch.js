@@ -1,7 +1,7 @@
 // Positions of a map: from the URL, under the pointer, and chosen by clicks and arrow keys.
 
-/** @typedef {{row: number, column: number}} Patch */
 /** @typedef {{height: number, width: number}} Size */
+/** @typedef {{row: number, column: number, of?: {row: number, column: number} & Size}} Patch and the one of another map whose position it has */
 
 /** @type {Record<string, [number, number]>} */
 const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }
@@ -13,9 +13,13 @@ export function patchOf(at, { height, width }) {
   return known ? { row, column } : { row: Math.floor(height / 2), column: Math.floor(width / 2) }
 }
 
-/** The patch of another map at the same position. @param {Patch} patch @param {Size} from @param {Size} to @returns {Patch} */
-export function patchAlike({ row, column }, from, to) {
-  return { row: Math.floor(((row + 0.5) * to.height) / from.height), column: Math.floor(((column + 0.5) * to.width) / from.width) }
+/**
+ * The patch of another map at the same position: that of the map that was pointed at first, so that all maps agree on their patches.
+ * @param {Patch} patch @param {Size} from @param {Size} to @returns {Patch}
+ */
+export function patchAlike({ row, column, of }, { height, width }, to) {
+  of ??= { row, column, height, width }
+  return { row: Math.floor(((of.row + 0.5) * to.height) / of.height), column: Math.floor(((of.column + 0.5) * to.width) / of.width), of }
 }
 
 /** @param {PointerEvent | MouseEvent} event @param {Size} size @returns {Patch} */

@@ -16,11 +16,8 @@ export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "P
  */
 export function viewSides(answers, view, channel) {
   const components = view === "pca" ? commonComponents(answers) : null
-  const alike = answers.length > 1 && new Set(answers.map(({ node }) => node)).size === 1
-  /** @type {Promise<Float32Array[]> | null} photos are compared on one scale; different nodes have none in common */
-  const all = alike && ["channels", "mean"].includes(view) ? Promise.all(answers.map((answer) => valuesOf(answer, view, channel))) : null
-  return answers.map((answer, number) => {
-    const { maps, node, photo, edits } = answer
+  const all = ["channels", "mean"].includes(view) ? answers.map((answer) => valuesOf(answer, view, channel)) : []
+  return answers.map(({ maps, node, photo, edits }, number) => {
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const own = Math.min(channel, maps.channels - 1)
     const label = view === "channels" ? `Channel ${own}` : VIEWS.find(([name]) => name === view)?.[1] ?? ""
@@ -33,8 +30,9 @@ export function viewSides(answers, view, channel) {
             ? reduce("similarity", { slot: other.slot, ...patchAlike(patch, maps, other.maps) }, { topic: `${topic}, ${i}` }) : new Float32Array())))
           return coloured(all[number], maps.width, range(...all))
         }
-        const values = await (all ? (await all)[number] : valuesOf(answer, view, own))
-        return coloured(values, maps.width, all ? range(...await all) : undefined)
+        // Maps of one node are compared on one scale; different nodes have none in common.
+        const alike = await Promise.all(all.filter((_, i) => answers[i].node === node))
+        return coloured(await all[number], maps.width, range(...alike))
       },
     }
   })
@@ -42,8 +40,9 @@ export function viewSides(answers, view, channel) {
 
 /** The values of a view that needs no position. @param {Answer} answer @param {string} view @param {number} channel @returns {Promise<Float32Array>} */
 async function valuesOf({ slot, maps }, view, channel) {
+  if (!maps) return new Float32Array()
   if (view === "mean") return reduce("magnitude", { slot })
-  return (await reduce("channels", { slot, channels: [Math.min(channel, (maps?.channels ?? 1) - 1)] }))[0]
+  return (await reduce("channels", { slot, channels: [Math.min(channel, maps.channels - 1)] }))[0]
 }
 
 /** Whether the maps of all answers have the same channels, so that they have principal components in common. @param {Answer[]} answers */

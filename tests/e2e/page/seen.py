@@ -38,6 +38,19 @@ def asked(server, model, node, weights, photo=None, headers=None, **query):
     return safetensors.numpy.load(response.content)[node]
 
 
+def attention(server, model, node, photo=CHELSEA, edits=()):
+    """The weights of one photo, as the service gives them: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
+    spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
+    made = server.http.post("/v1/extractors", json=spec).json()
+    response = server.http.post(
+        f"/v1/extractors/{made['id']}/features",
+        json={"images": [base64.b64encode(photo.read_bytes()).decode()], "edits": list(edits)},
+        headers={"accept": "application/x-safetensors"},
+    )
+    assert response.status_code == 200, response.text
+    return safetensors.numpy.load(response.content)[node][0]
+
+
 def coloured(values, low=None, high=None):
     """A map as the page paints it: from its least to its greatest value, or about zero if there are both signs."""
     low, high = (values.min() if low is None else low), (values.max() if high is None else high)

@@ -78,7 +78,9 @@ def test_colour_bars_say_what_colours_mean(open_server, visit):
     low, high = min(one[channel].min() for one in both), max(one[channel].max() for one in both)
     page = visit(open_server.url).go(f"m=resnet18&n={node}&v=channels&ch={channel}&s=number&p2=rocket")
     until(page, "document.querySelectorAll('.stages .scale-bar').length === 2")
-    for bar in page.locator(".stages .scale-bar").all():  # one scale for what is compared
+    bars = page.locator(".stages .scale-bar").all()
+    assert len(bars) == 2
+    for bar in bars:  # one scale for what is compared
         least, zero, most = bar.locator("span").all_inner_texts()
         assert (float(least), zero, float(most)) == (pytest.approx(low, rel=1e-3), "0", pytest.approx(high, rel=1e-3))
     page.get_by_label("Scale of the tiles").select_option("same")
