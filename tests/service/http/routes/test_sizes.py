@@ -125,8 +125,8 @@ def test_native_images_of_a_vision_transformer(client, photos, own):
     url = "/v1/models/timm.test_vit/features?weights=random&nodes=blocks:it&image_size=100&fit=native"
     pooled = outputs(client.post(url + "&pool=cls", json=body(photos, order)))["it"]
     close(pooled, torch.cat([one[:, 0] for one in expected]))
-    extractor = client.get("/v1/extractors").json()["extractors"]
-    [told] = [one["sizes"] for one in extractor if one["model"] == "timm.test_vit" and one["sizes"]]
+    extractors = client.get("/v1/extractors").json()["extractors"]
+    [told] = [one["sizes"] for one in extractors if one["sizes"] and one["outputs"][0]["key"] == "it"]
     assert [(one["height"], one["width"], one["images"]) for one in told] == [(160, 96, 2), (96, 144, 1)]
     assert {one["backend"] for one in told} == {"eager"}
     averaged = outputs(client.post(url + "&pool=avg", json=body(photos, order)))["it"]
