@@ -85,6 +85,7 @@ COMPUTE_PROBLEMS = (
 def describe(record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
     description, failed = record.description, record.problem
+    variants = record.runtime.variants.values() if record.runtime is not None else ()
     return {
         "id": record.id,
         "name": record.name,
@@ -103,12 +104,12 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "fingerprint": description.fingerprint,
         "sizes": [
             dict(zip(("height", "width"), one.graph.input_size, strict=True), backend=one.backend, images=one.images)
-            for one in (record.runtime.variants.values() if record.runtime is not None else ())
+            for one in variants
             if not one.description.edits
         ],
         "edits": [
             {"nodes": one.description.edits, "backend": one.backend, "images": one.images}
-            for one in (record.runtime.variants.values() if record.runtime is not None else ())
+            for one in variants
             if one.description.edits
         ],
         "checks": record.checks,
