@@ -9,7 +9,8 @@ import orjson
 from pydantic import ValidationError
 from torch import Tensor
 
-from service.codecs import image_text, json
+from service.codecs.requests import image_text
+from service.codecs.tensors import json
 from service.problems import InvalidRequest
 from service.schemas.embeddings import EmbeddingsRequest
 from service.schemas.features import MAX_IMAGES

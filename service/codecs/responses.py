@@ -11,8 +11,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
-from service.codecs import heatmap, json, npy, safetensors
+from service.codecs import heatmap
 from service.codecs.negotiation import choose
+from service.codecs.tensors import json, npy, safetensors
 from service.problems import NotAcceptable, Problem
 
 # Written as a header and the tensors' own memory, in less time than changing threads twice.

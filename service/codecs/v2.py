@@ -18,10 +18,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
-from service.codecs import image_text, json, shapes
 from service.codecs.compression import decompress
-from service.codecs.datatypes import V2_NAMES
-from service.codecs.numbers import NUMPY_DTYPES, Document, flat
+from service.codecs.requests import image_text
+from service.codecs.tensors import json, shapes
+from service.codecs.tensors.datatypes import V2_NAMES
+from service.codecs.tensors.numbers import NUMPY_DTYPES, Document, flat
 from service.problems import BadTensor, InvalidRequest, Unsupported
 from service.schemas.problems import invalid_body
 from service.schemas.v2 import InferRequest, RequestInput, TensorMetadata

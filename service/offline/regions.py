@@ -21,7 +21,7 @@ import orjson
 
 from fxcore.errors import FxError
 from service.choices import RegionPooling
-from service.codecs import regions as body_regions
+from service.codecs.requests import regions as body_regions
 from service.offline.failures import driver_errors
 from service.offline.folder import is_url
 from service.offline.sources import Regions, open_binary

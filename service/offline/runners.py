@@ -15,7 +15,7 @@ from fxcore.errors import BadBox, BadImage, BadMask, BadPoint, FxError, ImageToo
 from fxcore.images.decoding import PREPROCESS_MODES
 from service.choices import RegionPooling
 from service.client import AsyncClient, AsyncExtractor, exceptions
-from service.codecs import regions as body_regions
+from service.codecs.requests import regions as body_regions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
 from service.engine.rows import row_layout
 from service.offline.sources import Regions

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import FxError
-from service.codecs import npy, safetensors
+from service.codecs.tensors import npy, safetensors
 
 PATH = "path"
 """Key of the paths of a shard's images, beside the outputs."""

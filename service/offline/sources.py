@@ -30,7 +30,7 @@ WHOLE = -1
 """Offset of an image that is a whole file."""
 
 Regions = Sequence[Any]
-"""Boxes, points or masks of an image, in its pixels, as JSON has them; see :mod:`service.codecs.regions`."""
+"""Boxes, points or masks of an image, in its pixels, as JSON has them; see :mod:`service.codecs.requests.regions`."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 
 from fxcore.errors import FxError
 from fxcore.statistics.output_statistics import OutputStatistics, by_channel
-from service.codecs import safetensors
+from service.codecs.tensors import safetensors
 from service.offline.runners import RowLayout, Rows
 
 _MAX_COVARIANCES = 512 * 1024**2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import FxError
-from service.codecs import safetensors
+from service.codecs.tensors import safetensors
 from service.offline.shards import write_whole
 from service.offline.statistics import Statistics
 

@@ -22,9 +22,11 @@ from fxcore.images.decoding import Decoder, decode
 from fxcore.images.files import image_size, open_image
 from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import ImageClassification
-from service.codecs import compression, multipart, npy, v2
-from service.codecs import safetensors as our_safetensors
+from service.codecs import compression, v2
 from service.codecs.negotiation import choose, media_type
+from service.codecs.requests import multipart
+from service.codecs.tensors import npy
+from service.codecs.tensors import safetensors as our_safetensors
 from service.http.middleware.request_context import request_id
 from service.http.routes.features import named_nodes
 from service.problems import Problem

@@ -13,7 +13,9 @@ from fxcore.graph.cut import UnneededInput
 from fxcore.graph.model_part import closed
 from fxcore.graph.nodes import is_group
 from service import problems
-from service.codecs import bodies, heatmap, json, responses
+from service.codecs import heatmap, responses
+from service.codecs.requests import bodies
+from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question

@@ -15,8 +15,10 @@ from fxcore.graph.head_pooling import DISTILLED
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service import problems
-from service.codecs import bodies, embeddings, json
+from service.codecs import embeddings
+from service.codecs.requests import bodies
 from service.codecs.responses import PartsResponse
+from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.http.access.callers import caller_of
 from service.http.deadline import Deadline

@@ -15,7 +15,9 @@ from torch import Tensor
 from fxcore.images.files import image_header
 from fxcore.images.preprocessing import Preprocessing
 from service import problems
-from service.codecs import bodies, heatmap, json, npy, responses, safetensors
+from service.codecs import heatmap, responses
+from service.codecs.requests import bodies
+from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission import Reservation
 from service.http.access.callers import caller_of

@@ -22,7 +22,9 @@ import numpy as np
 import PIL.Image
 import torch
 
-from service.codecs import bodies, embeddings, multipart, safetensors, v2
+from service.codecs import embeddings, v2
+from service.codecs.requests import bodies, multipart
+from service.codecs.tensors import safetensors
 from service.problems import Problem
 from service.schemas.v2 import TensorMetadata
 from tests.peak_memory import peak

@@ -10,9 +10,10 @@ from fastapi import Request, Response
 
 from fxcore.models.entry import ModelEntry
 from service import problems
-from service.codecs import compression, json, v2
+from service.codecs import compression, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
+from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import NAMES, VALID_BOX
 from service.http.access.callers import caller_of

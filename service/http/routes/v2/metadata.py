@@ -17,7 +17,7 @@ from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec, returned_dtype
 from service import problems
-from service.codecs.datatypes import V2_NAMES
+from service.codecs.tensors.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored

@@ -14,7 +14,7 @@ from fxcore import list_models
 from fxcore.memory import give_back
 from fxcore.models.catalog import register
 from fxcore.tensors import RETURNED
-from service.codecs.datatypes import SAFETENSORS_NAMES, V2_NAMES
+from service.codecs.tensors.datatypes import SAFETENSORS_NAMES, V2_NAMES
 from tests.fxcore.model_list import KINDS
 from tests.get_routes import failures
 from tests.service.conftest import Client

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
-from service.codecs import shapes
-from service.codecs.datatypes import SAFETENSORS_NAMES
+from service.codecs.tensors import shapes
+from service.codecs.tensors.datatypes import SAFETENSORS_NAMES
 from service.problems import BadTensor, Problem
 
 MEDIA_TYPE = "application/x-safetensors"

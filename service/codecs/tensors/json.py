@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
-from service.codecs.datatypes import V2_NAMES
+from service.codecs.tensors.datatypes import V2_NAMES
 
 MEDIA_TYPE = "application/json"
 

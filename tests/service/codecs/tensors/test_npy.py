@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from service.codecs import npy
+from service.codecs.tensors import npy
 from service.problems import Problem
 from service.schemas.v1 import key_fault
 

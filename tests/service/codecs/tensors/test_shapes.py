@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.codecs import shapes
+from service.codecs.tensors import shapes
 from service.problems import Problem
 
 SIZES = [1, 2, 3, 2**20, 2**31, 2**53, 2**56 - 1, 2**56, 2**57, 2**62, 2**63 - 1, 2**63, 2**64, 10**30]

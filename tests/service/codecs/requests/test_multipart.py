@@ -3,8 +3,8 @@ import asyncio
 import httpx
 import pytest
 
-from service.codecs import multipart
 from service.codecs.negotiation import media_type
+from service.codecs.requests import multipart
 from service.problems import Problem
 from service.schemas.features import MAX_IMAGES
 

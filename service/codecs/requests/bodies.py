@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fxcore.edits import Edit
-from service.codecs import image_text, multipart, npy, regions, safetensors
 from service.codecs.negotiation import media_type
+from service.codecs.requests import image_text, multipart, regions
+from service.codecs.tensors import npy, safetensors
 from service.problems import InvalidRequest, UnsupportedMediaType
 from service.schemas.features import MAX_IMAGES, MAX_REGIONS, MAX_RUNS, ImagesBody
 from service.schemas.problems import invalid_body

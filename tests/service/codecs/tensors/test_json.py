@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.codecs import json as codec
+from service.codecs.tensors import json as codec
 from service.schemas.features import FeatureTensor
 
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from service.codecs.numbers import Document
+from service.codecs.tensors.numbers import Document
 from service.problems import Problem
 
 

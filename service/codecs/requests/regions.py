@@ -7,7 +7,7 @@ from typing import Any
 
 from fxcore.images.masks import Mask, Rle
 from service.choices import RegionPooling
-from service.codecs import image_text
+from service.codecs.requests import image_text
 from service.problems import BadBox, BadMask, BadPoint, InvalidRequest, Problem
 from service.schemas.features import MAX_REGIONS, ImagesBody
 from service.schemas.regions import KINDS, GivenRegions

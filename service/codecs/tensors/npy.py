@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
-from service.codecs import shapes
+from service.codecs.tensors import shapes
 from service.problems import BadTensor, Problem
 
 MEDIA_TYPE = "application/x-npy"

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.codecs import safetensors as codec
+from service.codecs.tensors import safetensors as codec
 from service.problems import Problem
 
 ALL = {
