@@ -35,18 +35,20 @@ from fxcore.errors import FxError, summarize
 from service.cluster.reduced import merge_table, reduced_table
 from service.cluster.rows import ERROR, Output, schema_of, table_of
 from service.engine import FeatureOptions
-from service.offline import Job, Summary, shards, sources, spec_file
+from service.offline import Job, Summary
 from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
-from service.offline.index import Index
-from service.offline.reducer import Reduction
+from service.offline.inputs import sources
+from service.offline.inputs.skipped import Skipped
+from service.offline.inputs.sources import Reader, Source
+from service.offline.outputs import shards, spec_file
+from service.offline.outputs.index import Index
+from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.run import add_images, check_reduce, check_regions, count, prepare
 from service.offline.runners import ExtractorInfo, LocalRunner, RowLayout, Rows
-from service.offline.skipped import Skipped
-from service.offline.sources import Reader, Source
-from service.offline.statistics import Statistics
-from service.offline.working_folder import WorkingFolder
+from service.offline.statistics.reducer import Reduction
+from service.offline.statistics.statistics import Statistics
 from service.problems import Problem
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings

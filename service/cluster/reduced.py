@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pyarrow
 
-from service.offline.reducer import Reduction
-from service.offline.statistics import Statistics
+from service.offline.statistics.reducer import Reduction
+from service.offline.statistics.statistics import Statistics
 
 
 def reduced_table(statistics: Statistics, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> pyarrow.Table:

@@ -16,9 +16,9 @@ import pyarrow.parquet
 from service.offline.batches import Result
 from service.offline.failures import driver_errors
 from service.offline.folder import Folder
-from service.offline.index import Index, regions_changed
+from service.offline.outputs.index import Index, regions_changed
+from service.offline.outputs.shards import PATH, arrow_column
 from service.offline.runners import Rows
-from service.offline.shards import PATH, arrow_column
 from service.schemas.regions import KINDS, Kind
 
 ERROR = "error"

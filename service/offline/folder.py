@@ -10,8 +10,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import FxError
+from service.offline.atomic import write_text
 from service.offline.failures import driver_errors
-from service.offline.shards import write_text
 
 
 def is_url(text: str) -> bool:

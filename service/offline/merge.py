@@ -9,17 +9,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from fxcore.errors import FxError
-from service.offline import index as index_file
-from service.offline import spec_file
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
-from service.offline.index import Index
-from service.offline.reducer import Reduction
+from service.offline.outputs import index as index_file
+from service.offline.outputs import spec_file
+from service.offline.outputs.index import Index
+from service.offline.outputs.working_folder import WorkingFolder
+from service.offline.outputs.writer import ERRORS, error_line
 from service.offline.run import Summary
-from service.offline.statistics import Statistics
-from service.offline.statistics_files import check_installed
-from service.offline.working_folder import WorkingFolder
-from service.offline.writer import ERRORS, error_line
+from service.offline.statistics.files import check_installed
+from service.offline.statistics.reducer import Reduction
+from service.offline.statistics.statistics import Statistics
 
 
 def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:

@@ -14,19 +14,20 @@ from typing import Any, cast
 from fxcore.errors import FxError
 from service.choices import RegionPooling
 from service.engine import FeatureOptions
-from service.offline import regions, shards, sources, spec_file
 from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
-from service.offline.index import Index
-from service.offline.reducer import Reducer, Reduction
+from service.offline.inputs import regions, sources
+from service.offline.inputs.skipped import Skipped
+from service.offline.inputs.sources import Reader, Source
+from service.offline.outputs import shards, spec_file
+from service.offline.outputs.index import Index
+from service.offline.outputs.working_folder import WorkingFolder
+from service.offline.outputs.writer import ERRORS, Writer, error_line
 from service.offline.runners import LocalRunner, RemoteRunner
-from service.offline.skipped import Skipped
-from service.offline.sources import Reader, Source
-from service.offline.statistics import Statistics
-from service.offline.statistics_files import check_installed
-from service.offline.working_folder import WorkingFolder
-from service.offline.writer import ERRORS, Writer, error_line
+from service.offline.statistics.files import check_installed
+from service.offline.statistics.reducer import Reducer, Reduction
+from service.offline.statistics.statistics import Statistics
 from service.schemas.regions import KINDS
 from service.schemas.v1 import ExtractorSpec
 from service.settings import Settings
@@ -43,15 +44,15 @@ class Job:
     """An extraction job.
 
     Attributes:
-        inputs: files, folders, archives, patterns and URLs; see :func:`service.offline.sources.find`.
+        inputs: files, folders, archives, patterns and URLs; see :func:`service.offline.inputs.sources.find`.
         out: path or URL of the output folder: a new one, or one of an earlier run of the same job, which is resumed.
-        format: a key of :data:`service.offline.shards.FORMATS`.
+        format: a key of :data:`service.offline.outputs.shards.FORMATS`.
         spec: the extractor.
         options: how to pool and cast its outputs.
         servers: URLs of servers to use instead of this process.
         api_key: API key for the servers.
         shard_rows: rows per shard; None for about 64 MiB of them.
-        regions: file with the boxes, points or masks that are pooled, see :mod:`service.offline.regions`. Images
+        regions: file with the boxes, points or masks that are pooled, see :mod:`service.offline.inputs.regions`. Images
             without any are skipped.
         reduce: statistics to write instead of the features; see :func:`service.choices.reductions`. Neither ``format``
             nor ``shard_rows`` counts then.

@@ -17,8 +17,8 @@ from fxcore.errors import FxError
 from service.offline import extract
 from tests.e2e.conftest import Server
 from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
-from tests.service.offline.test_boxes import BOXES, csv, found_in, regions
-from tests.service.offline.test_boxes import assert_right as boxes_right
+from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
+from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 
 
 def test_a_server_does_what_this_process_would(

@@ -17,7 +17,7 @@ from service import choices
 from service.cli import models
 from service.engine.description import PRECISIONS
 from service.engine.options import DTYPES
-from service.offline.shards import FORMATS as SHARDS
+from service.offline.outputs.shards import FORMATS as SHARDS
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ import pytest
 
 from service.offline import extract
 from tests.service.offline.conftest import SETTINGS, job, png, rows
-from tests.service.offline.test_boxes import BOXES, csv, regions
-from tests.service.offline.test_boxes import found_in as found_in_shards
-from tests.service.offline.test_reduce import ALL, assert_statistics
+from tests.service.offline.inputs.test_boxes import BOXES, csv, regions
+from tests.service.offline.inputs.test_boxes import found_in as found_in_shards
+from tests.service.offline.statistics.test_reduce import ALL, assert_statistics
 
 pytest.importorskip("ray.data")
 parquet = pytest.importorskip("pyarrow.parquet")

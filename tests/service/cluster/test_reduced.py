@@ -10,12 +10,12 @@ import torch
 from safetensors.numpy import load_file
 
 from service.offline.folder import Folder
-from service.offline.index import Index
-from service.offline.reducer import Reduction
+from service.offline.inputs.sources import Source
+from service.offline.outputs.index import Index
+from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.runners import RowLayout
-from service.offline.sources import Source
-from service.offline.statistics import Statistics
-from service.offline.working_folder import WorkingFolder
+from service.offline.statistics.reducer import Reduction
+from service.offline.statistics.statistics import Statistics
 
 pytest.importorskip("pyarrow")
 

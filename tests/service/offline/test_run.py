@@ -23,7 +23,7 @@ from fxcore.errors import FxError
 from fxcore.images.decoding import Decoder
 from service.engine.candidate import Candidate
 from service.offline import extract
-from service.offline.index import Index
+from service.offline.outputs.index import Index
 from service.settings import Settings
 from tests.e2e.forked import Forked
 from tests.service.cli.running import fxserve

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
-import shutil
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,10 @@ from torch import Tensor
 
 from fxcore.errors import FxError
 from service.codecs.tensors import npy, safetensors
+from service.offline.atomic import remove, write_whole
 
 PATH = "path"
 """Key of the paths of a shard's images, beside the outputs."""
-
-UNFINISHED = ".part"
-"""Suffix of a file that is being written."""
 
 
 class ShardFormat(ABC):
@@ -155,41 +151,6 @@ def write_shard(
     write_whole(target, lambda file: chosen.write(file, rows, paths, metadata))
 
 
-def write_whole(target: Path, write: Callable[[Path], None]) -> None:
-    """Write a file or folder to disk atomically and durably: ``target`` appears once it is complete and flushed.
-
-    Args:
-        target: where it appears.
-        write: writes it to the path it is given.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    unfinished = target.with_name(target.name + UNFINISHED)
-    remove(unfinished)
-    try:
-        write(unfinished)
-        for part in sorted(unfinished.rglob("*")) if unfinished.is_dir() else ():
-            _fsync(part)
-        _fsync(unfinished)
-        os.replace(unfinished, target)
-        _fsync(target.parent)
-    finally:
-        remove(unfinished)
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a small file atomically."""
-    unfinished = target.with_name(target.name + UNFINISHED)
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        _fsync(unfinished)
-        os.replace(unfinished, target)
-        _fsync(target.parent)
-    finally:
-        remove(unfinished)
-
-
 def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
     """Remove shards that were never added to the index."""
     for file in folder.glob(f"shard-*{suffix}*"):
@@ -200,23 +161,3 @@ def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
 def shard_name(number: int, suffix: str) -> str:
     """File name of a shard: ``shard-000012.npz``."""
     return f"shard-{number:06d}{suffix}"
-
-
-def remove(file: Path) -> None:
-    """Remove a file, or a folder and its contents, if it exists."""
-    if file.is_dir():
-        shutil.rmtree(file)
-    else:
-        file.unlink(missing_ok=True)
-
-
-def _fsync(file: Path) -> None:
-    """Flush a file's content, or a folder's entries, to disk."""
-    handle = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not file.is_dir():  # some file systems do not support it for folders
-            raise
-    finally:
-        os.close(handle)

@@ -14,9 +14,9 @@ from torch import Tensor
 from fxcore.memory import give_back
 from service.engine.device.threads import compute_with
 from service.offline.failures import write_errors
-from service.offline.index import Index
-from service.offline.shards import ShardFormat, shard_name, write_shard
-from service.offline.working_folder import WorkingFolder
+from service.offline.outputs.index import Index
+from service.offline.outputs.shards import ShardFormat, shard_name, write_shard
+from service.offline.outputs.working_folder import WorkingFolder
 
 ERRORS = "errors.jsonl"
 

@@ -15,8 +15,8 @@ import pytest
 
 from fxcore.errors import BadImage, FxError
 from fxcore.images.files import FORMATS
-from service.offline.skipped import Skipped
-from service.offline.sources import Reader, Source, find
+from service.offline.inputs.skipped import Skipped
+from service.offline.inputs.sources import Reader, Source, find
 from tests.service.offline.conftest import png
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from fxcore.errors import FxError
-from service.offline.shards import FORMATS, remove_all_but, shard_format, write_shard
+from service.offline.outputs.shards import FORMATS, remove_all_but, shard_format, write_shard
 
 ROWS = {
     "map": torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2) / 7,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fxcore.errors import FxError
 from service.codecs.tensors import safetensors
-from service.offline.shards import write_whole
-from service.offline.statistics import Statistics
+from service.offline.atomic import write_whole
+from service.offline.statistics.statistics import Statistics
 
 STATISTICS = "stats.safetensors"
 TOP = "top.parquet"

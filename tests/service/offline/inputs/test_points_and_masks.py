@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 
 from fxcore.errors import FxError
 from service.offline import Job, extract
-from service.offline import regions as files
+from service.offline.inputs import regions as files
 from tests.service.offline.conftest import SETTINGS, job, png
 
 POINTS = [[40, 32], [30.5, 12.25]]  # in pixels of images of 80 x 64

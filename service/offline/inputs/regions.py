@@ -24,7 +24,7 @@ from service.choices import RegionPooling
 from service.codecs.requests import regions as body_regions
 from service.offline.failures import driver_errors
 from service.offline.folder import is_url
-from service.offline.sources import Regions, open_binary
+from service.offline.inputs.sources import Regions, open_binary
 from service.problems import Problem
 from service.schemas.regions import KINDS
 

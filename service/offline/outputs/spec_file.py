@@ -12,9 +12,9 @@ from torch import Tensor
 from fxcore.errors import FxError
 from fxcore.tensors import dtype_name
 from service.engine import FeatureOptions
+from service.offline.atomic import UNFINISHED
 from service.offline.folder import Folder
 from service.offline.runners import ExtractorInfo, Rows
-from service.offline.shards import UNFINISHED
 
 FILE = "spec.json"
 

@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from fxcore.errors import FxError
-from service.offline.sources import WHOLE, Regions, Source
+from service.offline.inputs.sources import WHOLE, Regions, Source
 
 FILE = "index.sqlite"
 

@@ -19,7 +19,7 @@ from torchvision.ops import roi_align
 
 from fxcore.errors import FxError
 from service.offline import Job, extract
-from service.offline import regions as files
+from service.offline.inputs import regions as files
 from tests.service.offline.conftest import SETTINGS, job, png
 
 # In pixels of images of 80 x 64: one inside, one that the crop cuts, one of fractions.

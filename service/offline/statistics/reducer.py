@@ -10,12 +10,12 @@ from typing import Any
 
 from service.engine.device.threads import compute_with
 from service.offline.failures import write_errors
-from service.offline.index import Index
+from service.offline.outputs.index import Index
+from service.offline.outputs.working_folder import WorkingFolder
+from service.offline.outputs.writer import ERRORS, error_line
 from service.offline.runners import RowLayout, Rows
-from service.offline.statistics import Statistics
-from service.offline.statistics_files import STATISTICS, write_statistics
-from service.offline.working_folder import WorkingFolder
-from service.offline.writer import ERRORS, error_line
+from service.offline.statistics.files import STATISTICS, write_statistics
+from service.offline.statistics.statistics import Statistics
 
 _SECONDS = 60.0
 """Minimum time between two commits: a run that is killed loses about this much work."""

@@ -19,7 +19,7 @@ from fxcore.errors import BadImage, FxError
 from fxcore.images.files import HEAD_BYTES, is_image, suffixes
 from service.offline.failures import driver_errors, reason_of
 from service.offline.folder import filesystem, is_url
-from service.offline.skipped import Skipped
+from service.offline.inputs.skipped import Skipped
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 

@@ -19,10 +19,10 @@ from safetensors.numpy import load_file
 
 from fxcore.errors import FxError
 from service.offline import extract
-from service.offline.index import Index
 from service.offline.merge import merge
+from service.offline.outputs.index import Index
 from service.offline.runners import RowLayout
-from service.offline.statistics import Statistics
+from service.offline.statistics.statistics import Statistics
 from tests.service.offline.conftest import SETTINGS, job, png, rows
 from tests.service.offline.test_run import errors
 
@@ -113,8 +113,9 @@ def test_a_second_run_continues_the_first(folder: Callable[..., Path], tmp_path:
 KILLED = """
 import os, signal, sys
 from service.cli import main
-from service.offline import batches, reducer
-from service.offline.index import Index
+from service.offline import batches
+from service.offline.statistics import reducer
+from service.offline.outputs.index import Index
 
 batches._BATCH, reducer._SECONDS, reducer._MAX_SHARE, left = 2, 0, 1e9, int(sys.argv.pop(1))
 commit = Index.commit_statistics

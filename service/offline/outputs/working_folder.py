@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.offline import index, shards
+from service.offline.atomic import remove
 from service.offline.folder import Folder
+from service.offline.outputs import index, shards
 
 _INDEX_SECONDS = 30.0
 """Interval between uploads of the index to a bucket: a run that is killed loses at most about this much work."""
@@ -58,7 +59,7 @@ class WorkingFolder:
         """Upload a finished shard, for a bucket."""
         if self._scratch is not None:
             self._out.put(self.path / name)
-            shards.remove(self.path / name)
+            remove(self.path / name)
 
     def publish_index(self) -> None:
         """Upload the index, for a bucket, if the last upload is long enough ago."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fxcore.errors import FxError
-from service.offline.index import Index
-from service.offline.sources import Source
+from service.offline.inputs.sources import Source
+from service.offline.outputs.index import Index
 
 
 def left(index: Index) -> list[str]:

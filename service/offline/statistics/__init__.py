@@ -1,0 +1,1 @@
+"""Statistics of all images of a run in place of their rows."""
