@@ -25,7 +25,7 @@ from service.engine import Engine
 from service.engine.device.staging import Staging
 from service.engine.device.threads import compute_with, run_at_low_priority
 from service.engine.runtime import Runtime
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fxcore import Edit, get_model, load_model, model_graph
 from service.engine import Engine
 from service.engine.record import ExtractorRecord
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 Request = Callable[[int], Awaitable[object]]

@@ -66,7 +66,7 @@ def child(options: argparse.Namespace) -> None:
     """Extract, and print [seconds, images done, resident bytes] for each half second."""
     from service.engine import FeatureOptions
     from service.offline import Job, extract
-    from service.schemas.v1 import ExtractorSpec
+    from service.schemas.specs import ExtractorSpec
     from service.settings import Settings
 
     done = 0

@@ -190,7 +190,7 @@ def extract(
     from service.offline import Job, extract
     from service.offline.progress import progress
     from service.schemas.regions import KINDS
-    from service.schemas.v1 import ExtractorSpec
+    from service.schemas.specs import ExtractorSpec
 
     spec = ExtractorSpec(
         model=model,
@@ -268,7 +268,7 @@ def _size(text: str | None) -> int | tuple[int, int] | None:
 
 def _named_nodes(text: str) -> dict[str, str]:
     """Parse ``"layer3:C4,layer4"`` into ``{"layer3": "C4", "layer4": "layer4"}``."""
-    from service.schemas.node_pairs import node_pairs
+    from service.schemas.specs import node_pairs
 
     named: dict[str, str] = {}
     try:

@@ -50,7 +50,7 @@ from service.offline.runners import ExtractorInfo, LocalRunner, RowLayout, Rows
 from service.offline.statistics.reducer import Reduction
 from service.offline.statistics.statistics import Statistics
 from service.problems import Problem
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 FORMAT = "parquet of Ray"

@@ -13,8 +13,8 @@ from service.codecs.requests import image_text
 from service.codecs.tensors import json
 from service.problems import InvalidRequest
 from service.schemas.embeddings import EmbeddingsRequest
-from service.schemas.features import MAX_IMAGES
 from service.schemas.problems import invalid_body
+from service.schemas.v1.features import MAX_IMAGES
 
 _MAX_COMMAS = 2 * MAX_IMAGES + 64
 """Maximum commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,

@@ -11,7 +11,7 @@ from fxcore.images.decoding import Decoder
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 ModelKey = tuple[str, str, str]
 """Model, canonical weights and precision: extractors with the same key share their loaded weights."""

@@ -48,8 +48,7 @@ from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
 from service.schemas.regions import GivenRegions
-from service.schemas.spec_text import spec_of_text
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec, spec_of_text
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.engine")

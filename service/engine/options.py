@@ -25,8 +25,8 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
-from service.schemas.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 from service.schemas.regions import KINDS, GivenRegions
+from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -19,7 +19,7 @@ from service.codecs.negotiation import choose
 from service.engine.backends.profiling import Measured
 from service.http.headers import joined_header
 from service.problems import InvalidRequest
-from service.schemas.graphs import GraphDocument
+from service.schemas.v1.graphs import GraphDocument
 
 # The media type of each format, and the format of each media type in Accept; the first is the default.
 MEDIA_TYPES: dict[GraphFormat, str] = {

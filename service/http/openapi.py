@@ -14,10 +14,10 @@ from service.http.problem_responses import shape_of
 from service.http.routing.declared import Declared, DeclaredRoutes
 from service.http.routing.hot_routes import HotRoute
 from service.schemas import embeddings, v2
-from service.schemas.attributions import AttributionDocument
-from service.schemas.features import FeatureDocument, ImagesBody
 from service.schemas.problems import PROBLEM, documented
-from service.schemas.v1 import Problem
+from service.schemas.v1.attributions import AttributionDocument
+from service.schemas.v1.features import FeatureDocument, ImagesBody
+from service.schemas.v1.problems import Problem
 
 _SECURITY_SCHEME = {
     "type": "http",

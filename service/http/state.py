@@ -23,7 +23,7 @@ from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.http.top_images import TopImages
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings
 

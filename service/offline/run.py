@@ -29,7 +29,7 @@ from service.offline.statistics.files import check_installed
 from service.offline.statistics.reducer import Reducer, Reduction
 from service.offline.statistics.statistics import Statistics
 from service.schemas.regions import KINDS
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 _MAX_COUNTED = 20_000

@@ -21,7 +21,7 @@ from service.engine.rows import row_layout
 from service.offline.inputs.sources import Regions
 from service.problems import Problem
 from service.schemas.regions import KINDS
-from service.schemas.v1 import MAX_NODES, ExtractorSpec
+from service.schemas.specs import MAX_NODES, ExtractorSpec
 from service.settings import Settings
 
 Rows = dict[str, Tensor]

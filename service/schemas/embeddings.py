@@ -9,9 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 
 from service.problems import BadImage
-from service.schemas.features import MAX_IMAGES
 from service.schemas.problem_examples import EXAMPLES
 from service.schemas.problems import Shape
+from service.schemas.v1.features import MAX_IMAGES
 
 PATH = "/v1/embeddings"
 """Path of the route whose errors have OpenAI's shape."""

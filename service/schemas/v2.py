@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.schemas.features import MAX_DIMENSIONS
 from service.schemas.problems import Shape
-from service.schemas.v1 import MAX_NAME_LENGTH, MAX_NODES
+from service.schemas.specs import MAX_NAME_LENGTH, MAX_NODES
+from service.schemas.v1.features import MAX_DIMENSIONS
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]

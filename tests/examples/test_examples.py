@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from fxcore import get_model, load_model
 from service.engine import FeatureOptions
 from service.offline import Job, extract
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 from tests.decoding import decoded
 from tests.e2e.conftest import Server, start  # noqa: F401

@@ -30,7 +30,7 @@ from service.codecs.tensors import safetensors as our_safetensors
 from service.http.middleware.request_context import request_id
 from service.http.routes.features import named_nodes
 from service.problems import Problem
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
 from tests.hostile_images import HOSTILE, deep_png, gif_over_its_canvas, gif_past_its_colours, photo, saved
 

@@ -16,9 +16,9 @@ from service.codecs.negotiation import media_type
 from service.codecs.requests import image_text, multipart, regions
 from service.codecs.tensors import npy, safetensors
 from service.problems import InvalidRequest, UnsupportedMediaType
-from service.schemas.features import MAX_IMAGES, MAX_REGIONS, MAX_RUNS, ImagesBody
 from service.schemas.problems import invalid_body
 from service.schemas.regions import GivenRegions
+from service.schemas.v1.features import MAX_IMAGES, MAX_REGIONS, MAX_RUNS, ImagesBody
 
 TAKEN = ("image/*", "multipart/form-data", "application/json", npy.MEDIA_TYPE, safetensors.MEDIA_TYPE)
 

@@ -9,7 +9,7 @@ from python_multipart.multipart import MultipartParser
 
 from service.codecs.negotiation import media_type
 from service.problems import InvalidRequest
-from service.schemas.features import MAX_IMAGES
+from service.schemas.v1.features import MAX_IMAGES
 
 MAX_PART_HEADER_BYTES = 8192
 

@@ -9,8 +9,8 @@ from fxcore.images.masks import Mask, Rle
 from service.choices import RegionPooling
 from service.codecs.requests import image_text
 from service.problems import BadBox, BadMask, BadPoint, InvalidRequest, Problem
-from service.schemas.features import MAX_REGIONS, ImagesBody
 from service.schemas.regions import KINDS, GivenRegions
+from service.schemas.v1.features import MAX_REGIONS, ImagesBody
 
 _NUMBERS: dict[RegionPooling, tuple[type[Problem], str]] = {"roi": (BadBox, "four"), "points": (BadPoint, "two")}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.problems import BadTensor
-from service.schemas.features import MAX_DIMENSIONS
+from service.schemas.v1.features import MAX_DIMENSIONS
 
 # numpy and torch count bytes in 63 bits, and leave out sizes of 0; an element has at most 16 bytes.
 _MAX_ELEMENTS = 2**56

@@ -10,7 +10,7 @@ from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice
 from fxcore.models.entry import ModelEntry
 from service.engine.description import PRECISIONS, Description
 from service.problems import Unsupported
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 _NAMES = ("auto", "eager", "openvino", "inductor")
 

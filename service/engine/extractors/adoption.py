@@ -12,7 +12,7 @@ from service.engine.extractors.store_health import CHECK_SECONDS
 from service.engine.record import ExtractorRecord
 from service.engine.tasks import background
 from service.problems import NotReady, Problem
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 
 class Adoption:

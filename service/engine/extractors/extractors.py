@@ -38,7 +38,7 @@ from service.engine.runtime import Runtime
 from service.engine.tasks import background
 from service.observability.metrics import Metrics
 from service.problems import ExtractorFailed, Forbidden, NotReady, Problem, StoreFull
-from service.schemas.v1 import MAX_NODES, ExtractorSpec
+from service.schemas.specs import MAX_NODES, ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
 

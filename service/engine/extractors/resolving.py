@@ -30,7 +30,7 @@ from service.engine.models.served import require_served
 from service.engine.options import VALID_BOX
 from service.engine.record import ExtractorRecord
 from service.problems import TooManyNodes
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 _REMEMBERED_SPECS = 4096
 

@@ -25,7 +25,7 @@ from typing import Any
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
 from service.engine.extractors.objects import VERSION, DamagedObject, NewerVersion, Objects, StoreError
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 _FOLDERS = "specs", "names", "named", "marks", "parts"
 _PAGE = 50

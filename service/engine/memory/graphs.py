@@ -11,7 +11,7 @@ from fxcore.images.fitting import fitted
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from service.engine.memory.transforms import steps, with_their_nodes
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 
 def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:

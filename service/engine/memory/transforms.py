@@ -25,7 +25,7 @@ from service.engine.candidate import TOLERANCE
 from service.engine.description import Description
 from service.engine.errors import is_shortage
 from service.engine.transformation import Transformed
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 Step = dict[str, Any]
 

@@ -29,8 +29,8 @@ from service.http.routes.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
-from service.schemas.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
-from service.schemas.v1 import MAX_INPUTS, ExtractorSpec
+from service.schemas.specs import MAX_INPUTS, ExtractorSpec
+from service.schemas.v1.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
 
 _WHOLE = "attributions are of a whole differentiable model, at one size"
 

@@ -29,8 +29,7 @@ from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument
-from service.schemas.spec_text import spec_of_text
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec, spec_of_text
 
 _MEDIA_TYPES = ("application/json",)
 

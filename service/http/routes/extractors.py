@@ -24,7 +24,8 @@ from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.problems import problem
-from service.schemas.v1 import ExtractorDetail, ExtractorList, ExtractorSpec
+from service.schemas.specs import ExtractorSpec
+from service.schemas.v1.extractors import ExtractorDetail, ExtractorList
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
@@ -83,7 +84,7 @@ COMPUTE_PROBLEMS = (
 
 
 def describe(record: ExtractorRecord) -> dict[str, Any]:
-    """Describe a record as :class:`service.schemas.v1.ExtractorDetail`."""
+    """Describe a record as :class:`service.schemas.v1.extractors.ExtractorDetail`."""
     description, failed = record.description, record.problem
     variants = record.runtime.variants.values() if record.runtime is not None else ()
     return {

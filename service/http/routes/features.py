@@ -29,10 +29,9 @@ from service.http.routes.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
-from service.schemas.features import FeatureDocument, FeatureQuery, OneStepQuery
-from service.schemas.node_pairs import node_pairs
 from service.schemas.regions import KINDS
-from service.schemas.v1 import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec
+from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs
+from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQuery
 
 Parts = list[bytes | memoryview]
 

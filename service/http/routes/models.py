@@ -24,7 +24,8 @@ from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared
-from service.schemas.v1 import MAX_NAME_LENGTH, ModelDetail, ModelList, NodeList, WeightsName
+from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
+from service.schemas.v1.models import ModelDetail, ModelList, NodeList
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 

@@ -10,7 +10,7 @@ from service import problems
 from service.http.routing.declared import declares
 from service.http.state import Shared
 from service.observability import metrics
-from service.schemas.v1 import Health, Readiness
+from service.schemas.operations import Health, Readiness
 
 router = APIRouter(tags=["operations"])
 

@@ -16,8 +16,8 @@ from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.http.top_images import TopImages
-from service.schemas.statistics import ChannelStatistics
-from service.schemas.v1 import MAX_NAME_LENGTH
+from service.schemas.specs import MAX_NAME_LENGTH
+from service.schemas.v1.statistics import ChannelStatistics
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 

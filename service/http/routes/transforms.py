@@ -10,7 +10,7 @@ from service import problems
 from service.engine.memory.transforms import parameters
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
-from service.schemas.v1 import TransformList
+from service.schemas.v1.transforms import TransformList
 
 router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
 

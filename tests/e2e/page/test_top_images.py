@@ -8,7 +8,7 @@ from fxcore import photos
 from service.engine import FeatureOptions
 from service.http.access.keys import make
 from service.offline import Job, extract
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 from tests.e2e.page.seen import TILES, shown, until
 

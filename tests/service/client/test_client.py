@@ -25,8 +25,8 @@ from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send
 from service.client.images import Encoded, split_call
 from service.client.tensors import Assembly
 from service.problems import Problem
-from service.schemas.features import MAX_REGIONS
 from service.schemas.problem_examples import EXAMPLES
+from service.schemas.v1.features import MAX_REGIONS
 
 MB = 1024**2
 

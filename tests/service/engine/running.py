@@ -16,7 +16,7 @@ import torch
 
 from service.engine import Engine, ExtractorRecord
 from service.engine.runtime import Runtime
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]

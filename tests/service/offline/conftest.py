@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from service.engine import FeatureOptions
 from service.offline import Job
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 from tests.service.engine.extractors.conftest import bucket
 

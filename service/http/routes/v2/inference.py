@@ -26,7 +26,7 @@ from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
 from service.http.state import State, state_of
-from service.schemas.v1 import MAX_NAME_LENGTH
+from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v2 import InferRequest, InferResponse
 
 _BODY = body(

@@ -26,7 +26,7 @@ from service.engine.options import VALID_BOX
 from service.http.access.callers import Caller
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import RepositoryEntry, TensorMetadata
 
 VERSION = "1"

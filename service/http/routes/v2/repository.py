@@ -22,7 +22,7 @@ from service.http.routes.v2.routing import TAG, Name, body, small_json
 from service.http.routing.declared import declares
 from service.http.state import Shared, State
 from service.schemas.problems import invalid_body
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import IndexRequest, LoadRequest, ModelReady, RepositoryEntry
 
 router = APIRouter(prefix="/v2/repository", tags=[TAG])

@@ -6,7 +6,7 @@ import pytest
 from service.codecs.negotiation import media_type
 from service.codecs.requests import multipart
 from service.problems import Problem
-from service.schemas.features import MAX_IMAGES
+from service.schemas.v1.features import MAX_IMAGES
 
 
 def read(body, content_type, step=None):

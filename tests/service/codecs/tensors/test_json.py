@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from service.codecs.tensors import json as codec
-from service.schemas.features import FeatureTensor
+from service.schemas.v1.features import FeatureTensor
 
 
 def written(outputs, encoding="json"):

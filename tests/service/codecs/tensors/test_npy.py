@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from service.codecs.tensors import npy
 from service.problems import Problem
-from service.schemas.v1 import key_fault
+from service.schemas.specs import key_fault
 
 TENSORS = [
     torch.randn(2, 3, 4),

@@ -3,7 +3,7 @@
 import pytest
 
 from service.engine.extractors.names import MAX_NAMES, Names
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 
 def test_suggestions_are_searched_among_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:

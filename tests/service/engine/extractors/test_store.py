@@ -17,7 +17,7 @@ import pytest
 
 from service.engine.extractors.objects import DamagedObject, Objects, StoreError
 from service.engine.extractors.store import Store, Stored
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from tests.small_disk import small_disk
 
 SPEC = ExtractorSpec(

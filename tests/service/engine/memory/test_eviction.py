@@ -273,7 +273,7 @@ async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: Mak
 FIFTY = """
 import asyncio, gc, json
 from service.engine import Engine
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 def resident():

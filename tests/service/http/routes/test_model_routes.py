@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 
 
 def test_all_models_of_torchvision(client):

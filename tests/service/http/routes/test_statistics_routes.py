@@ -15,7 +15,7 @@ from fxcore.errors import FxError
 from service.app import create_app
 from service.engine import FeatureOptions
 from service.offline import Job, extract
-from service.schemas.v1 import ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 from tests.service.conftest import Client
 

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from service.choices import Precision
-from service.schemas.v1 import ClosedPart, TokenGrid
+from service.schemas.v1.extractors import TokenGrid
+from service.schemas.v1.models import ClosedPart
 
 
 class GraphNode(BaseModel):

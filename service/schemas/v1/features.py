@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat,
 
 from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
 from service.schemas.image_size import ImageSizeText
-from service.schemas.v1 import MAX_NAME_LENGTH, WeightsName
+from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 
 MAX_IMAGES = 1024
 """Maximum images of a request in any form that lists them."""

@@ -7,9 +7,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from service.choices import Attribution, Fit, Preprocess
-from service.schemas.features import Encoding, FeatureDocument
 from service.schemas.image_size import ImageSizeText
-from service.schemas.v1 import MAX_NAME_LENGTH, WeightsName
+from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
+from service.schemas.v1.features import Encoding, FeatureDocument
 
 
 class AttributionQuery(BaseModel):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from service.schemas.spec_text import spec_of_text
+from service.schemas.specs import spec_of_text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,197 @@
+"""Specs of extractors, and the names in them: models, weights, nodes and keys; as JSON and as one line of text."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from service.choices import Backend, Fit, Precision
+from service.schemas.image_size import ImageSize
+
+MAX_NAME_LENGTH = 256
+"""Maximum characters of the name of a node, key or weights."""
+
+NodeName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+# Reserved for metadata in safetensors files.
+_RESERVED_KEY = "__metadata__"
+# NUL ends names in npz files; other control characters break lines of logs and terminals.
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def key_fault(key: str) -> str | None:
+    """Return why an output cannot have this key, or None if it can."""
+    if key == _RESERVED_KEY:
+        return f"no output can have the key {key!r}, which is reserved; choose another"
+    if _CONTROL_CHARACTER.search(key):
+        return f"no output can have the key {key[:100]!r}, which contains control characters; choose another"
+    return None
+
+
+def _output_key(key: str) -> str:
+    fault = key_fault(key)
+    if fault is not None:
+        raise PydanticCustomError("output_key", "{fault}", {"fault": fault})
+    return key
+
+
+OutputKey = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(_output_key)]
+ModelName = Annotated[str, Field(min_length=1, max_length=128)]
+WeightsName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+_Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
+ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
+
+MAX_NODES = 1024
+"""Maximum nodes of an extractor."""
+
+MAX_INPUTS = 64
+"""Maximum inner nodes that an extractor begins at."""
+
+
+class TransformStep(BaseModel):
+    """A transform with its parameters, which are names of nodes and operations, and numbers; never code."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(max_length=64)] = Field(
+        description="A name from `GET /v1/transforms`.", examples=["remove"]
+    )
+    params: Annotated[dict[Annotated[str, Field(max_length=64)], ParameterValue], Field(max_length=16)] = Field(
+        default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
+    )
+    optional: bool = Field(
+        default=False, description="Accept a graph in which it finds nothing to change, which is an error otherwise."
+    )
+
+
+class ExtractorSpec(BaseModel):
+    """Specification of an extractor. Equal specs are the same extractor."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "resnet50",
+                    "weights": "DEFAULT",
+                    "return_nodes": {"layer3": "C4", "layer4": "C5"},
+                    "name": "r50-c4c5",
+                    "precision": "float32",
+                    "backend": "auto",
+                    "transforms": [],
+                    "image_size": None,
+                },
+                {
+                    "model": "resnet50",
+                    "return_nodes": ["layer4"],
+                    "image_size": [448, 672],
+                    "fit": "pad",
+                },
+            ]
+        },
+    )
+
+    model: ModelName = Field(description="A name from `GET /v1/models`.")
+    weights: WeightsName = Field(
+        default="DEFAULT",
+        description="`DEFAULT`, a name from the model's list, `random` (seed 0, repeatable), "
+        "or `file:NAME` for a checkpoint in the weights folder.",
+    )
+    return_nodes: (
+        Annotated[list[NodeName], Field(min_length=1, max_length=MAX_NODES)]
+        | Annotated[dict[NodeName, OutputKey], Field(min_length=1, max_length=MAX_NODES)]
+    ) = Field(
+        description="Nodes to return: a list, or a map node → key. A name is an exact node name, a level (`C4`) or a "
+        "truncated path, which means the last node under it. In a list, `*` stands for one component of a path: "
+        "`blocks.*` is each child of `blocks`. The response keeps this order.",
+    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
+        default=None,
+        description="An alias for its id. An extractor keeps the last 32 names it was given.",
+    )
+    precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
+    backend: Backend = Field(
+        default="auto",
+        description="What runs the model. A named backend is used or refused, never replaced; `auto` picks the fastest "
+        "that agrees with eager.",
+    )
+    transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
+        default_factory=list,
+        description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name`, "
+        "`params` and `optional`.",
+    )
+    image_size: ImageSize | None = Field(
+        default=None,
+        description="Size of the input in pixels: the side of a square, or `[height, width]`; null for the weights' "
+        "own. With `fit=native` it is one number, the length of the shorter side.",
+        examples=[[448, 672]],
+    )
+    fit: Fit = Field(
+        default="crop",
+        description="How an image comes to `image_size`: `crop` is the weights' own resize and centre crop, scaled; "
+        "`stretch` resizes to exactly that; `pad` resizes until it fits, centres it and fills the rest with the mean "
+        "colour, and an output `valid_box` has its place; `native` makes the shorter side `image_size`, crops nothing, "
+        "and rounds each side to the model's `multiple`.",
+        examples=["pad"],
+    )
+    inputs: Annotated[list[NodeName], Field(min_length=1, max_length=MAX_INPUTS)] | None = Field(
+        default=None,
+        description="Nodes to begin at instead of the model's inputs, named as in `return_nodes`. Requests send "
+        "tensors by these names, one row an image.",
+        examples=[["layer2"]],
+    )
+
+
+_PATTERN = re.compile(r"(?P<model>[^:@]+)(@(?P<weights>file:[^:]+|(?!file:)[^:]*))?:(?P<nodes>.*)")
+
+
+def spec_of_text(text: str) -> ExtractorSpec:
+    """Parse ``MODEL[@WEIGHTS]:NODE[=KEY],…`` into a spec.
+
+    Raises:
+        ValueError: the text has another form.
+
+    >>> spec_of_text("resnet50@random:layer3=C4,C5").return_nodes
+    {'layer3': 'C4', 'C5': 'C5'}
+    >>> spec_of_text("resnet50@file:mine.safetensors:C4").weights
+    'file:mine.safetensors'
+    """
+    match = _PATTERN.fullmatch(text.strip())
+    pairs = [node.partition("=") for node in match["nodes"].split(",") if node.strip()] if match else []
+    if match is None or not match["model"].strip() or not pairs:
+        raise ValueError(f"{text[:200]!r} is not MODEL:NODE,NODE, such as resnet50:C4,C5")
+    return ExtractorSpec(
+        model=match["model"].strip(),
+        weights=(match["weights"] or "").strip() or "DEFAULT",
+        return_nodes={node.strip(): key.strip() or node.strip() for node, _, key in pairs},
+    )
+
+
+def node_pairs(text: str) -> list[tuple[str, str]]:
+    """Parse ``"layer3:C4,layer4"`` into pairs of node and key, in order. The key defaults to the node.
+
+    Raises:
+        ValueError: a name is empty or too long, a key is not allowed, or there are too many nodes.
+
+    >>> node_pairs("layer3:C4, layer4")
+    [('layer3', 'C4'), ('layer4', 'layer4')]
+    """
+    pairs: list[tuple[str, str]] = []
+    for part in text.split(","):
+        node, colon, key = (piece.strip() for piece in part.partition(":"))
+        if not node or (colon and not key):
+            raise ValueError(f"{part[:100]!r} is not NODE or NODE:KEY")
+        if max(len(node), len(key)) > MAX_NAME_LENGTH:
+            raise ValueError(f"names and keys have at most {MAX_NAME_LENGTH} characters")
+        fault = key_fault(key or node)
+        if fault is not None:
+            raise ValueError(fault)
+        pairs.append((node, key or node))
+    if len(pairs) > MAX_NODES:
+        raise ValueError(f"at most {MAX_NODES} nodes are allowed")
+    return pairs

@@ -1,0 +1,1 @@
+"""Queries and JSON bodies of ``/v1``, with the examples of the OpenAPI document."""
