@@ -28,15 +28,14 @@ from service.http.middleware.access import Access
 from service.http.middleware.body_limit import BodyLimit
 from service.http.middleware.head_as_get import HeadAsGet
 from service.http.middleware.request_context import RequestContext
-from service.http.routes import (
+from service.http.routes import operations, page
+from service.http.routes.v1 import (
     attributions,
     embeddings,
     exports,
     extractors,
     features,
     models,
-    operations,
-    page,
     statistics,
     transforms,
 )

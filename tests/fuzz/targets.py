@@ -28,7 +28,7 @@ from service.codecs.requests import multipart
 from service.codecs.tensors import npy
 from service.codecs.tensors import safetensors as our_safetensors
 from service.http.middleware.request_context import request_id
-from service.http.routes.features import named_nodes
+from service.http.routes.v1.features import named_nodes
 from service.problems import Problem
 from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import TensorMetadata

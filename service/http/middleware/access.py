@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.http.access.callers import Caller, set_caller
 from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
-from service.http.headers import header, headers_of, joined_header
 from service.http.problem_responses import error_response
+from service.http.requests.headers import header, headers_of, joined_header
 from service.http.routing.declared import READ_METHODS, DeclaredRoutes
 from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 

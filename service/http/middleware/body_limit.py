@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.requests.admission import Admission, Reservation
 from service.http.access.callers import caller_of
-from service.http.headers import header
 from service.http.problem_responses import error_response
-from service.http.reservations import set_reservation
+from service.http.requests.headers import header
+from service.http.requests.reservations import set_reservation
 from service.http.routing.declared import DeclaredRoutes
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 

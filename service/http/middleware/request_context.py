@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.errors import is_shortage, shortage
-from service.http.headers import header
 from service.http.problem_responses import error_response, internal_response
+from service.http.requests.headers import header
 from service.observability import logs
 from service.observability.metrics import Metrics
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from service.http.headers import header
+from service.http.requests.headers import header
 from service.http.routing.queries import check
 from service.schemas.problems import invalid_request
 

@@ -17,10 +17,10 @@ from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import NAMES, VALID_BOX
 from service.http.access.callers import caller_of
-from service.http.deadline import Deadline
-from service.http.headers import joined_header
-from service.http.reservations import reservation_of
-from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
+from service.http.requests.deadline import Deadline
+from service.http.requests.headers import joined_header
+from service.http.requests.reservations import reservation_of
+from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares

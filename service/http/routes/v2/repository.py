@@ -16,7 +16,7 @@ from service import problems
 from service.engine import ExtractorRecord
 from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
-from service.http.routes.extractors import MAKING_PROBLEMS
+from service.http.routes.v1.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, body, small_json
 from service.http.routing.declared import declares

@@ -20,12 +20,12 @@ from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
 from service.http.access.callers import Caller, caller_of
-from service.http.deadline import Deadline
-from service.http.headers import header, joined_header
-from service.http.reservations import reservation_of
-from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.features import BODY, RESPONSE, draw, require_one_image
-from service.http.routes.models import Model
+from service.http.requests.deadline import Deadline
+from service.http.requests.headers import header, joined_header
+from service.http.requests.reservations import reservation_of
+from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
+from service.http.routes.v1.features import BODY, RESPONSE, draw, require_one_image
+from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of

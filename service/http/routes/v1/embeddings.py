@@ -21,10 +21,10 @@ from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.http.access.callers import caller_of
-from service.http.deadline import Deadline
-from service.http.headers import header, joined_header
-from service.http.reservations import reservation_of
-from service.http.routes.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
+from service.http.requests.deadline import Deadline
+from service.http.requests.headers import header, joined_header
+from service.http.requests.reservations import reservation_of
+from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_body
 from service.http.state import State, state_of

@@ -16,7 +16,7 @@ from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime import Runtime
 from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
+from service.http.routes.v1.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State

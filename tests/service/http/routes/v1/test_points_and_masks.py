@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import grid_sample, interpolate
 
-from tests.service.http.routes.test_regions import by_hand, close, tensors
+from tests.service.http.routes.v1.test_regions import by_hand, close, tensors
 
 POINTS = {
     "chelsea": [[120, 40], [200.5, 100.25], [230, 279]],  # 451 x 300

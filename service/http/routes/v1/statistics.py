@@ -11,7 +11,7 @@ from fastapi import APIRouter, Path, Query, Response
 from service import problems
 from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.models import Model
+from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared, State

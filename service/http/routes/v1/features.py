@@ -21,11 +21,11 @@ from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission import Reservation
 from service.http.access.callers import caller_of
-from service.http.deadline import Deadline
-from service.http.headers import header, joined_header
-from service.http.reservations import reservation_of
-from service.http.routes.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.models import Model
+from service.http.requests.deadline import Deadline
+from service.http.requests.headers import header, joined_header
+from service.http.requests.reservations import reservation_of
+from service.http.routes.v1.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
+from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of

@@ -7,7 +7,7 @@ import torch
 
 from fxcore import get_model
 from fxcore.models.weights import load_model
-from tests.service.http.routes.test_regions import close, tensors
+from tests.service.http.routes.v1.test_regions import close, tensors
 
 EDITS = [
     {"node": "C3", "channels": [1, 5], "scale": [0, -2], "shift": [0.5, 0]},

@@ -1,0 +1,1 @@
+"""The headers, the reservation and the deadline of a request."""

@@ -1,0 +1,1 @@
+"""Routes under ``/v1``."""
