@@ -14,7 +14,7 @@ from fxcore.models import catalog, entry
 from fxcore.pooling import METHODS
 from fxcore.rendering.render import FORMATS as DRAWINGS
 from service import choices
-from service.cli import models
+from service.cli.commands import models
 from service.engine.description import PRECISIONS
 from service.engine.options import DTYPES
 from service.offline.outputs.shards import FORMATS as SHARDS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fxcore.errors import FxError
-from service.cli import serving
+from service.cli.commands import serving
 from service.engine.extractors.store import Store
 from service.settings import Settings
 from tests.small_disk import small_disk

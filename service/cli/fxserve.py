@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import extract, merge, models, serving, why
+from service.cli.commands import extract, merge, models, serving, why
 from service.cli.usage import Commands
 from service.garbage import collect_rarely
 
