@@ -23,8 +23,8 @@ import torch
 from fxcore.pooling import pool
 from service.engine import Engine
 from service.engine.device.staging import Staging
-from service.engine.device.threads import compute_with, run_at_low_priority
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
+from service.engine.threads import compute_with, run_at_low_priority
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 

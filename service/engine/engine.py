@@ -22,10 +22,8 @@ from torch import Tensor
 from fxcore.edits import Edit
 from fxcore.errors import FxError, summarize
 from fxcore.memory import use_one_heap
-from service.engine.backends.profiling import Measured, profiled
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.queue import Queue
-from service.engine.device.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
 from service.engine.extractors.records import Records
@@ -36,14 +34,16 @@ from service.engine.models.own_models import register_models, warn_unknown_model
 from service.engine.options import FeatureOptions, FeatureResult
 from service.engine.placement import compiled_limits, pick_device
 from service.engine.record import ExtractorRecord, retry_seconds
-from service.engine.requests.admission import SERVICE, Admission, Reservation
+from service.engine.requests.admission.admission import SERVICE, Admission, Reservation
+from service.engine.requests.admission.in_flight import InFlight
 from service.engine.requests.attributing import Attributed, Question, attribute
 from service.engine.requests.decoding import Decoders
-from service.engine.requests.in_flight import InFlight
 from service.engine.requests.pipeline import Pipeline
-from service.engine.requests.plan import Inputs
-from service.engine.runtime import Runtime
+from service.engine.requests.plan.plan import Inputs
+from service.engine.requests.profiling import Measured, profiled
+from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
+from service.engine.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
 from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fxcore.backends.openvino import THREADS_EACH
-from service.engine.device.threads import MAX_THREADS
+from service.engine.threads import MAX_THREADS
 from service.machine import available_threads
 
 _SHARE = 1 / 4

@@ -16,7 +16,7 @@ from fxcore.rendering.render import render
 from fxcore.tracing.names import PATH
 from service.choices import GraphFormat
 from service.codecs.negotiation import choose
-from service.engine.backends.profiling import Measured
+from service.engine.requests.profiling import Measured
 from service.http.requests.headers import joined_header
 from service.problems import InvalidRequest
 from service.schemas.v1.graphs import GraphDocument

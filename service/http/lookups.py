@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import orjson
 
 from service import problems
-from service.engine.device.threads import Pool, in_pool, run_at_low_priority
-from service.engine.requests.admission import Admission, Ticket
+from service.engine.requests.admission.admission import Admission, Ticket
+from service.engine.threads import Pool, in_pool, run_at_low_priority
 from service.http.access.callers import Caller
 from service.problems import DeadlineExceeded
 

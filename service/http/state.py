@@ -17,8 +17,8 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX, imported
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
-from service.engine.device.threads import RunInThread
 from service.engine.models.served import is_served, may_serve, require_served
+from service.engine.threads import RunInThread
 from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.http.top_images import TopImages

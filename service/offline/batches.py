@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 
 from fxcore.errors import BadImage
-from service.engine.device.threads import compute_with
+from service.engine.threads import compute_with
 from service.offline.inputs.sources import Reader, Source
 from service.offline.runners import Rows, Runner, Unreadable, is_image_error
 

@@ -17,7 +17,7 @@ from service.choices import RegionPooling
 from service.client import AsyncClient, AsyncExtractor, exceptions
 from service.codecs.requests import regions as body_regions
 from service.engine import Engine, ExtractorRecord, FeatureOptions
-from service.engine.rows import row_layout
+from service.engine.rows.shapes import row_layout
 from service.offline.inputs.sources import Regions
 from service.problems import Problem
 from service.schemas.regions import KINDS

@@ -15,8 +15,8 @@ from fxcore.backends import Lowered
 from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
 from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
-from service.engine.candidate import MIN_COSINE, TOLERANCE
 from service.engine.description import Description
+from service.engine.runtime.candidate import MIN_COSINE, TOLERANCE
 from service.problems import ExtractorFailed
 
 Inputs = tuple[Tensor, ...]

@@ -14,9 +14,9 @@ from fxcore.extractor import Extractor
 from fxcore.int8.report import LayerError, simulated
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.fallback import OneSize
-from service.engine.candidate import Candidate
 from service.engine.description import Description
-from service.engine.runtime import Runtime
+from service.engine.runtime.candidate import Candidate
+from service.engine.runtime.runtime import Runtime
 from service.problems import BackendRefused
 
 _SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of those that lose most, in a list and in a sentence

@@ -12,8 +12,8 @@ from typing import TypeVar
 from fxcore.backends import Lowered
 from fxcore.errors import summarize
 from service.engine.backends.checks import PassFailed, Reference
-from service.engine.candidate import Candidate
 from service.engine.device.queue import Queue, usual_size
+from service.engine.runtime.candidate import Candidate
 from service.problems import NotReady, Problem
 
 T = TypeVar("T")

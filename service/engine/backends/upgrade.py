@@ -5,7 +5,7 @@ float32 on photographs, and timed; it takes over between two batches if it agree
 start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
 compared before the first request, and used or refused.
 
-The states are those of a :class:`~service.engine.candidate.Candidate`::
+The states are those of a :class:`~service.engine.runtime.candidate.Candidate`::
 
     waiting ─lower─▶ lowering ─compare─▶ agrees ─race─▶ faster ─swap─▶ serving ─fall back─▶ failed
                          │                 │              │
@@ -42,11 +42,11 @@ from service.engine.backends.fallback import OneSize, Plain, Swapped
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
-from service.engine.candidate import Candidate, CandidateState
-from service.engine.device.threads import in_pool
 from service.engine.errors import is_shortage, shortage
-from service.engine.runtime import Runtime
+from service.engine.runtime.candidate import Candidate, CandidateState
+from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
+from service.engine.threads import in_pool
 from service.problems import BackendRefused, Problem
 from service.settings import Settings
 

@@ -16,11 +16,11 @@ from service.engine.backends.upgrade import Tools
 from service.engine.backends.verdicts import Verdicts
 from service.engine.description import ModelKey
 from service.engine.device.queue import Queue
-from service.engine.device.threads import Pool, compute_on
 from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
-from service.engine.rows import RowShape
-from service.engine.runtime import Runtime
+from service.engine.rows.shapes import RowShape
+from service.engine.runtime.runtime import Runtime
+from service.engine.threads import Pool, compute_on
 from service.problems import NotReady
 from service.settings import Settings
 

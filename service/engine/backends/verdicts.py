@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from service.engine.candidate import Candidate, CandidateState
 from service.engine.description import Description
+from service.engine.runtime.candidate import Candidate, CandidateState
 from service.machine import processor
 from service.settings import Settings
 

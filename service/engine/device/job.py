@@ -14,11 +14,11 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from service.engine.device.staging import copied, copy_rows
-from service.engine.edits import Edits
 from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
-from service.engine.regions import Regions
-from service.engine.runtime import Runtime
+from service.engine.rows.edits import Edits
+from service.engine.rows.regions import Regions
+from service.engine.runtime.runtime import Runtime
 from service.problems import DeadlineExceeded, OutOfMemory, Overflow, Ragged
 
 

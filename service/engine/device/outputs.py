@@ -19,7 +19,7 @@ class OutputRows(NamedTuple):
 
     Attributes:
         key: of the output.
-        layout: of one row; see :func:`service.engine.rows.row_layout`.
+        layout: of one row; see :func:`service.engine.rows.shapes.row_layout`.
         prefix: of tokens, those that stand for no position.
         values: ``[rows, ...]``, on the device.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxcore.images.decoding import Decoder
 from fxcore.tensors import raw_bytes
-from service.engine.device.threads import alone
+from service.engine.threads import alone
 
 LARGEST = 64 * 1024**2
 """Maximum bytes that are kept for each input of a model; larger batches are allocated."""

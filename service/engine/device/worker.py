@@ -23,11 +23,11 @@ from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, OutputRows, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
-from service.engine.device.threads import compute_on
 from service.engine.errors import is_out_of_memory, is_shortage, shortage
 from service.engine.options import FeatureOptions
-from service.engine.rows import by_image, row_layout
-from service.engine.runtime import Runtime
+from service.engine.rows.shapes import by_image, row_layout
+from service.engine.runtime.runtime import Runtime
+from service.engine.threads import compute_on
 from service.observability.metrics import Metrics
 from service.problems import ComputeFailed, NotReady, OutOfMemory
 

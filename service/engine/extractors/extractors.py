@@ -17,7 +17,6 @@ import torch
 
 from fxcore.errors import FxError
 from service.engine.backends.upgrades import Upgrades
-from service.engine.device.threads import RunInThread
 from service.engine.extractors.adoption import Adoption
 from service.engine.extractors.naming import Naming
 from service.engine.extractors.records import Records
@@ -25,7 +24,6 @@ from service.engine.extractors.resolving import Resolver
 from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store, Stored
 from service.engine.extractors.store_health import CHECK_SECONDS
-from service.engine.ledger import Ledger
 from service.engine.memory.building import Builder
 from service.engine.memory.collecting import Collector
 from service.engine.memory.eviction import Eviction
@@ -34,8 +32,10 @@ from service.engine.memory.variants import Variants
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
-from service.engine.runtime import Runtime
+from service.engine.runtime.ledger import Ledger
+from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
+from service.engine.threads import RunInThread
 from service.observability.metrics import Metrics
 from service.problems import ExtractorFailed, Forbidden, NotReady, Problem, StoreFull
 from service.schemas.specs import MAX_NODES, ExtractorSpec

@@ -22,13 +22,13 @@ from fxcore.passes.registry import get_transform
 from fxcore.tensors import TensorSpec
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description
-from service.engine.device.threads import RunInThread, in_pool
 from service.engine.extractors.records import Records
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import require_served
 from service.engine.options import VALID_BOX
 from service.engine.record import ExtractorRecord
+from service.engine.threads import RunInThread, in_pool
 from service.problems import TooManyNodes
 from service.schemas.specs import ExtractorSpec
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from service.engine.device.threads import Pool, in_pool, run_at_low_priority
 from service.engine.extractors.store import Store, Stored
 from service.engine.extractors.store_health import CHECK_SECONDS, StoreHealth
 from service.engine.tasks import background
+from service.engine.threads import Pool, in_pool, run_at_low_priority
 from service.observability.metrics import Metrics
 from service.problems import NotReady, StoreFull
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from service.engine.device.threads import Pool, in_pool
 from service.engine.extractors.objects import DamagedObject, StoreError
 from service.engine.extractors.store import Store
 from service.engine.tasks import background
+from service.engine.threads import Pool, in_pool
 from service.observability.metrics import Metrics
 from service.problems import NotReady
 

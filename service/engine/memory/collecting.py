@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 
-from service.engine.device.threads import in_pool
+from service.engine.threads import in_pool
 from service.garbage import collect, exempt
 
 COLLECT_SECONDS = 1.0

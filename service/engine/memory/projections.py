@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.projection import matrix_bytes, projection_matrix
-from service.engine.device.threads import in_pool
 from service.engine.placement import BUSY_SECONDS
 from service.engine.tasks import background
+from service.engine.threads import in_pool
 
 Key = tuple[int, int, int]
 """Values of a row, values of a projected row, seed."""

@@ -21,10 +21,10 @@ from fxcore.passes.fold_normalization import normalized
 from fxcore.passes.registry import apply_transforms, described, get_transform, parse
 from fxcore.tensors import dtype_name
 from service.engine.backends.checks import check_photographs
-from service.engine.candidate import TOLERANCE
 from service.engine.description import Description
 from service.engine.errors import is_shortage
-from service.engine.transformation import Transformed
+from service.engine.runtime.candidate import TOLERANCE
+from service.engine.runtime.transformation import Transformed
 from service.schemas.specs import ExtractorSpec
 
 Step = dict[str, Any]

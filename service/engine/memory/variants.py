@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from service.engine.memory.building import Builder
-from service.engine.rows import RowShape
-from service.engine.runtime import Runtime, Variant
+from service.engine.rows.shapes import RowShape
+from service.engine.runtime.runtime import Runtime, Variant
 from service.engine.tasks import background
 from service.problems import AdmissionFull
 

@@ -14,8 +14,8 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.description import ModelKey, precision_dtype
-from service.engine.device.threads import in_pool
 from service.engine.tasks import background
+from service.engine.threads import in_pool
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from fxcore.attribution import check_result, gradcam, gradients, integration_poi
 from fxcore.extractor import OutputInfo
 from service.choices import Attribution
 from service.engine.device.queue import Queue
-from service.engine.requests.admission import Ticket
-from service.engine.runtime import Runtime
+from service.engine.requests.admission.admission import Ticket
+from service.engine.runtime.runtime import Runtime
 from service.problems import DeadlineExceeded
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
-from service.engine.device.threads import compute_with
-from service.engine.requests.plan import Plan
-from service.engine.rows import RowShape
+from service.engine.requests.plan.plan import Plan
+from service.engine.rows.shapes import RowShape
+from service.engine.threads import compute_with
 
 log = logging.getLogger("fxserve.decoding")
 

@@ -16,19 +16,21 @@ from fxcore.images.files import Header
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
-from service.engine.device.threads import in_pool
 from service.engine.memory.projections import Projections
 from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
-from service.engine.regions import Regions
-from service.engine.requests import editing, image_plan, planning
-from service.engine.requests.admission import Admission, Ticket
+from service.engine.requests import planning
+from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
-from service.engine.requests.editing import PlannedEdits
-from service.engine.requests.plan import Inputs, Plan
-from service.engine.requests.sizes import projected_lengths, response_bytes, row_size
-from service.engine.rows import RowShape
-from service.engine.runtime import Runtime
+from service.engine.requests.plan import edits as editing
+from service.engine.requests.plan import images as image_plan
+from service.engine.requests.plan.edits import PlannedEdits
+from service.engine.requests.plan.plan import Inputs, Plan
+from service.engine.requests.plan.sizes import projected_lengths, response_bytes, row_size
+from service.engine.rows.regions import Regions
+from service.engine.rows.shapes import RowShape
+from service.engine.runtime.runtime import Runtime
+from service.engine.threads import in_pool
 from service.schemas.regions import GivenRegions
 from service.settings import Settings
 

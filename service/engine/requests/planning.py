@@ -12,12 +12,12 @@ from fxcore.images.placement import Placement
 from fxcore.pooling import pooled_regions_shape
 from service.engine.backends.fallback import OneSize
 from service.engine.options import PROBLEMS
-from service.engine.regions import Regions, carried
-from service.engine.requests.image_plan import check_takes_images, plan_images, read_headers
-from service.engine.requests.plan import Inputs, Plan, indexed, spread
-from service.engine.requests.sizes import row_size
-from service.engine.requests.tensor_plan import plan_tensors
-from service.engine.runtime import Runtime
+from service.engine.requests.plan.images import check_takes_images, plan_images, read_headers
+from service.engine.requests.plan.plan import Inputs, Plan, indexed, spread
+from service.engine.requests.plan.sizes import row_size
+from service.engine.requests.plan.tensors import plan_tensors
+from service.engine.rows.regions import Regions, carried
+from service.engine.runtime.runtime import Runtime
 from service.schemas.regions import KINDS, GivenRegions
 
 _MAX_SAMPLES = 2**31
@@ -38,8 +38,8 @@ def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, hea
         inputs: of the request.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: maximum pixels of an image.
-        headers: of the images, where :func:`~service.engine.requests.image_plan.check_takes_images` and
-            :func:`~service.engine.requests.image_plan.read_headers` were called already.
+        headers: of the images, where :func:`~service.engine.requests.plan.images.check_takes_images` and
+            :func:`~service.engine.requests.plan.images.read_headers` were called already.
 
     Raises:
         BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.

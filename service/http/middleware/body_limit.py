@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.engine.requests.admission import Admission, Reservation
+from service.engine.requests.admission.admission import Admission, Reservation
 from service.http.access.callers import caller_of
 from service.http.problem_responses import error_response
 from service.http.requests.headers import header

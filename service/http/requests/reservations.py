@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import Scope
 
-from service.engine.requests.admission import Reservation
+from service.engine.requests.admission.admission import Reservation
 
 _RESERVATION = "fxserve.reservation"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcore.memory import give_back
-from service.engine.device.threads import compute_with
+from service.engine.threads import compute_with
 from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
 from service.offline.outputs.shards import ShardFormat, shard_name, write_shard

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from service.engine.device.threads import compute_with
+from service.engine.threads import compute_with
 from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
 from service.offline.outputs.working_folder import WorkingFolder

@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 
 from service.engine import Engine, ExtractorRecord
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 

@@ -18,7 +18,7 @@ from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
 from service.engine.memory import variants
 from service.engine.record import ExtractorRecord
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 from tests.service.engine.fake_backends import Held
 from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, tensors, waiting
 

@@ -21,7 +21,7 @@ from torchvision.models import squeezenet1_1
 from fxcore.backends import BACKENDS
 from fxcore.errors import FxError
 from fxcore.images.decoding import Decoder
-from service.engine.candidate import Candidate
+from service.engine.runtime.candidate import Candidate
 from service.offline import extract
 from service.offline.outputs.index import Index
 from service.settings import Settings

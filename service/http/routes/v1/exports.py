@@ -13,7 +13,7 @@ from service import problems
 from service.choices import ExportFormat
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName, load_extractor

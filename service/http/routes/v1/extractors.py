@@ -16,7 +16,7 @@ from service.choices import GraphFormat
 from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 from service.http import graph_formats
 from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array

@@ -19,7 +19,7 @@ from service.codecs import heatmap, responses
 from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
-from service.engine.requests.admission import Reservation
+from service.engine.requests.admission.admission import Reservation
 from service.http.access.callers import caller_of
 from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header

@@ -9,7 +9,7 @@ import torch
 
 from fxcore.analysis.verify import OutputErrors, Verification
 from service.engine.backends.checks import Reference, takes_one_size
-from service.engine.candidate import Candidate
+from service.engine.runtime.candidate import Candidate
 from tests.service.engine.running import runtime_alone
 
 

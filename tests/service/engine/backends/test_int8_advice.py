@@ -8,7 +8,7 @@ from torch import nn
 from fxcore import trace
 from fxcore.int8.report import simulated
 from service.engine.backends.int8_advice import int8_refusal
-from service.engine.candidate import Candidate, CandidateState
+from service.engine.runtime.candidate import Candidate, CandidateState
 
 
 def test_the_error_and_the_worst_layers_are_named() -> None:

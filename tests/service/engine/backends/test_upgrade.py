@@ -13,7 +13,7 @@ from fxcore.backends import BACKENDS, Lowered, Options
 from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
 from service.engine.backends.checks import Reference
-from service.engine.candidate import Candidate
+from service.engine.runtime.candidate import Candidate
 from service.problems import BackendRefused
 from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until

@@ -13,7 +13,7 @@ import torch
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import BackgroundTask, Queue
-from service.engine.requests.sizes import row_size
+from service.engine.requests.plan.sizes import row_size
 from service.problems import NotReady, OutOfMemory
 from tests.decoding import decoded
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting

@@ -11,7 +11,7 @@ from torch import Tensor
 from fxcore import get_model
 from fxcore.images.decoding import Decoder
 from service.engine.device.staging import Staging, copied, copy_rows
-from service.engine.device.threads import compute_with
+from service.engine.threads import compute_with
 
 CPU = torch.device("cpu")
 FLOAT = torch.float32

@@ -368,7 +368,7 @@ async def test_extractors_with_threads_of_their_own_are_few(
     """Those used least recently go, whether they were compiled when they were built or took over later."""
     monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 2))
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
+    monkeypatch.setattr("service.engine.runtime.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         named = [await built(running, nodes=[f"features.{place}"], backend="openvino") for place in (3, 4, 5)]
         assert [record.runtime is None for record in named] == [True, False, False]
@@ -387,7 +387,7 @@ async def test_extractors_in_use_are_not_replaced_by_others(
     monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 4))
     monkeypatch.setattr("service.engine.backends.upgrades._FULL_SECONDS", 0.0)
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr("service.engine.candidate.Candidate.judge", lambda self, other: True)
+    monkeypatch.setattr("service.engine.runtime.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         records = [await built(running, nodes=[f"features.{place}"]) for place in (3, 4, 5)]
         for record in records:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxcore.images.files import Header, image_header
-from service.engine.requests import tensor_plan
+from service.engine.requests.plan import tensors as tensor_plan
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded, tensors
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +63,7 @@ async def test_headers_of_several_requests_are_read_by_turns(
         go_on.wait(PATIENCE)
         return image_header(data, max_pixels)
 
-    monkeypatch.setattr("service.engine.requests.image_plan.image_header", noted)
+    monkeypatch.setattr("service.engine.requests.plan.images.image_header", noted)
     async with engine() as running:
         record = await built(running)
         first = asyncio.create_task(running.features(record, many))

@@ -5,7 +5,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from service.engine.requests.admission import Admission
+from service.engine.requests.admission.admission import Admission
 from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit
 from service.http.middleware.request_context import RequestContext, request_id
 from service.http.routing.declared import DeclaredRoutes, declares

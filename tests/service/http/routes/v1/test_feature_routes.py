@@ -15,7 +15,7 @@ import torch
 import torchvision
 from torchvision.transforms.functional import pil_to_tensor
 
-from service.engine.requests.admission import Reservation
+from service.engine.requests.admission.admission import Reservation
 from tests.decoding import decoded
 
 JPEG = {"content-type": "image/jpeg"}

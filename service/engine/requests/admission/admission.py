@@ -24,7 +24,7 @@ from collections import OrderedDict, deque
 from contextlib import suppress
 from types import TracebackType
 
-from service.engine.requests.returns import Returns
+from service.engine.requests.admission.returns import Returns
 from service.problems import AdmissionFull, RequestTooLarge
 
 SERVICE = ""

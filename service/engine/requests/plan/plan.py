@@ -12,7 +12,7 @@ from torch import Tensor
 from fxcore.errors import FxError, ImageTooLarge
 from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
-from service.engine.rows import RowShape
+from service.engine.rows.shapes import RowShape
 from service.problems import Problem
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]

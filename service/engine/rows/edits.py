@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fxcore.edits import Factors
-from service.engine.rows import RowShape
+from service.engine.rows.shapes import RowShape
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from fxcore.images.deep_png import is_deep
 from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.placement import Placement
 from service.engine.description import Description
-from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
 """Bytes a pixel beside an image of 16 bits a value, which is resized as floats, from floats."""

@@ -11,7 +11,7 @@ import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from service.engine.requests.planning import plan
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 from tests.service.engine.running import encoded, runtime_alone
 
 LIMIT = 1_000_000

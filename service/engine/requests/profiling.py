@@ -13,7 +13,7 @@ from fxcore.tensors import dtype_name
 from service.engine.backends.checks import Inputs, check_photographs, timed
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.device.queue import Queue
-from service.engine.runtime import Runtime
+from service.engine.runtime.runtime import Runtime
 
 PROFILE_RUNS = 5
 """Runs that the medians are taken over."""

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fxcore.edits import BadEdit, Edit, PlannedFactors, numbered
-from service.engine.edits import Edits
-from service.engine.requests.sizes import row_size
-from service.engine.rows import RowShape
-from service.engine.runtime import Runtime
+from service.engine.requests.plan.sizes import row_size
+from service.engine.rows.edits import Edits
+from service.engine.rows.shapes import RowShape
+from service.engine.runtime.runtime import Runtime
 
 
 def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:

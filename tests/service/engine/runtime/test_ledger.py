@@ -1,6 +1,6 @@
 """Bytes that several hold are counted once, until none of them holds them."""
 
-from service.engine.ledger import Ledger
+from service.engine.runtime.ledger import Ledger
 
 
 def test_shared_storages_count_once_until_the_last_holder_goes():

@@ -12,8 +12,8 @@ from fxcore.errors import BadTensor, ImageTooLarge
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
 from service.engine.description import Description
-from service.engine.requests.plan import FLOAT_BYTES, Plan, bounded, scaled, spread
-from service.engine.rows import RowShape
+from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, scaled, spread
+from service.engine.rows.shapes import RowShape
 
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:

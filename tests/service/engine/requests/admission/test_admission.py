@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from service.engine.requests.admission import Admission, Ticket
+from service.engine.requests.admission.admission import Admission, Ticket
 from service.problems import AdmissionFull, RequestTooLarge
 
 

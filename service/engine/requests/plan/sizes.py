@@ -12,9 +12,9 @@ from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack
 from service.engine.options import FeatureOptions
-from service.engine.regions import grid_of
-from service.engine.rows import ResponseSize, RowShape, RowSize, row_layout, several_rows
-from service.engine.runtime import Runtime
+from service.engine.rows.regions import grid_of
+from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
+from service.engine.runtime.runtime import Runtime
 from service.problems import ResponseTooLarge
 
 

@@ -14,12 +14,12 @@ from fxcore.backends import Lowered
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from service.byte_cache import ByteCache
-from service.engine.candidate import Candidate, report
 from service.engine.description import Description
-from service.engine.ledger import Ledger
 from service.engine.options import FeatureOptions
-from service.engine.rows import ResponseSize, RowShape, RowSize
-from service.engine.transformation import Transformed
+from service.engine.rows.shapes import ResponseSize, RowShape, RowSize
+from service.engine.runtime.candidate import Candidate, report
+from service.engine.runtime.ledger import Ledger
+from service.engine.runtime.transformation import Transformed
 
 SIZES_BYTES = 512 * 1024
 """Maximum bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
@@ -66,7 +66,7 @@ class Runtime:
         retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
         variants: what computes rows of other sizes than its own, by height and width, where its model is built for
             one, and edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`.
-        row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.sizes`.
+        row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.plan.sizes`.
         response_sizes: the sizes of a row of the response by shape and options.
     """
 

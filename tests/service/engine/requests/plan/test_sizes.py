@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from service.engine import FeatureOptions
-from service.engine.requests.sizes import response_bytes, row_size
-from service.engine.runtime import SIZES_BYTES
+from service.engine.requests.plan.sizes import response_bytes, row_size
+from service.engine.runtime.runtime import SIZES_BYTES
 from tests.service.engine.running import MakeEngine, built
 
 pytestmark = pytest.mark.anyio

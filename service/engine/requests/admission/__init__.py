@@ -1,0 +1,1 @@
+"""How much work is in the service, whose it is, and when refused requests come back."""
