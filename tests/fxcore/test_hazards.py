@@ -18,6 +18,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
+from tests.fxcore.model_list import entry_of
 
 
 @fx.wrap
@@ -185,8 +186,8 @@ def test_resnets_batch_norms_keep_their_negative_values() -> None:
 def test_mvits_hidden_writes_are_not_lost() -> None:
     """MViT adds its positions to the attention in a function that fx does not look into and whose result is a view.
     Hooks on the modules around it see what the model computes eagerly."""
-    entry, graph = get_model("mvit_v2_s"), model_graph("mvit_v2_s")
-    model = load_model(entry, "random")
+    graph = model_graph(entry_of("mvit_v2_s"))
+    model = load_model(graph.entry, "random")
     for parameter in model.blocks[0].attn.parameters():
         parameter.mul_(20)  # so that positions matter
     seen: dict[str, Tensor] = {}
@@ -198,7 +199,7 @@ def test_mvits_hidden_writes_are_not_lost() -> None:
         seen["blocks.0.attn.project.0"] = output.clone()
         raise Done
 
-    x = torch.randn(1, 3, 16, 224, 224, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(1, 3, 16, 32, 32, generator=torch.Generator().manual_seed(1))
     handle = model.blocks[0].attn.project[0].register_forward_hook(keep)
     with torch.no_grad(), pytest.raises(Done):
         model(x)

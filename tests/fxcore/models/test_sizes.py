@@ -97,14 +97,12 @@ def test_as_timm_makes_windows() -> None:
 
 
 FAMILIES = [
-    "beit_base_patch16_224", "coat_lite_mini", "coatnet_nano_rw_224", "davit_tiny",
-    "deit3_small_patch16_224", "deit_tiny_distilled_patch16_224", "efficientvit_m0",
-    "eva02_tiny_patch14_224", "fastvit_t8", "focalnet_tiny_srf", "maxvit_rmlp_pico_rw_256", "maxxvit_rmlp_nano_rw_256",
+    "beit_base_patch16_224", "coat_lite_mini", "coatnet_nano_rw_224", "davit_tiny", "deit_tiny_distilled_patch16_224",
+    "efficientvit_m0", "eva02_tiny_patch14_224", "fastvit_t8", "focalnet_tiny_srf", "maxvit_rmlp_pico_rw_256",
     "pvt_v2_b0", "swin_s3_tiny_224", "swinv2_cr_tiny_224", "swinv2_tiny_window8_256", "test_vit_relpos",
-    "tiny_vit_5m_224", "tnt_s_patch16_224", "twins_svt_small", "vit_base_r26_s32_224", "vit_relpos_small_patch16_224",
-    "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vitamin_small_224",
-    "xcit_nano_12_p16_224", "efficientnet_b0", "mobilenetv3_small_050", "regnetx_002", "densenet121", "vgg11",
-    "convnext_atto", "resnet10t",
+    "tiny_vit_5m_224", "tnt_s_patch16_224", "twins_svt_small", "vit_relpos_small_patch16_224",
+    "vit_small_patch14_reg4_dinov2", "vit_small_patch16_dinov3", "vitamin_small_224", "xcit_nano_12_p16_224",
+    "mobilenetv3_small_050", "convnext_atto", "resnet10t",
 ]  # fmt: skip
 
 
@@ -139,19 +137,12 @@ def test_squares_of_what_is_square(shape: int) -> None:
     [
         ("botnet26t_256", "no way to resample stages.2.1.self_attn.pos_embed"),
         ("cait_xxs24_224", "no way to resample pos_embed"),
-        ("convit_tiny", "no way to resample pos_embed"),
         ("crossvit_9_240", "usual size is 240 x 240"),
         ("efficientformer_l1", "usual size is 224 x 224"),
-        ("efficientformerv2_s0", "no way to resample"),
         ("gcvit_xxtiny", "no way to resample stages.0.blocks.0.attn.rel_pos.relative_position_bias_table"),
         ("gmixer_12_224", "no way to resample blocks.0.mlp_tokens"),
-        ("hiera_tiny_224", "no way to resample pos_embed"),
-        ("levit_128s", "no way to resample"),
-        ("nest_tiny", "no way to resample levels.0.pos_embed"),
         ("pit_ti_224", "no way to resample pos_embed"),
         ("resnet50_clip", "no way to resample head.pos_embed"),
-        ("samvit_base_patch16_224", "no way to resample blocks.2.attn.rel_pos_h"),
-        ("volo_d1_224", "no way to resample pos_embed"),
     ],
 )
 def test_what_timm_itself_cannot_make_of_a_checkpoint(name: str, says: str) -> None:
