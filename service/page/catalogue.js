@@ -15,43 +15,56 @@ const TASKS = {
 /** @type {Map<string, Promise<any>>} */
 const lists = new Map()
 
-/** The models of a source; of all but timm where it is empty. @param {string} source */
+/** The models of a source; of all but timm, which is counted, where it is empty. @param {string} source */
 export function listed(source) {
-  if (!lists.has(source)) lists.set(source, askJson(`v1/models${source ? `?source=${source}` : ""}`))
+  if (!lists.has(source)) {
+    const list = askJson(`v1/models${source ? `?source=${source}` : ""}`)
+    list.catch(() => lists.delete(source)) // so that it can be tried again
+    lists.set(source, list)
+  }
   return /** @type {Promise<any>} */ (lists.get(source))
+}
+
+/** The models of all sources but timm, by name. The server imports timm to count its models, which takes a second. @returns {Promise<Entry[]>} */
+export async function withoutTimm() {
+  const sources = await Promise.all(["torchvision", "packaged", "own"].map(listed))
+  sources[1].models.forEach((/** @type {Entry} */ one) => { one.trained = true })
+  return sources.flatMap(({ models }) => models).sort((one, other) => (one.name < other.name ? -1 : 1))
 }
 
 /** The search, kept while a model is shown. */
 let text = "", task = "", source = ""
 
-/** @param {HTMLElement} pane */
-export async function showCatalogue(pane) {
+/** @param {HTMLElement} pane @param {Promise<void>} before what is more urgent than to count timm's models */
+export async function showCatalogue(pane, before) {
   const search = h("input", { type: "search", value: text, placeholder: "Search models", "aria-label": "Search models",
     oninput: () => { text = search.value; show() } })
   const results = h("div", { class: "results" })
   const count = h("p", { class: "dim count", role: "status" })
   const tasks = h("div", { class: "row" })
   pane.replaceChildren(h("div", { class: "pane-head" }, search, tasks, count), results)
-  const whole = await listed("")
   const options = /** @type {Array<[string, string]>} */ ([["", "All sources"], ["torchvision", "torchvision"], ["packaged", "With weights"], ["own", "Own"]])
-  if (whole.timm) options.push(["timm", `timm (${whole.timm.models})`])
-  tasks.append(
-    select("Task", [["", "All tasks"], ...Object.entries(TASKS)], task, (value) => { task = value; show() }),
-    select("Source", options, source, (value) => { source = value; show() }),
-  )
+  const sources = select("Source", options, source === "timm" ? "" : source, (value) => { source = value; show() })
+  const kinds = select("Task", [["", "All tasks"], ...Object.entries(TASKS)], task, (value) => { task = value; show() })
+  tasks.append(kinds, sources)
+  let timm = 0
+  await show()
+  await before
+  timm = (await listed("")).timm?.models ?? 0
+  if (!timm) return
+  sources.append(h("option", { value: "timm", selected: source === "timm" }, `timm (${timm})`))
   await show()
 
   async function show() {
     const words = text.trim().toLowerCase().split(/\s+/)
     // timm's models are many: they are listed once they are searched for.
     const wanted = [text, task, source].join("\n")
-    const { models } = await listed(source)
-    for (const { name } of (await listed("packaged")).models) for (const one of models) if (one.name === name) one.trained = true
-    const further = !source && text.trim() && whole.timm
+    const models = source ? (await listed(source)).models : await withoutTimm()
+    const further = !source && text.trim() && timm
     if (further) list(models, ", searching timm…")
     const others = further ? (await listed("timm")).models : []
     if (wanted !== [text, task, source].join("\n")) return // more was typed meanwhile
-    list([...models, ...others], !source && !further && whole.timm ? `, and ${whole.timm.models} of timm: search for them` : "")
+    list([...models, ...others], !source && !further && timm ? `, and ${timm} of timm: search for them` : "")
 
     /** @param {Entry[]} entries @param {string} more */
     function list(entries, more) {

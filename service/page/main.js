@@ -87,8 +87,7 @@ function showStart() {
   showWhere("")
   panes.features.replaceChildren()
   panes.graph.replaceChildren()
-  showWelcome(lost)
-  showCatalogue(panes.models).catch((error) => panes.models.replaceChildren(failure(error, ["Try again", () => show(place())])))
+  showCatalogue(panes.models, showWelcome(lost)).catch((error) => panes.models.replaceChildren(failure(error, ["Try again", () => show(place())])))
 }
 
 /** @param {boolean} lost whether the keyboard's focus is to go there */

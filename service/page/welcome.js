@@ -1,7 +1,7 @@
 // The middle pane while no model is chosen: a first picture, and where to begin.
 
 import { features } from "./answers.js"
-import { listed } from "./catalogue.js"
+import { listed, withoutTimm } from "./catalogue.js"
 import { h } from "./dom.js"
 import { loadModel } from "./model.js"
 import { photoOf } from "./photo.js"
@@ -34,35 +34,44 @@ const FIRST = [
  * @param {{go: import("./picker.js").Go, take: (files: Iterable<File>) => void, remove: (photo: import("./photo.js").Photo) => void}} actions
  */
 export async function welcome(place, { go, take, remove }) {
-  const whole = await listed("")
-  const known = new Set(whole.models.map((/** @type {{name: string}} */ one) => one.name))
-  const view = h("div", { class: "showcase", hidden: true })
-  if (known.has(TRAINED)) view.hidden = false
-  const begin = FIRST.filter(([name]) => known.has(name) || (whole.timm && name.startsWith("timm.")))
+  const known = new Set((await withoutTimm()).map((one) => one.name))
+  const view = h("div", { class: "showcase", hidden: !known.has(TRAINED) })
+  const starts = h("ul", { class: "plain-list starts" })
+  begin(false)
   return {
     element: h("div", { class: "welcome" },
       h("h1", { tabindex: -1 }, "Look inside a vision model"),
       h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
       await photoChoices(place, go, take, remove),
       view,
-      h("ul", { class: "plain-list starts" }, ...begin.map(([name, what]) =>
-        h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))))),
-    /** Compute the first picture. @param {AbortSignal} signal */
+      starts),
+    /** Compute the first picture, then begin with timm's models too. @param {AbortSignal} signal */
     async picture(signal) {
-      if (view.hidden) return
-      view.replaceChildren(h("p", { class: "dim", role: "status" }, `Looking at it with ${TRAINED}…`))
-      try {
-        view.replaceChildren(...await showcase(place, go, signal))
-      } catch {
-        // The models below say what is wrong, once one is chosen.
-        view.hidden = true
-      }
+      if (!view.hidden) await first(signal)
+      begin(!!(await listed("")).timm)
     },
+  }
+
+  /** @param {boolean} timm whether its models are served */
+  function begin(timm) {
+    starts.replaceChildren(...FIRST.filter(([name]) => known.has(name) || (timm && name.startsWith("timm."))).map(([name, what]) =>
+      h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))))
+  }
+
+  /** @param {AbortSignal} signal */
+  async function first(signal) {
+    view.replaceChildren(h("p", { class: "dim", role: "status" }, `Looking at it with ${TRAINED}…`))
+    try {
+      await showcase(view, place, go, signal)
+    } catch {
+      // The models below say what is wrong, once one is chosen.
+      view.hidden = true
+    }
   }
 }
 
-/** A map of a trained model over the photo, and what it says. @param {Place} place @param {import("./picker.js").Go} go @param {AbortSignal} signal */
-async function showcase(place, go, signal) {
+/** Show a map of a trained model over the photo, then what it says. @param {HTMLElement} view @param {Place} place @param {import("./picker.js").Go} go @param {AbortSignal} signal */
+async function showcase(view, place, go, signal) {
   const [model, photo] = await Promise.all([loadModel(TRAINED, undefined, signal), photoOf(place.p)])
   const answer = await features(model, "C4", photo, signal)
   const sides = viewSides([answer], "pca", 0)
@@ -70,8 +79,9 @@ async function showcase(place, go, signal) {
     ...side, preprocessing: model.preprocessing, opacity: 0.8, label: `${side.label} of ${side.node} over ${photo.name}`,
     caption: "Equal colours: alike to the model", patch: null, point: () => {}, choose: () => {},
   }).then(({ figure }) => figure))))
+  view.replaceChildren(...figures)
   const said = await predictionsView(model, photo, signal, (k) => go({ m: TRAINED, n: evidenceNode(model), v: "why", k }))
-  return [...figures, h("div", { class: "stacked-list" },
+  view.append(h("div", { class: "stacked-list" },
     h("p", {}, "What ", h("strong", {}, TRAINED), ", which is here with its trained weights, says of this photo:"), said ?? "",
-    h("p", {}, h("a", { class: "button primary", href: link({ m: TRAINED, ...kept(place) }) }, "Look inside it")))]
+    h("p", {}, h("a", { class: "button primary", href: link({ m: TRAINED, ...kept(place) }) }, "Look inside it"))))
 }

@@ -20,7 +20,7 @@ def listed(page):
 def test_every_word_of_a_search_is_looked_for_in_all_sources(open_server, visit):
     page = visit(open_server.url).go()
     page.wait_for_selector(".results a")
-    assert "and 1 of timm" in page.locator(".count").inner_text()
+    page.locator(".count", has_text="and 1 of timm").wait_for()
     page.get_by_label("Search models").fill("patch16 vit")
     page.get_by_role("link", name="timm.vit_tiny_patch16_224").wait_for()
     assert listed(page) == ["timm.vit_tiny_patch16_224"]

@@ -304,7 +304,7 @@ def test_everybody_can_use_it(open_server, visit):
         assert found.violations_count == 0, found.generate_report()
 
     for fragment, ready in (
-        ("", ".results a"),
+        ("", ".showcase .predictions"),
         ('m=squeezenet1_1&n=features.3&p2=rocket&e=[{"node":"features.3","channels":[1],"scale":0}]', TILES),
         ("m=timm.vit_tiny_patch16_224&n=blocks.2&v=attention", ".stage"),
         ("m=nothing", ".failure"),
