@@ -6,45 +6,32 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxcore.edits import Edit
 from fxcore.images.files import Header
+from service.engine.backends.fallback import OneSize
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
 from service.engine.memory.projections import Projections
 from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
-from service.engine.requests import planning
 from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoders, Decoding
-from service.engine.requests.plan import edits as editing
-from service.engine.requests.plan import images as image_plan
-from service.engine.requests.plan.edits import PlannedEdits
+from service.engine.requests.plan.edits import EditFactors, at_fault, resolved
+from service.engine.requests.plan.images import check_takes_images, header_steps, is_quick, plan_images, read_headers
 from service.engine.requests.plan.plan import Inputs, Plan
-from service.engine.requests.plan.sizes import projected_lengths, response_bytes, row_size
+from service.engine.requests.plan.regions import carry, check_regions, region_steps, regions_of
+from service.engine.requests.plan.sizes import Sizes, are_known, projected_lengths, row_size, sizes
+from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.rows.regions import Regions
-from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 from service.schemas.regions import GivenRegions
 from service.settings import Settings
-
-
-class Sizes(NamedTuple):
-    """What a request will hold and answer, known before anything is computed.
-
-    Attributes:
-        row_bytes: what a row of each shape takes on the device.
-        response_bytes: of the response.
-    """
-
-    row_bytes: dict[RowShape, int]
-    response_bytes: int
 
 
 class Pipeline:
@@ -94,48 +81,21 @@ class Pipeline:
         """Features of ``images`` by ``runtime``, which is built; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        exact = editing.resolved(runtime, edits)
-        with editing.at_fault(exact):
-            async with self._variants.use(runtime, plan.shapes, [edit.node for edit in exact]) as variant:
-                return await self._compute(variant, plan, given, options, deadline, ticket, started, exact)
-
-    async def _compute(
-        self,
-        runtime: Runtime,
-        plan: Plan,
-        given: GivenRegions | None,
-        options: FeatureOptions,
-        deadline: float,
-        ticket: Ticket,
-        started: float,
-        edits: Sequence[Edit],
-    ) -> FeatureResult:
-        regions = await self._regions(runtime, plan, options, given)
-        sizes = await self._sizes(runtime, plan, options, regions)
-        matrices = {}
-        if options.project is not None:
-            lengths = projected_lengths(runtime, plan.shapes, options)
-            matrices = await self._projections.get(lengths, options.project, options.seed)
-        at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-        planned = await in_pool(self._intake, PlannedEdits, runtime, edits, plan.shapes) if edits else None
-        ticket.claim(plan.held(at_once) + (planned.bytes if planned else 0), sizes.response_bytes)
-        waited = await ticket.turn()
-        factors = await asyncio.to_thread(planned.make) if planned else None
-        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices, factors)
-        Decoding(plan, job, self._queue, sizes.row_bytes, at_once).start(self._decoders)
-        boxes_of_rows = plan.valid_boxes
-        shapes = plan.shapes
-        del plan  # now the decoders and the queue own the images
-        outputs = await job.result()
+        edits = resolved(runtime, edits)
+        with at_fault(edits):
+            async with self._variants.use(runtime, plan.shapes, [edit.node for edit in edits]) as variant:
+                regions = await self._regions(variant, plan, options, given)
+                job, waited = await self._submitted(variant, plan, options, regions, edits, deadline, ticket)
+                outputs = await job.result()
+                self._upgrades.used(variant, plan.shapes)
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
-        self._upgrades.used(runtime, shapes)
         answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
-        if boxes_of_rows:
-            boxes_of_images = torch.tensor(boxes_of_rows, dtype=torch.float32)
+        if plan.valid_boxes:
+            boxes_of_images = torch.tensor(plan.valid_boxes, dtype=torch.float32)
             of_rows = slice(None) if regions is None else regions.image
             answered[VALID_BOX] = boxes_of_images[of_rows]
         return FeatureResult(
@@ -146,16 +106,26 @@ class Pipeline:
         )
 
     async def _plan(self, runtime: Runtime, images: Inputs, options: FeatureOptions) -> Plan:
-        preprocess, max_pixels = options.preprocess, self._settings.max_pixels
-        if preprocess == "default":
-            preprocess = self._settings.preprocess
-        if isinstance(images, Mapping) or image_plan.is_quick(images):
-            return planning.plan(runtime, images, preprocess, max_pixels)
-        image_plan.check_takes_images(runtime.description, images)
-        headers: list[Header] = []
-        for indices in image_plan.header_steps(len(images)):  # other requests get their turn in between
-            headers += await in_pool(self._intake, image_plan.read_headers, images, indices, max_pixels)
-        return await in_pool(self._intake, planning.plan, runtime, images, preprocess, max_pixels, headers)
+        description, max_pixels = runtime.description, self._settings.max_pixels
+        preprocess = self._settings.preprocess if options.preprocess == "default" else options.preprocess
+        if isinstance(images, Mapping):
+            plan = plan_tensors(description, images, preprocess, max_pixels)
+        else:
+            check_takes_images(description, images)
+            headers: list[Header] = []
+            *steps, last = header_steps(len(images))
+            for indices in steps:  # other requests get their turn in between
+                headers += await in_pool(self._intake, read_headers, images, indices, max_pixels)
+
+            def planned() -> Plan:
+                known = headers + read_headers(images, last, max_pixels)
+                return plan_images(description, images, known, preprocess, max_pixels)
+
+            plan = planned() if is_quick(images) else await in_pool(self._intake, planned)
+        if isinstance(runtime.run, OneSize):
+            for shape in dict.fromkeys(plan.shapes):
+                runtime.run.check(shape)
+        return plan
 
     async def _regions(
         self, runtime: Runtime, plan: Plan, options: FeatureOptions, given: GivenRegions | None
@@ -164,23 +134,39 @@ class Pipeline:
             return None
         for shape in set(plan.shapes):
             await in_pool(self._intake, row_size, runtime, shape)
-        placements = planning.check_regions(plan, given)
+        placements = check_regions(plan, given)
         placed: list[Mapping[str, Tensor]] = []
-        for indices in planning.region_steps(given):  # other requests get their turn in between
-            placed += await in_pool(self._intake, planning.carry, runtime, plan, given, placements, indices)
-        return await in_pool(self._intake, planning.regions, runtime, plan, given, placed, options.roi_size)
+        for indices in region_steps(given):  # other requests get their turn in between
+            placed += await in_pool(self._intake, carry, runtime, plan, given, placements, indices)
+        return await in_pool(self._intake, regions_of, runtime, plan, given, placed, options.roi_size)
+
+    async def _submitted(
+        self,
+        runtime: Runtime,
+        plan: Plan,
+        options: FeatureOptions,
+        regions: Regions | None,
+        edits: Sequence[Edit],
+        deadline: float,
+        ticket: Ticket,
+    ) -> tuple[Job, float]:
+        """Claim the bytes of a request, wait for its turn, and begin to decode it. Returns its job and the seconds
+        waited."""
+        sized = await self._sizes(runtime, plan, options, regions)
+        matrices = {}
+        if options.project is not None:
+            lengths = projected_lengths(runtime, plan.shapes, options)
+            matrices = await self._projections.get(lengths, options.project, options.seed)
+        at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
+        factors = await in_pool(self._intake, EditFactors, runtime, edits, plan.shapes) if edits else None
+        ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
+        waited = await ticket.turn()
+        made = await asyncio.to_thread(factors.make) if factors else None
+        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices, made)
+        Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
+        return job, waited
 
     async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None) -> Sizes:
-        predicted = (runtime, plan, options, regions, self._settings.max_response_bytes)
-        if all(shape in runtime.at(shape).row_sizes for shape in set(plan.shapes)):
-            return _predicted(*predicted)
-        return await in_pool(self._intake, _predicted, *predicted)
-
-
-def _predicted(
-    runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None, max_response_bytes: int
-) -> Sizes:
-    counts = None if regions is None else regions.counts
-    response = response_bytes(runtime, plan.shapes, options, max_response_bytes, counts)
-    row_bytes = {shape: row_size(runtime, shape).bytes for shape in set(plan.shapes)}
-    return Sizes(row_bytes, response)
+        counts = None if regions is None else regions.counts
+        asked = (runtime, plan.shapes, options, self._settings.max_response_bytes, counts)
+        return sizes(*asked) if are_known(runtime, plan.shapes) else await in_pool(self._intake, sizes, *asked)

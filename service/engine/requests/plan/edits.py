@@ -1,4 +1,4 @@
-"""Checks the edits of a request, and plans their factors before anything is computed."""
+"""Checks the edits of a request, and sizes their factors before anything is computed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def at_fault(edits: Sequence[Edit]) -> Iterator[None]:
         raise BadEdit(f"edit {index}: {error.detail}", **error.extra, edit=index) from None
 
 
-class PlannedEdits:
+class EditFactors:
     """The factors of a request's rows, before they are computed.
 
     Args:
@@ -58,15 +58,15 @@ class PlannedEdits:
 
     def __init__(self, runtime: Runtime, edits: Sequence[Edit], shapes: Sequence[RowShape]) -> None:
         self._shapes = shapes
-        self._planned = {}
+        self._factors = {}
         for shape in dict.fromkeys(shapes):
             dims = row_size(runtime, shape).edited
             size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
-            self._planned[shape] = [
+            self._factors[shape] = [
                 PlannedFactors(node, edits, len(shapes), dims[node.name], size, runtime.description.dtype)
                 for node in runtime.at(shape).extractor.edited  # windows are as many as its size has
             ]
-        self.bytes = sum(one.bytes for planned in self._planned.values() for one in planned)
+        self.bytes = sum(one.bytes for factors in self._factors.values() for one in factors)
 
     def make(self) -> Edits:
         """Compute the factors.
@@ -74,4 +74,4 @@ class PlannedEdits:
         Raises:
             BadEdit: several edits of a node together are beyond the dtype.
         """
-        return Edits({shape: [one.make() for one in all] for shape, all in self._planned.items()}, self._shapes)
+        return Edits({shape: [one.make() for one in all] for shape, all in self._factors.items()}, self._shapes)

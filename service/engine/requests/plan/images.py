@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
@@ -28,8 +27,8 @@ _SMALL_BYTES = 256 * 1024
 
 
 def is_quick(images: Sequence[bytes]) -> bool:
-    """Return whether the headers can be read on the event loop: they are few and plain. PIL reads others, and walks
-    through the whole file."""
+    """Return whether the headers can be read on the event loop: they are few, one of :func:`header_steps`, and plain.
+    PIL reads others, and walks through the whole file."""
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
 
@@ -56,7 +55,7 @@ def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> li
     """Return the headers of ``images`` at ``indices``.
 
     Raises:
-        BadImage, ImageTooLarge: see :func:`plan`.
+        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
     """
     headers = []
     for index in indices:
@@ -66,12 +65,21 @@ def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> li
 
 
 def plan_images(
-    description: Description, images: Sequence[bytes], preprocess: str, max_pixels: int, headers: Sequence[Header]
+    description: Description, images: Sequence[bytes], headers: Sequence[Header], preprocess: str, max_pixels: int
 ) -> Plan:
-    """Return the plan of encoded images; see :func:`service.engine.requests.planning.plan`."""
-    preparation: _Preparation = (
-        _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(description, preprocess, max_pixels)
-    )
+    """Plan a request of encoded images without decoding them.
+
+    Args:
+        description: of the extractor, which :func:`check_takes_images` found to take them.
+        images: of the request.
+        headers: of these, by :func:`read_headers`.
+        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        max_pixels: maximum pixels of an image.
+
+    Raises:
+        ImageTooLarge: resizing makes it so; ``index`` in ``extra`` says which image.
+    """
+    preparation = _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(description, preprocess, max_pixels)
     sizes, costs = [], []
     for index, (data, header) in enumerate(zip(images, headers, strict=True)):
         height, width, _ = header
@@ -100,8 +108,8 @@ def plan_images(
     return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements, boxes)
 
 
-class _Preparation(Protocol):
-    """How images become rows: their sizes and bytes meanwhile, and the decoding itself.
+class _AsSent:
+    """How images become rows with ``preprocess=none``: each is its row.
 
     Attributes:
         channels: of a row.
@@ -109,75 +117,49 @@ class _Preparation(Protocol):
         pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
     """
 
-    @property
-    def channels(self) -> int: ...
+    channels = 3
+    value_bytes = FLOAT_BYTES
+    pad: Callable[[Sequence[Tensor]], Tensor] | None = None
 
-    @property
-    def value_bytes(self) -> int: ...
-
-    @property
-    def pad(self) -> Callable[[Sequence[Tensor]], Tensor] | None: ...
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
 
     def check_size(self, height: int, width: int) -> None:
-        """Check the largest size that the image has until it is a row.
+        """Check the largest size that an image has until it is a row, beyond that in its header.
 
         Raises:
             ImageTooLarge: that has more pixels than are allowed.
         """
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of its row."""
-
-    def placement(self, height: int, width: int) -> Placement:
-        """Return where the image is in its row."""
-
-    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
-        """See :meth:`fxcore.images.preprocessing.Preprocessing.valid_box`."""
-
-    def decoding_bytes(self, header: Header) -> int:
-        """Peak bytes until the image is a row, beside its file."""
-
-    def row(self, data: bytes) -> Tensor:
-        """Return its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
-
-
-class _AsSent:
-    """``preprocess=none``: an image is its row."""
-
-    channels = 3
-    value_bytes = FLOAT_BYTES
-    pad = None
-
-    def __init__(self, max_pixels: int) -> None:
-        self._max_pixels = max_pixels
-
-    def check_size(self, height: int, width: int) -> None:
-        pass  # the header's size was checked
-
-    def row_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of its row."""
         return height, width
 
     def placement(self, height: int, width: int) -> Placement:
+        """Return where the image is in its row."""
         return Placement((height, width), 1.0, 1.0, 0, 0, (height, width))
 
-    def valid_box(self, height: int, width: int) -> None:
+    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
+        """Return its box in its row; see :meth:`fxcore.images.preprocessing.Preprocessing.valid_box`."""
         return None
 
     def decoding_bytes(self, header: Header) -> int:
+        """Return peak bytes until the image is a row, beside its file."""
         return _decoded_bytes(header)
 
     def row(self, data: bytes) -> Tensor:
+        """Return its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
         return scaled(decode(data, self._max_pixels).permute(2, 0, 1))
 
 
-class _Preprocessed:
-    """An image goes through the model's preprocessing, in the mode ``preprocess``."""
+class _Preprocessed(_AsSent):
+    """How images become rows by the model's preprocessing, in the mode ``preprocess``."""
 
     def __init__(self, description: Description, preprocess: str, max_pixels: int) -> None:
+        super().__init__(max_pixels)
         self._decoder = description.decoder
         self._preprocessing = description.preprocessing
         self._preprocess = preprocess
-        self._max_pixels = max_pixels
         self.channels = description.entry.channels
         self.value_bytes = description.decoder.dtype.itemsize
         self.pad = description.preprocessing.stack if description.preprocessing.pads else None

@@ -1,4 +1,4 @@
-"""The plan of a request's decoding, made before any of it is decoded."""
+"""The plan of a request: its rows and how they are decoded, made before any of it is decoded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ of 256 pixels."""
 
 @dataclass
 class Plan:
-    """How a request is decoded, and what that takes.
+    """The rows of a request, how they are decoded, and what that takes.
 
     Attributes:
         shapes: the shape of every row, in the order sent.

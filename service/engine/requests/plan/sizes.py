@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,35 @@ from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
 from service.engine.runtime.runtime import Runtime
 from service.problems import ResponseTooLarge
+
+
+class Sizes(NamedTuple):
+    """The bytes of a request, known before anything is computed.
+
+    Attributes:
+        rows: of a row of each shape on the device.
+        response: of the response.
+    """
+
+    rows: dict[RowShape, int]
+    response: int
+
+
+def are_known(runtime: Runtime, shapes: Sequence[RowShape]) -> bool:
+    """Return whether :func:`sizes` of rows of ``shapes`` takes little time: these were asked for lately."""
+    return all(shape in runtime.at(shape).row_sizes for shape in set(shapes))
+
+
+def sizes(
+    runtime: Runtime,
+    shapes: Sequence[RowShape],
+    options: FeatureOptions,
+    limit: int,
+    regions: Sequence[int] | None = None,
+) -> Sizes:
+    """Return the bytes of a request of rows of ``shapes``; arguments and errors are those of :func:`response_bytes`."""
+    response = response_bytes(runtime, shapes, options, limit, regions)
+    return Sizes({shape: row_size(runtime, shape).bytes for shape in set(shapes)}, response)
 
 
 def row_size(runtime: Runtime, shape: RowShape) -> RowSize:

@@ -17,7 +17,18 @@ from service.engine.rows.shapes import RowShape
 
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
-    """Return the plan of tensors; see :func:`service.engine.requests.planning.plan`."""
+    """Plan a request of tensors, by the names of the model's inputs, without preprocessing them.
+
+    Args:
+        description: of the extractor.
+        tensors: of the request.
+        preprocess: of uint8 images: ``default``, ``pil``, ``fast`` or ``none``.
+        max_pixels: maximum pixels of an image.
+
+    Raises:
+        BadTensor: a wrong name, shape or dtype.
+        ImageTooLarge: uint8 images have too many pixels, or resizing makes it so.
+    """
     specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
         raise BadTensor(

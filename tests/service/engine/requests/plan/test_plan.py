@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from service.engine.requests.planning import plan
+from service.engine.requests.plan.images import check_takes_images, plan_images, read_headers
+from service.engine.requests.plan.plan import Inputs, Plan
+from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.runtime.runtime import Runtime
 from tests.service.engine.running import encoded, runtime_alone
 
@@ -20,6 +22,15 @@ LIMIT = 1_000_000
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return runtime_alone()
+
+
+def plan(runtime: Runtime, sent: Inputs, preprocess: str, max_pixels: int) -> Plan:
+    description = runtime.description
+    if isinstance(sent, Mapping):
+        return plan_tensors(description, sent, preprocess, max_pixels)
+    check_takes_images(description, sent)
+    headers = read_headers(sent, range(len(sent)), max_pixels)
+    return plan_images(description, sent, headers, preprocess, max_pixels)
 
 
 def decoded(runtime: Runtime, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Plans a request before it is decoded, and places its regions on the feature maps."""
+"""Places the regions of a request on the feature maps, before anything is computed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from fxcore.images.files import Header
 from fxcore.images.placement import Placement
 from fxcore.pooling import pooled_regions_shape
-from service.engine.backends.fallback import OneSize
 from service.engine.options import PROBLEMS
-from service.engine.requests.plan.images import check_takes_images, plan_images, read_headers
-from service.engine.requests.plan.plan import Inputs, Plan, indexed, spread
+from service.engine.requests.plan.plan import Plan, indexed, spread
 from service.engine.requests.plan.sizes import row_size
-from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.rows.regions import Regions, carried
 from service.engine.runtime.runtime import Runtime
 from service.schemas.regions import KINDS, GivenRegions
@@ -30,47 +26,19 @@ _IMAGES_AT_ONCE = 64
 """Images whose boxes or points are carried at a time."""
 
 
-def plan(runtime: Runtime, inputs: Inputs, preprocess: str, max_pixels: int, headers: Sequence[Header] = ()) -> Plan:
-    """Plan a request without decoding it, in any thread.
-
-    Args:
-        runtime: the extractor.
-        inputs: of the request.
-        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
-        max_pixels: maximum pixels of an image.
-        headers: of the images, where :func:`~service.engine.requests.plan.images.check_takes_images` and
-            :func:`~service.engine.requests.plan.images.read_headers` were called already.
-
-    Raises:
-        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
-        BadTensor: a wrong name, shape or dtype, or a size that the extractor's backend does not take.
-    """
-    if isinstance(inputs, Mapping):
-        made = plan_tensors(runtime.description, inputs, preprocess, max_pixels)
-    else:
-        if not headers:
-            check_takes_images(runtime.description, inputs)
-            headers = read_headers(inputs, range(len(inputs)), max_pixels)
-        made = plan_images(runtime.description, inputs, preprocess, max_pixels, headers)
-    if isinstance(runtime.run, OneSize):
-        for shape in dict.fromkeys(made.shapes):
-            runtime.run.check(shape)
-    return made
-
-
 def region_steps(given: GivenRegions) -> list[range]:
     """Image indices in groups: regions of a group are carried before it is another request's turn."""
     return spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE)
 
 
-def check_regions(planned: Plan, given: GivenRegions) -> list[Placement]:
+def check_regions(plan: Plan, given: GivenRegions) -> list[Placement]:
     """Return where the images are in their rows.
 
     Raises:
         BadBox, BadPoint, BadMask: there is no list for each image, or there are too many pixels in all masks.
     """
     kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
-    placements = list(planned.placements())
+    placements = list(plan.placements())
     if len(given.of_images) != len(placements):
         raise problem(
             f"{kind.field} needs a list for each image, {len(placements)} in all, and has {len(given.of_images)}: give "
@@ -87,7 +55,7 @@ def check_regions(planned: Plan, given: GivenRegions) -> list[Placement]:
 
 
 def carry(
-    runtime: Runtime, planned: Plan, given: GivenRegions, placements: Sequence[Placement], indices: range
+    runtime: Runtime, plan: Plan, given: GivenRegions, placements: Sequence[Placement], indices: range
 ) -> list[Mapping[str, Tensor]]:
     """Carry the regions of some images, in pixels of these as sent, over to the model's input and its maps.
 
@@ -97,13 +65,13 @@ def carry(
     placed = []
     for index in indices:
         with indexed(index):
-            grids = row_size(runtime, planned.shapes[index]).grids
+            grids = row_size(runtime, plan.shapes[index]).grids
             placed.append(carried(given.pool, placements[index], given.of_images[index], grids))
     return placed
 
 
-def regions(
-    runtime: Runtime, planned: Plan, given: GivenRegions, placed: Sequence[Mapping[str, Tensor]], roi_size: int
+def regions_of(
+    runtime: Runtime, plan: Plan, given: GivenRegions, placed: Sequence[Mapping[str, Tensor]], roi_size: int
 ) -> Regions:
     """Return the regions of a request.
 
@@ -114,7 +82,7 @@ def regions(
     Raises:
         BadBox, BadPoint, BadMask: pooling all of them takes too long.
     """
-    rows = [row_size(runtime, shape) for shape in planned.shapes]
+    rows = [row_size(runtime, shape) for shape in plan.shapes]
     counts = [len(of_image) for of_image in given.of_images]
     samples = 0
     for row, of_image, count in zip(rows, placed, counts, strict=True):
