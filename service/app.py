@@ -74,7 +74,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await state.engine.start(exempt=True)  # first: it decides where threads allocate
-        state.start()
+        state.engine.threads.start_lookups()
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
@@ -86,7 +86,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             finally:
                 if sampling is not None:
                     sampling.cancel()
-                state.close()
                 await state.engine.close()
                 if traces is not None:
                     await asyncio.to_thread(traces.close)

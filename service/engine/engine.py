@@ -1,6 +1,6 @@
 """The engine: its parts put together, its start, its readiness and its end.
 
-Its methods run on one event loop and never block it: what takes time runs in one of its pools, or on the device worker.
+Its methods run on one event loop and never block it: what takes time runs in one of its threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from typing import TypeVar
@@ -37,13 +36,12 @@ from service.engine.record import ExtractorRecord, retry_seconds
 from service.engine.requests.admission.admission import SERVICE, Admission, Reservation
 from service.engine.requests.admission.in_flight import InFlight
 from service.engine.requests.attributing import Attributed, Question, attribute
-from service.engine.requests.decoding import Decoders
 from service.engine.requests.pipeline import Pipeline
 from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.profiling import Measured, profiled
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
-from service.engine.threads import Pool, RunInThread, compute_on, compute_with, in_pool, thread_trouble
+from service.engine.threads import RunInThread, Threads, in_pool, thread_trouble
 from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
@@ -54,12 +52,6 @@ from service.settings import Settings
 log = logging.getLogger("fxserve.engine")
 
 T = TypeVar("T")
-
-CHORES = 2
-"""Threads for short and rare work, such as writing metrics."""
-
-DOWNLOADS = 4
-"""Maximum weights files that are downloaded at a time."""
 
 HUNG_SECONDS = 120.0
 """Seconds beyond the time limit of a request after which a batch is not expected to end."""
@@ -74,6 +66,7 @@ class Engine:
 
     Attributes:
         admission: how much work may be in the service at a time.
+        threads: what it all runs in.
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
@@ -91,23 +84,17 @@ class Engine:
         self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 4 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
-        self._decoders = Decoders(settings.decode_threads)
-        self._encoders = Pool(settings.encode_threads, "fxserve-encode", compute_with, 1)
-        self._builders = Pool(settings.build_threads, "fxserve-build", compute_on, self.device, 1)
-        # What asyncio.to_thread runs.
-        self._chores = Pool(CHORES, "fxserve-chore", compute_with, 1)
-        # Downloads take minutes and hardly any CPU; models that are cached must not wait for them.
-        self._downloads = Pool(DOWNLOADS, "fxserve-download")
-        self.models = ModelStore(self.device, settings.weights_dir, self._builders, self._downloads)
+        self.threads = threads = Threads(settings, self.device)
+        self.models = ModelStore(self.device, settings.weights_dir, threads.builders, threads.downloads)
         limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
-        self._upgrades = Upgrades(self.device, self._queue, settings, limits.usual, self.records.values())
-        projections = Projections(self.device, self._builders, settings.memory_budget)
+        self._upgrades = Upgrades(self.device, self._queue, settings, threads, limits.usual, self.records.values())
+        projections = Projections(self.device, threads.builders, settings.memory_budget)
         self.extractors = Extractors(
             self.records,
             self.models,
             self.device,
-            self._builders,
+            threads.builders,
             settings.memory_budget,
             self._upgrades,
             self.metrics,
@@ -118,14 +105,11 @@ class Engine:
             max_stored=settings.max_stored_extractors,
             max_nodes=settings.max_nodes,
         )
-        # Admission needs the headers, and must not wait for the decoding of admitted requests.
-        self._intake = Pool(1, "fxserve-intake", compute_with, 1)
         self._pipeline = Pipeline(
             settings,
             self.admission,
             self._queue,
-            self._intake,
-            self._decoders,
+            threads,
             self._upgrades,
             projections,
             self.extractors.variants,
@@ -150,14 +134,10 @@ class Engine:
         collect_rarely()
         if self.device.type == "cuda":
             torch.backends.cudnn.allow_tf32 = False  # no TF32 in convolutions, as torch has it elsewhere
-        asyncio.get_running_loop().set_default_executor(self._chores)
-        for pool in (self._encoders, self._builders, self._intake, self._chores, self._downloads):
-            pool.start()
-        self._upgrades.start()
-        await in_pool(self._builders, register_models, self.settings.models_dir, True)
-        await in_pool(self._builders, warn_unknown_models, self.settings.models or ())
+        self.threads.start()
+        await in_pool(self.threads.builders, register_models, self.settings.models_dir, True)
+        await in_pool(self.threads.builders, warn_unknown_models, self.settings.models or ())
         self._worker.start()
-        self._decoders.start()
         await self.extractors.start()
         self._preloading = background(self._preload(exempt), "preload")
 
@@ -185,11 +165,7 @@ class Engine:
         self._upgrades.close()
         self.extractors.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
-        self._decoders.stop()
-        # The event loop may go on, and needs a working executor.
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-        for pool in (self._intake, self._builders, self._encoders, self._chores, self._downloads):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
 
     def readiness(self) -> tuple[bool, str]:
         """Return whether requests can be served now, and if not, why."""
@@ -355,12 +331,12 @@ class Engine:
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""
         with self.in_flight:
-            return await in_pool(self._encoders, function, *args)
+            return await in_pool(self.threads.encoders, function, *args)
 
     async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
         with self.in_flight:
-            return await in_pool(self._builders, function, *args)
+            return await in_pool(self.threads.builders, function, *args)
 
     def _check_draining(self, accepted: bool) -> None:
         if self.draining and not accepted:

@@ -1,22 +1,27 @@
-"""Threads: how many torch uses, their priorities, and pools of them."""
+"""The threads of an engine: in which roles, how many torch uses in each, and their priorities."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from fxcore.process import check_threads
 from service.engine.errors import as_exception
+from service.settings import Settings
 
 T = TypeVar("T")
+
+log = logging.getLogger("fxserve.decoding")
 
 
 class RunInThread(Protocol):
@@ -45,36 +50,6 @@ def thread_trouble() -> str | None:
     except RuntimeError as error:
         return f"the system has no {_SPARE} threads left for this process: {error}"
     return None
-
-
-class Pool(ThreadPoolExecutor):
-    """A pool that can start all its threads at once: later the system may have none left.
-
-    Args:
-        threads: how many.
-        name: of the threads, followed by a number.
-        initializer: what each thread calls first, with ``arguments``.
-    """
-
-    def __init__(
-        self, threads: int, name: str, initializer: Callable[..., None] | None = None, *arguments: Any
-    ) -> None:
-        super().__init__(threads, name, initializer, arguments)
-        self._threads_wanted = threads
-
-    def start(self) -> None:
-        """Start all threads.
-
-        Raises:
-            RuntimeError: the system has no thread left.
-        """
-        together = threading.Barrier(self._threads_wanted)
-        try:
-            for _ in range(self._threads_wanted):
-                self.submit(together.wait)  # each blocks its thread until all have started
-        except RuntimeError:
-            together.abort()
-            raise
 
 
 def compute_with(threads: int) -> None:
@@ -118,6 +93,39 @@ def alone(function: Callable[[], T]) -> T:
         torch.set_num_threads(threads)
 
 
+class Pool(ThreadPoolExecutor):
+    """A pool that can start all its threads at once: later the system may have none left.
+
+    Args:
+        threads: how many.
+        name: of the threads, followed by a number.
+        initializer: what each thread calls first, with ``arguments``.
+
+    Attributes:
+        size: number of threads.
+    """
+
+    def __init__(
+        self, threads: int, name: str, initializer: Callable[..., None] | None = None, *arguments: Any
+    ) -> None:
+        super().__init__(threads, name, initializer, arguments)
+        self.size = threads
+
+    def start(self) -> None:
+        """Start all threads.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+        """
+        together = threading.Barrier(self.size)
+        try:
+            for _ in range(self.size):
+                self.submit(together.wait)  # each blocks its thread until all have started
+        except RuntimeError:
+            together.abort()
+            raise
+
+
 async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> T:
     """Call ``function(*args)`` in a thread of ``pool``. Exceptions that would end the event loop become others; see
     :func:`service.engine.errors.as_exception`."""
@@ -134,3 +142,125 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
     except RuntimeError as error:  # the pool could not start its first thread
         raise as_exception(error) from None
     return await running
+
+
+class Decoders:
+    """Threads that decode, first come, first served.
+
+    This is no executor: no caller waits for a part, and a future for each would take the event loop's time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._main, name=f"fxserve-decode-{number}", daemon=True)
+            for number in range(threads)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, decode: Callable[[], None]) -> None:
+        """Queue a call of ``decode`` in one of the threads."""
+        self._work.put(decode)
+
+    def stop(self) -> None:
+        """End the threads, after all work that was put before."""
+        for _ in self._threads:
+            self._work.put(None)
+
+    def _main(self) -> None:
+        compute_with(1)  # the threads share the cores
+        while (decode := self._work.get()) is not None:
+            try:
+                decode()
+            except BaseException:  # it must not end the thread
+                log.exception("a decoder failed")
+            del decode  # an idle thread keeps no images in memory
+
+
+class Threads:
+    """The threads of an engine, in five roles. A pool of its own bounds what takes long, since a thread that has begun
+    cannot be interrupted: pools of one role are apart where one kind of work must not wait for another.
+
+    **Device**: the one thread of :class:`~service.engine.device.worker.DeviceWorker`, which replaces it when it dies.
+
+    **Decode**: ``decoders``, and ``intake``, one thread that reads headers and predicts sizes. Admission needs these,
+    and must not wait for the decoding of admitted requests.
+
+    **Work**: ``encoders`` parse bodies and write responses, in milliseconds; ``builders`` trace and build, in seconds.
+    Four pools look things up for slow GET requests: ``lookups`` trace and draw; ``listings`` encode thousands of
+    extractors, one list at a time; ``pictures`` wait for a disk or a bucket, and decode, one at a time; ``exports``
+    take minutes and hold the weights a second time, one at a time. These have a low priority, which a thread cannot
+    raise again: none of them can be shared with encoding.
+
+    **IO**: ``chores`` are short and rare, such as writing metrics and reading verdicts; :func:`asyncio.to_thread` runs
+    them. ``downloads`` take minutes and hardly any CPU; models that are cached do not wait for them. The shared store,
+    whose operations hang as long as its bucket does, has threads of its own
+    (:class:`~service.engine.extractors.sharing.Sharing`).
+
+    **Compile**: ``foreground`` lowers what requests wait for, and ``background`` what is to be faster, one at a time
+    each, so that no request waits for an upgrade.
+
+    Args:
+        settings: how many there are.
+        device: which those that build and compile use.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.decoders = Decoders(settings.decode_threads)
+        self.intake = Pool(1, "fxserve-intake", compute_with, 1)
+        self.encoders = Pool(settings.encode_threads, "fxserve-encode", compute_with, 1)
+        self.builders = Pool(settings.build_threads, "fxserve-build", compute_on, device, 1)
+        self.lookups = Pool(2, "fxserve-lookup", run_at_low_priority)
+        self.listings = Pool(1, "fxserve-lookup-list", run_at_low_priority)
+        self.pictures = Pool(1, "fxserve-lookup-picture", run_at_low_priority)
+        self.exports = Pool(1, "fxserve-lookup-export", run_at_low_priority)
+        self.chores = Pool(2, "fxserve-chore", compute_with, 1)
+        self.downloads = Pool(4, "fxserve-download")
+        self.foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
+        self.background = Pool(1, "fxserve-improve", compute_on, device, 1)
+        self._needed = (
+            self.intake,
+            self.encoders,
+            self.builders,
+            self.chores,
+            self.downloads,
+            self.foreground,
+            self.background,
+        )
+        self._lookups = self.lookups, self.listings, self.pictures, self.exports
+
+    def start(self) -> None:
+        """Start all threads but those that look up, and let the running event loop use ``chores``.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+        """
+        asyncio.get_running_loop().set_default_executor(self.chores)
+        for pool in self._needed:
+            pool.start()
+        self.decoders.start()
+
+    def start_lookups(self) -> None:
+        """Start the threads that look up, which an engine without a server does not need.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+        """
+        for pool in self._lookups:
+            pool.start()
+
+    def stop_compiling(self) -> None:
+        """Begin no lowering any more."""
+        for pool in (self.foreground, self.background):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def close(self) -> None:
+        """End all threads once their current work is done."""
+        self.decoders.stop()
+        # The event loop may go on, and needs a working executor.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
+        for pool in (*self._lookups, *self._needed):
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ import orjson
 
 from service import problems
 from service.engine.requests.admission.admission import Admission, Ticket
-from service.engine.threads import Pool, in_pool, run_at_low_priority
+from service.engine.threads import Pool, in_pool
 from service.http.access.callers import Caller
 from service.problems import DeadlineExceeded
 
@@ -28,19 +28,16 @@ _PAGE = 50
 class Lookups:
     """Runs slow GET requests in threads, each with a place in admission. For one event loop.
 
-    These threads are separate from those that build extractors and encode features, so that neither waits for a graph.
-    Their priority is low, since tracing or drawing a large model takes a core for seconds.
-
     Args:
         seconds: time limit of a request. Work that a thread has begun continues past it, and occupies the thread.
-        threads: number of threads.
+        pool: the threads, which are those of nothing else; see :class:`~service.engine.threads.Threads`.
         max_requests: maximum requests in flight, shared fairly between clients as in :class:`Admission`.
     """
 
-    def __init__(self, seconds: float, threads: int = 2, max_requests: int = 16) -> None:
+    def __init__(self, seconds: float, pool: Pool, max_requests: int = 16) -> None:
         self._seconds = seconds
-        self._admission = Admission(max_requests, 0, threads)
-        self._pool = Pool(threads, "fxserve-lookup", run_at_low_priority)
+        self._admission = Admission(max_requests, 0, pool.size)
+        self._pool = pool
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator[Place]:
@@ -58,14 +55,6 @@ class Lookups:
                 if limit.expired():
                     raise DeadlineExceeded from None
                 raise
-
-    def start(self) -> None:
-        """Start the threads."""
-        self._pool.start()
-
-    def close(self) -> None:
-        """Stop the threads once their current work is done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Place:

@@ -75,19 +75,16 @@ class State:
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.lookups = Lookups(self.settings.request_timeout)
-        # One at a time: an index of thousands of extractors keeps the interpreter busy.
-        self.listings = Lookups(self.settings.request_timeout, threads=1)
-        # One at a time: reading may wait for a disk or a bucket, and decoding takes memory.
-        self.pictures = Lookups(self.settings.request_timeout, threads=1)
-        settings = self.settings
+        settings, threads = self.settings, self.engine.threads
+        self.lookups = Lookups(settings.request_timeout, threads.lookups)
+        self.listings = Lookups(settings.request_timeout, threads.listings)
+        self.pictures = Lookups(settings.request_timeout, threads.pictures)
+        self.exports = Lookups(max(EXPORT_SECONDS, settings.request_timeout), threads.exports, max_requests=4)
         self.top_images = (
             None
             if settings.statistics is None
             else TopImages(settings.statistics, settings.max_body_bytes, settings.max_pixels)
         )
-        # One at a time, since an export holds the weights a second time.
-        self.exports = Lookups(max(EXPORT_SECONDS, self.settings.request_timeout), threads=1, max_requests=4)
 
     def models(self, source: Source | None = None) -> list[ModelEntry]:
         """List the models served, without timm's unless ``source`` is timm."""
@@ -164,16 +161,6 @@ class State:
             result = await place.run(work)
         self.engine.extractors.eviction.make_room()
         return result
-
-    def start(self) -> None:
-        """Start the threads of lookups, listings, pictures and exports."""
-        for lookups in (self.lookups, self.listings, self.pictures, self.exports):
-            lookups.start()
-
-    def close(self) -> None:
-        """Stop the threads of lookups, listings, pictures and exports."""
-        for lookups in (self.lookups, self.listings, self.pictures, self.exports):
-            lookups.close()
 
 
 @functools.cache  # bounded by the weights in use

@@ -51,8 +51,8 @@ class Client:
         """Nothing is traced or built meanwhile."""
         engine, free = self.app.state.fxserve.engine, threading.Event()
         for _ in range(engine.settings.build_threads):
-            engine._builders.submit(free.wait, 120)
-        while not engine._builders._work_queue.empty():
+            engine.threads.builders.submit(free.wait, 120)
+        while not engine.threads.builders._work_queue.empty():
             time.sleep(0.01)
         try:
             yield

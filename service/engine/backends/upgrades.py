@@ -20,7 +20,7 @@ from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime
-from service.engine.threads import Pool, compute_on
+from service.engine.threads import Threads
 from service.problems import NotReady
 from service.settings import Settings
 
@@ -43,6 +43,7 @@ class Upgrades:
         device: where extractors run.
         queue: the device worker's.
         settings: threads, cache, and whether ``auto`` looks for something faster.
+        threads: those that compile.
         usual: compiled extractors beside which none is added while all are in use.
         records: a view of all extractors.
 
@@ -51,34 +52,32 @@ class Upgrades:
     """
 
     def __init__(
-        self, device: torch.device, queue: Queue, settings: Settings, usual: int, records: Collection[ExtractorRecord]
+        self,
+        device: torch.device,
+        queue: Queue,
+        settings: Settings,
+        threads: Threads,
+        usual: int,
+        records: Collection[ExtractorRecord],
     ) -> None:
-        # Two threads: builds that requests wait for do not queue behind background work.
-        self._foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
-        self._background = Pool(1, "fxserve-improve", compute_on, device, 1)
+        self._threads = threads
         self.tools = Tools(
             device,
             settings,
             Trials(queue, settings.max_batch),
             Verdicts(settings),
-            self._foreground,
-            self._background,
+            threads.foreground,
+            threads.background,
         )
         self._usual = usual
         self._records = records
         self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
 
-    def start(self) -> None:
-        """Start the threads."""
-        self._foreground.start()
-        self._background.start()
-
     def close(self) -> None:
-        """Cancel all lowerings."""
+        """Cancel all lowerings, and begin no other."""
         for cancelled in self.tools.lowerings:
             cancelled.set()
-        for pool in (self._foreground, self._background):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.stop_compiling()
 
     def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
         """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 
 from torch import Tensor
 
@@ -17,45 +15,7 @@ from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.shapes import RowShape
-from service.engine.threads import compute_with
-
-log = logging.getLogger("fxserve.decoding")
-
-
-class Decoders:
-    """Threads that decode, first come, first served.
-
-    This is no executor: no caller waits for a part, and a future for each would take the event loop's time.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._main, name=f"fxserve-decode-{number}", daemon=True)
-            for number in range(threads)
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def put(self, decode: Callable[[], None]) -> None:
-        """Queue a call of ``decode`` in one of the threads."""
-        self._work.put(decode)
-
-    def stop(self) -> None:
-        """End the threads, after all work that was put before."""
-        for _ in self._threads:
-            self._work.put(None)
-
-    def _main(self) -> None:
-        compute_with(1)  # the threads share the cores
-        while (decode := self._work.get()) is not None:
-            try:
-                decode()
-            except BaseException:  # it must not end the thread
-                log.exception("a decoder failed")
-            del decode  # an idle thread keeps no images in memory
+from service.engine.threads import Decoders
 
 
 class Decoding:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from service.engine.memory.projections import Projections
 from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Admission, Ticket
-from service.engine.requests.decoding import Decoders, Decoding
+from service.engine.requests.decoding import Decoding
 from service.engine.requests.plan.edits import EditFactors, at_fault, resolved
 from service.engine.requests.plan.images import check_takes_images, header_steps, is_quick, plan_images, read_headers
 from service.engine.requests.plan.plan import Inputs, Plan
@@ -29,7 +28,7 @@ from service.engine.requests.plan.sizes import Sizes, are_known, projected_lengt
 from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.rows.regions import Regions
 from service.engine.runtime.runtime import Runtime
-from service.engine.threads import in_pool
+from service.engine.threads import Threads, in_pool
 from service.schemas.regions import GivenRegions
 from service.settings import Settings
 
@@ -41,8 +40,7 @@ class Pipeline:
         settings: the service's settings.
         admission: what requests claim their bytes of.
         queue: where decoded rows wait for the device worker.
-        intake: the thread that reads headers and predicts sizes.
-        decoders: the threads that decode.
+        threads: its ``intake`` reads headers and predicts sizes, its ``decoders`` decode.
         upgrades: counts what each extractor answers.
         projections: the matrices of those requests that project.
         variants: what computes other sizes of models that are built for one, and edits.
@@ -53,8 +51,7 @@ class Pipeline:
         settings: Settings,
         admission: Admission,
         queue: Queue,
-        intake: Executor,
-        decoders: Decoders,
+        threads: Threads,
         upgrades: Upgrades,
         projections: Projections,
         variants: Variants,
@@ -62,8 +59,8 @@ class Pipeline:
         self._settings = settings
         self._admission = admission
         self._queue = queue
-        self._intake = intake
-        self._decoders = decoders
+        self._intake = threads.intake
+        self._decoders = threads.decoders
         self._upgrades = upgrades
         self._projections = projections
         self._variants = variants

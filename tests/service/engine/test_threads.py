@@ -1,7 +1,8 @@
-"""The priorities of threads."""
+"""The roles of threads, and their priorities."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -9,8 +10,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from service.engine.threads import Threads, in_pool
+from service.settings import Settings
 from tests.service.conftest import Client
+from tests.service.engine.running import PATIENCE
 
 
 def nice(thread: threading.Thread | None = None) -> int:
@@ -33,3 +38,25 @@ def test_lookups_have_a_low_priority(make_client: Callable[..., Client]) -> None
         time.sleep(0.01)
     assert {*map(nice, low)} == {min(own + 10, 19)}
     assert nice(worker) == client.run(nice_of_event_loop()) == own
+
+
+@pytest.mark.anyio
+async def test_work_that_takes_long_holds_up_no_other_kind() -> None:
+    threads, free = Threads(Settings(device="cpu"), torch.device("cpu")), threading.Event()
+    threads.start()
+    threads.start_lookups()
+    short = (threads.intake, threads.encoders, threads.chores, threads.foreground)
+    long = (threads.builders, threads.downloads, threads.background, threads.exports, threads.pictures, threads.lookups)
+    try:
+        for index, pool in enumerate(long):
+            for _ in range(2 * pool.size):
+                pool.submit(free.wait, PATIENCE)
+            async with asyncio.timeout(PATIENCE / 2):
+                for other in (*short, *long[index + 1 :], threads.listings):
+                    assert await in_pool(other, lambda: True)
+            decoded = threading.Event()
+            threads.decoders.put(decoded.set)
+            assert decoded.wait(PATIENCE / 2)
+    finally:
+        free.set()
+        threads.close()

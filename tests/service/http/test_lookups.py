@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from service.engine.threads import Pool
 from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.problems import AdmissionFull
@@ -14,9 +15,8 @@ from service.problems import AdmissionFull
 
 @pytest.mark.anyio
 async def test_retry_after_follows_the_rate_of_lookups() -> None:
-    lookups = Lookups(60, threads=1, max_requests=4)
-    lookups.start()
-    try:
+    with Pool(1, "lookup") as pool:
+        lookups = Lookups(60, pool, max_requests=4)
         for _ in range(20):
             async with lookups.place(Caller()) as place:
                 await place.run(lambda: time.sleep(0.15))
@@ -25,6 +25,4 @@ async def test_retry_after_follows_the_rate_of_lookups() -> None:
                 await held.enter_async_context(lookups.place(Caller()))
             with pytest.raises(AdmissionFull) as refused:
                 await held.enter_async_context(lookups.place(Caller()))
-    finally:
-        lookups.close()
     assert refused.value.retry_after == 1  # of the three seconds that were busy, four lookups take less than one

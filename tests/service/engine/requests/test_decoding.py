@@ -69,7 +69,7 @@ async def test_headers_of_several_requests_are_read_by_turns(
         first = asyncio.create_task(running.features(record, many))
         await begun.wait()
         second = asyncio.create_task(running.features(record, [one]))
-        while running._intake._work_queue.qsize() < 1:
+        while running.threads.intake._work_queue.qsize() < 1:
             await asyncio.sleep(0.01)
         go_on.set()
         await asyncio.gather(first, second)

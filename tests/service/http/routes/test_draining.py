@@ -21,7 +21,7 @@ async def under_way(engine: Engine, client: Client, path: str, **options: Any) -
     """A request that waits for a builder."""
     asked = asyncio.create_task(client.http.post(path, **options))
     async with asyncio.timeout(50):
-        while engine._builders._work_queue.empty():
+        while engine.threads.builders._work_queue.empty():
             await asyncio.sleep(0.01)
     return asked
 
