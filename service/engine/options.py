@@ -204,7 +204,7 @@ class FeatureOptions:
             tensor = pool(tensor, layout, self.pool, prefix)
         if self.project is not None:
             assert matrices is not None
-            tensor, layout = project(tensor, matrices[tensor[:1].numel()]), "NC"
+            tensor, layout = project(tensor, matrices[tensor.shape[1:].numel()]), "NC"
         if self.normalize == "l2":
             rows = tensor if tensor.ndim > 1 else tensor[:, None]  # of single values
             dim = channel_dim(layout, rows.ndim) if rows.ndim > 2 else 1

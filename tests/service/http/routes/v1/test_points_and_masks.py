@@ -164,6 +164,23 @@ def test_no_region_at_all(client, photos):
 
 
 @pytest.mark.parametrize(
+    ("pool", "field", "given", "counts"),
+    [
+        ("points", "points", {"chelsea": []}, []),
+        ("points", "points", {"chelsea": [[120, 40]], "coffee": []}, [0]),
+        ("roi", "boxes", {"chelsea": []}, []),
+        ("mask", "masks", {"chelsea": []}, []),
+    ],
+)
+def test_no_region_of_an_image_projected(client, photos, pool, field, given, counts):
+    document = body(photos, field, given)
+    response = tensors(ask(client, "resnet18", "C4", document, pool, "&project=5&image_size=64"))
+    assert response["C4"].shape == (len(counts), 5)
+    one = {"points": "point", "boxes": "box", "masks": "mask"}[field]
+    assert response[f"{one}_image"].tolist() == counts
+
+
+@pytest.mark.parametrize(
     ("pool", "field", "given", "where", "said"),
     [
         ("points", "points", [[], [[10, 10], [10]]], (1, 1), "1 values"),
