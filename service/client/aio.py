@@ -182,6 +182,7 @@ class AsyncExtractor(BaseExtractor):
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
+        tokens: Iterable[int] | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
@@ -192,7 +193,7 @@ class AsyncExtractor(BaseExtractor):
         parts = await asyncio.to_thread(
             split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
         )
-        query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
+        query = feature_query(pool, dtype, normalize, preprocess, tokens, roi_size=roi_size, project=project, seed=seed)
         return await self._call(parts, query, as_torch)
 
     async def attributions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -98,10 +98,16 @@ class BaseExtractor:
 
 
 def feature_query(
-    pool: str, dtype: Dtype | None, normalize: str | None, preprocess: str, **numbers: int | None
+    pool: str,
+    dtype: Dtype | None,
+    normalize: str | None,
+    preprocess: str,
+    tokens: Iterable[int] | None,
+    **numbers: int | None,
 ) -> dict[str, str]:
     """Query parameters of a feature request, without those at their defaults."""
-    given = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess}
+    listed = None if tokens is None else ",".join(str(token) for token in tokens)
+    given = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess, "tokens": listed}
     query = {
         name: value for name, value in given.items() if value not in (None, "none" if name == "pool" else "default")
     }

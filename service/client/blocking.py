@@ -205,6 +205,7 @@ class Extractor(BaseExtractor):
         roi_size: int | None = None,
         project: int | None = None,
         seed: int | None = None,
+        tokens: Iterable[int] | None = None,
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
@@ -238,6 +239,8 @@ class Extractor(BaseExtractor):
             project: project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's
                 ``SparseRandomProjection(n_components=project, random_state=seed)`` for its length.
             seed: with ``project``, 0 by default.
+            tokens: indices of the tokens to return, of attention weights the queries: ``[0]`` of ``[N, heads, L, L]``
+                is what the class token attends to, ``[N, heads, 1, L]``.
             as_torch: return torch tensors instead of NumPy arrays.
 
         Raises:
@@ -246,7 +249,7 @@ class Extractor(BaseExtractor):
         """
         one_by_one = not self.one_size or preprocess == "none"
         parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits)
-        query = feature_query(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
+        query = feature_query(pool, dtype, normalize, preprocess, tokens, roi_size=roi_size, project=project, seed=seed)
         return self._call(parts, query, as_torch)
 
     def attributions(

@@ -48,13 +48,13 @@ class Source:
 
 
 @functools.lru_cache(_REMEMBERED)
-def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) -> str:
+def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool) -> str:
     """Return the media type to answer with; cached, as clients send the same header with every request.
 
     Args:
         accept: the header, or None.
         dtypes: of the outputs as they will be answered.
-        pooled: whether the outputs are pooled or projected.
+        reduced: whether the outputs are pooled or projected, or some of their tokens.
 
     Raises:
         Problem: 406 that says why, and lists what is possible.
@@ -67,8 +67,8 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], pooled: bool) 
         reason = f"{{}} holds one array and {len(dtypes)} nodes are asked for: ask for one"
         impossible[npy.MEDIA_TYPE] = reason.format("an npy file") + f", or Accept {npy.NPZ_MEDIA_TYPE}"
         impossible[heatmap.MEDIA_TYPE] = reason.format("a heat-map")
-    elif pooled:
-        impossible[heatmap.MEDIA_TYPE] = "a heat-map needs a feature map: leave pool and project out"
+    elif reduced:
+        impossible[heatmap.MEDIA_TYPE] = "a heat-map needs a feature map: leave pool, project and tokens out"
     possible = [kind for kind in OFFERED if kind not in impossible]
     try:
         return choose(accept, possible)

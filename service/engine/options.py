@@ -25,6 +25,7 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
+from service.engine.tokens import check_tokens, chosen, chosen_shape
 from service.schemas.regions import KINDS, GivenRegions
 from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
@@ -67,6 +68,8 @@ class FeatureOptions:
         preprocess: ``default``, ``pil`` or ``fast``, as :mod:`fxcore.images.decoding` has them; ``none`` only
             scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
             What ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
+        tokens: indices of the tokens that are answered, or of attention weights the queries; None is all. Only without
+            pooling.
         keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
             They are computed all the same: a batch is shared by requests for different outputs, and a graph for each
             subset would have to be compiled and would split batches. An extractor of fewer nodes, which shares its
@@ -81,6 +84,7 @@ class FeatureOptions:
     roi_size: int = ROI_SIZE
     project: int | None = None
     seed: int = 0
+    tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.pool != DISTILLED:  # which no request names
@@ -136,9 +140,13 @@ class FeatureOptions:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
 
         Raises:
-            BadTensor: this output cannot be pooled or normalised so.
+            BadTensor: this output has no such tokens, or cannot be pooled or normalised so.
         """
         try:
+            if self.tokens is not None:
+                if self.pool != "none":
+                    raise BadTensor(f"tokens and pool={self.pool} do not go together: leave one of them out")
+                check_tokens(shape, layout, self.tokens)
             if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))
                 raise BadTensor(
@@ -155,7 +163,9 @@ class FeatureOptions:
                 raise BadTensor(f"output {key!r}: {asked} needs floating values and this node gives {dtype}", key=key)
 
     def pooled(self, shape: list[int], layout: str | None) -> list[int]:
-        """Return the shape of a tensor of ``shape`` after pooling."""
+        """Return the shape of a tensor of ``shape`` after tokens are chosen and pooled."""
+        if self.tokens is not None:
+            return chosen_shape(shape, self.tokens)
         if self.pool in KINDS:
             return pooled_regions_shape(shape, layout, self.roi_size if self.pool == "roi" else 1)
         return shape if self.pool == "none" else pooled_shape(shape, layout, self.pool)
@@ -178,8 +188,8 @@ class FeatureOptions:
         grid: MapGrid | None = None,
         matrices: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Pool, project, normalise and cast, on the device the tensor is on. Each row's result depends on that row
-        alone.
+        """Choose tokens, pool, project, normalise and cast, on the device the tensor is on. Each row's result depends
+        on that row alone.
 
         Args:
             tensor: a row for each image.
@@ -193,7 +203,9 @@ class FeatureOptions:
             none has.
         """
         given = tensor.dtype
-        if self.pool in KINDS:
+        if self.tokens is not None:
+            tensor = chosen(tensor, self.tokens)
+        elif self.pool in KINDS:
             assert grid is not None  # see check
             if self.pool == "roi":
                 tensor = pool_regions(tensor, layout, grid, regions, self.roi_size)

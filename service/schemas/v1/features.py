@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
 from service.schemas.image_size import ImageSizeText
@@ -31,6 +32,9 @@ MAX_PROJECT = 65_536
 MAX_SEED = 2**32 - 1
 """Maximum seed of NumPy's generator."""
 
+MAX_TOKENS = 1024
+"""Maximum tokens that a request chooses."""
+
 ROI_SIZE = 7
 """Default side of the pooled boxes of `pool=roi`."""
 
@@ -42,6 +46,24 @@ def _pooling(text: object) -> str:
 
 
 _Pooling = Annotated[str, BeforeValidator(_pooling), WithJsonSchema({"type": "string", "pattern": POOL_PATTERN})]
+
+
+def _tokens(text: object) -> tuple[int, ...]:
+    found = text.split(",") if isinstance(text, str) else []
+    if not all(one.isascii() and one.isdigit() and len(one) < 8 for one in found) or not 0 < len(found) <= MAX_TOKENS:
+        raise PydanticCustomError(
+            "tokens",
+            "Input should be up to {most} indices of tokens from 0, separated by commas, such as 0,57",
+            {"most": MAX_TOKENS},
+        )
+    return tuple(map(int, found))
+
+
+_Tokens = Annotated[
+    tuple[int, ...],
+    BeforeValidator(_tokens),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,7}(,[0-9]{1,7})*$"}),
+]
 
 
 class FeatureQuery(BaseModel):
@@ -71,6 +93,13 @@ class FeatureQuery(BaseModel):
         examples=[4096],
     )
     seed: int = Field(default=0, ge=0, le=MAX_SEED, description="With `project`: seed of the matrix.", examples=[1])
+    tokens: _Tokens | None = Field(
+        default=None,
+        description="Without pooling: indices of the tokens to answer, in this order; prefix tokens such as the class "
+        "token come first. Of attention weights, the queries: `tokens=0` of `[N, heads, L, L]` is what the class token "
+        "attends to, `[N, heads, 1, L]`. Of windows, the index in each.",
+        examples=["0,57"],
+    )
     dtype: Dtype | None = Field(
         default=None,
         description="Dtype of floating-point outputs in the response; by default as computed. Values beyond those of "

@@ -233,7 +233,8 @@ def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None)
         raise problems.DuplicateKey(detail, key=added)
     floating = ("float32", "float16", "bfloat16")
     dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
-    accepted = responses.negotiate(accept, tuple(dtypes), _options_of(query).one_shape)
+    reduced = _options_of(query).one_shape or query.tokens is not None
+    accepted = responses.negotiate(accept, tuple(dtypes), reduced)
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
         heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
@@ -331,7 +332,9 @@ _sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictiona
 def _options_of(query: FeatureQuery) -> FeatureOptions:
     roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
     seed = query.seed if query.project is not None else 0
-    return _options(query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed)
+    return _options(
+        query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed, query.tokens
+    )
 
 
 @functools.lru_cache(_CACHED_OPTIONS)
@@ -343,8 +346,11 @@ def _options(
     roi_size: int,
     project: int | None,
     seed: int,
+    tokens: tuple[int, ...] | None,
 ) -> FeatureOptions:
-    return FeatureOptions(pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed)
+    return FeatureOptions(
+        pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed, tokens=tokens
+    )
 
 
 routes = [

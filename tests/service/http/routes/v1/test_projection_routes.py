@@ -95,7 +95,7 @@ def test_no_heat_map_of_what_is_projected(client, photos):
     url = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.5&project=9"
     response = client.post(url, json=body(photos), headers={"accept": "image/png"})
     assert response.status_code == 406
-    assert "leave pool and project out" in response.json()["detail"]
+    assert "leave pool, project and tokens out" in response.json()["detail"]
 
 
 def npy(*values):

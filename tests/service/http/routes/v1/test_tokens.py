@@ -1,0 +1,99 @@
+"""tokens=…, against what forward hooks on timm's own model see; and what is refused."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from fxcore import get_model, load_model
+from fxcore.photos import photos
+
+MODEL, BLOCK = "timm.test_vit", "blocks.0"
+WEIGHTS = f"{BLOCK}.attn.attention"
+PIXELS = np.array(photos()[0].resize((160, 160)))[None]
+
+
+def asked(client, id, query="", accept="application/x-npz"):
+    body = io.BytesIO()
+    np.save(body, PIXELS)
+    headers = {"content-type": "application/x-npy", "accept": accept}
+    return client.post(f"/v1/extractors/{id}/features{query}", content=body.getvalue(), headers=headers)
+
+
+def arrays(response):
+    assert response.status_code == 200, response.text
+    return dict(np.load(io.BytesIO(response.content)))
+
+
+@pytest.fixture(scope="module")
+def made(client):
+    spec = {"model": MODEL, "weights": "random", "return_nodes": {WEIGHTS: "attention", BLOCK: "tokens"}}
+    response = client.post("/v1/extractors?wait=60", json={**spec, "transforms": ["attention_maps"]})
+    assert response.status_code in (200, 201), response.text
+    return response.json()["id"]
+
+
+def test_queries_of_attention_and_tokens_are_those_that_hooks_see(client, made):
+    entry = get_model(MODEL)
+    model = load_model(entry, "random")
+    block, seen = model.get_submodule(BLOCK), {}
+    block.register_forward_hook(lambda *given: seen.update(tokens=given[2]))
+    block.attn.qkv.register_forward_hook(lambda *given: seen.update(qkv=given[2]))
+    with torch.no_grad():
+        model(entry.preprocessing().tensor(torch.from_numpy(PIXELS)))
+    count = block.attn.num_heads
+    query, key, _ = (one.unflatten(-1, (count, -1)).transpose(1, 2) for one in seen["qkv"].chunk(3, -1))
+    weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
+    length = weights.shape[-1]
+    found = arrays(asked(client, made, "?tokens=57,0,57"))
+    assert found["attention"].shape == (1, count, 3, length)
+    np.testing.assert_allclose(found["attention"], weights[:, :, [57, 0, 57]], atol=1e-5)
+    np.testing.assert_allclose(found["tokens"], seen["tokens"][:, [57, 0, 57]], atol=1e-4)
+    halves = arrays(asked(client, made, f"?tokens={length - 1}&dtype=float16&normalize=l2"))["tokens"]
+    last = seen["tokens"][:, -1:]
+    np.testing.assert_allclose(halves, last / last.norm(dim=-1, keepdim=True), atol=2e-3)
+    assert arrays(asked(client, made, "?tokens=0&project=9"))["attention"].shape == (1, 9)
+
+
+@pytest.mark.exhaustive
+def test_windows_give_the_query_of_that_index_in_each(client):
+    node = "features.1.1.attn.attention"
+    spec = {"model": "swin_t", "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
+    id = client.post("/v1/extractors?wait=100", json=spec).json()["id"]
+    whole = arrays(asked(client, id))[node]
+    np.testing.assert_allclose(arrays(asked(client, id, "?tokens=13"))[node], whole[..., [13], :], atol=1e-6)
+
+
+def test_a_row_is_answered_where_all_would_be_too_large(make_client):
+    client = make_client(max_response_bytes=40_000)
+    spec = {"model": MODEL, "weights": "random", "return_nodes": [WEIGHTS], "transforms": ["attention_maps"]}
+    id = client.post("/v1/extractors?wait=60", json=spec).json()["id"]
+    assert asked(client, id).status_code == 413
+    assert len(asked(client, id, "?tokens=0", "application/x-safetensors").content) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("tokens=101", "this node has 101 tokens, so 101 is not one of 0 to 100"),
+        ("tokens=0&pool=avg", "tokens and pool=avg do not go together"),
+        *((f"tokens={wrong}", "indices of tokens from 0") for wrong in ("", "-1", "1,", "0x1", "1.5", "99999999")),
+        ("tokens=" + ",".join(["0"] * 1025), "up to 1024 indices"),
+    ],
+)
+def test_tokens_that_are_none_are_refused(client, made, query, said):
+    response = asked(client, made, f"?{query}")
+    assert (response.status_code, said in response.json()["detail"]) == (422, True), response.text
+
+
+def test_values_without_tokens_and_pictures_are_refused(client, made, photos):
+    for node, given in (("features.5", "NCHW"), ("flatten", "NC")):
+        url = f"/v1/models/squeezenet1_1/features?weights=random&nodes={node}&tokens=0"
+        refused = client.post(url, content=photos["chelsea"], headers={"content-type": "image/jpeg"})
+        assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+        assert f"this node gives {given} of shape" in refused.json()["detail"]
+    url = f"/v1/models/{MODEL}/features?weights=random&nodes={BLOCK}&tokens=0"
+    drawn = {"content-type": "image/jpeg", "accept": "image/png"}
+    refused = client.post(url, content=photos["chelsea"], headers=drawn)
+    assert (refused.status_code, "leave pool, project and tokens out" in refused.json()["detail"]) == (406, True)
