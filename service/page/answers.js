@@ -24,6 +24,7 @@ import { featureAddress, requestOf } from "./snippets.js"
 /**
  * @typedef {object} Answer
  * @property {string} slot its key in the worker
+ * @property {Model} model
  * @property {Photo} photo
  * @property {string} node as requested
  * @property {import("./edits.js").Edit[]} edits that it was computed with
@@ -61,23 +62,23 @@ export async function features(model, name, photo, signal, query = {}, edits = [
   const node = model.resolve(name)
   // Windows of attention are rows of their own, not maps of the image.
   const layout = node && node.rows_per_image === 1 ? node.layout : null
-  return opened(answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what, signal, edits)
+  return opened(model, answer, { key: name, layout, tokens: gridAt(model, node?.tokens ?? null, query, photo) }, photo, name, what, signal, edits)
 }
 
 /**
  * Hand an answer in safetensors to the worker, and keep it.
- * @param {Response} answer @param {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
+ * @param {Model} model that gave it @param {Response} answer @param {{key: string, layout: string | null, tokens: import("./maps.js").Grid | null}} message
  * @param {Photo} photo @param {string} node @param {string} what it is an answer to, beside the photo
  * @param {AbortSignal} signal aborted once it is no longer shown
  * @param {import("./edits.js").Edit[]} [edits]
  * @returns {Promise<Answer>}
  */
-export async function opened(answer, message, photo, node, what, signal, edits = []) {
+export async function opened(model, answer, message, photo, node, what, signal, edits = []) {
   const buffer = await answer.arrayBuffer()
   const file = new Blob([buffer])
   const timing = answer.headers.get("Server-Timing") ?? ""
   const slot = String(++slots)
-  const found = /** @type {Answer} */ ({ slot, photo, node, edits, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
+  const found = /** @type {Answer} */ ({ slot, model, photo, node, edits, file, timing, ...await reduce("open", { slot, ...message, buffer }, { transfer: [buffer] }) })
   keep(what, found, signal)
   return found
 }

@@ -10,17 +10,28 @@
  */
 
 /**
+ * The window of a query, and its number in it.
+ * @param {Grid} grid @param {number} row @param {number} column @param {number | null} token
+ */
+export function queryAt({ height, width, prefix, window, shift }, row, column, token) {
+  if (token !== null) return [0, token]
+  return window ? cut(height, width, window, shift)(row, column) : [0, prefix + row * width + column]
+}
+
+/**
  * A row of the weights of one image, position by position; NaN outside the query's window.
- * @param {{shape: number[], data: Float32Array}} weights `[N, heads, L, L]`, or `[N, windows, heads, L, L]`
+ * @param {{shape: number[], data: Float32Array}} weights `[N, heads, L, L]`, or `[N, windows, heads, L, L]`; or of the query alone
  * @param {Grid} grid
  * @param {number | null} head null for the mean of all
  * @param {number} row @param {number} column of the query
  * @param {number | null} [token] number of the query before the grid, as the class token's, in place of a position
  */
-export function attended({ shape, data }, { height, width, prefix, window, shift }, head, row, column, token = null) {
-  const [heads, length] = [shape[shape.length - 3], shape[shape.length - 1]]
+export function attended({ shape, data }, grid, head, row, column, token = null) {
+  const { height, width, prefix, window, shift } = grid
+  const [heads, queries, length] = shape.slice(-3)
   const find = window ? cut(height, width, window, shift) : (/** @type {number} */ r, /** @type {number} */ c) => [0, prefix + r * width + c]
-  const [own, query] = token === null ? find(row, column) : [0, token]
+  const [own, query] = queryAt(grid, row, column, token)
+  const at = queries === 1 ? 0 : query
   const result = new Float32Array(height * width).fill(NaN)
   const rows = head === null ? [...Array(heads).keys()] : [head]
   for (let r = 0; r < height; r++)
@@ -28,7 +39,7 @@ export function attended({ shape, data }, { height, width, prefix, window, shift
       const [other, key] = find(r, c)
       if (other !== own) continue
       let sum = 0
-      for (const one of rows) sum += data[((own * heads + one) * length + query) * length + key]
+      for (const one of rows) sum += data[((own * heads + one) * queries + at) * length + key]
       result[r * width + c] = sum / rows.length
     }
   return result
@@ -38,11 +49,12 @@ export function attended({ shape, data }, { height, width, prefix, window, shift
  * In bits, how widely each head spreads one query's attention: 0 where all of it is at one position.
  * @param {{shape: number[], data: Float32Array}} weights @param {Grid} grid @param {number} row @param {number} column @param {number | null} token
  */
-export function entropies({ shape, data }, { height, width, prefix, window, shift }, row, column, token) {
-  const [heads, length] = [shape[shape.length - 3], shape[shape.length - 1]]
-  const [own, query] = token !== null ? [0, token] : window ? cut(height, width, window, shift)(row, column) : [0, prefix + row * width + column]
+export function entropies({ shape, data }, grid, row, column, token) {
+  const [heads, queries, length] = shape.slice(-3)
+  const [own, query] = queryAt(grid, row, column, token)
+  const at = queries === 1 ? 0 : query
   return [...Array(heads).keys()].map((head) => {
-    const start = ((own * heads + head) * length + query) * length
+    const start = ((own * heads + head) * queries + at) * length
     return -data.subarray(start, start + length).reduce((sum, share) => sum + (share > 0 ? share * Math.log2(share) : 0), 0)
   })
 }

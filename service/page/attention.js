@@ -2,6 +2,7 @@
 
 import { askFeatures, kept, opened } from "./answers.js"
 import { askJson, modelPath } from "./api.js"
+import { queryAt } from "./attended.js"
 import { image, range } from "./colours.js"
 import { h, select } from "./dom.js"
 import { reaching } from "./edits.js"
@@ -21,7 +22,22 @@ import { coloured } from "./views.js"
 /** @typedef {import("./stages.js").Side} Side */
 
 /** @typedef {{names: string[], order: string[]}} Nodes nodes of attention weights, and all nodes in order of execution */
-/** @typedef {{answer: Answer, grid: Grid | null, id: string}} Weights held by the worker, and the extractor that gives them */
+/**
+ * Weights held by the worker.
+ * @typedef {object} Weights
+ * @property {Answer} answer those shown first
+ * @property {Patch | null} first the position whose weights these are; null where they are those of all
+ * @property {Grid | null} grid
+ * @property {import("./snippets.js").Request} request that gives them
+ * @property {(patch: Patch | null) => Promise<Answer>} row those of another position
+ * @property {() => Promise<any>} idle once all that were asked for have come
+ */
+/** @typedef {import("./patch.js").Patch} Patch */
+
+/** Weights of more bytes are asked for one query at a time: those of 1370 tokens and 6 heads are 45 MB, and a query's 33 kB. */
+const MOST_BYTES = 4e6
+/** How long the pointer rests on a position before the weights of its query are asked for, in milliseconds. */
+const REST = 200
 
 /** @type {WeakMap<Model, Promise<Nodes>>} */
 const nodes = new WeakMap()
@@ -88,56 +104,85 @@ async function editsBefore(all, model, weights) {
 }
 
 /**
- * The attention weights of a photo.
- * @param {Model} model @param {string} node @param {import("./photo.js").Photo} photo @param {Edit[]} edits @param {AbortSignal} signal
- * @param {import("./size.js").Query} query
+ * The attention weights of a photo: all of them, or where those are many the ones of a single query.
+ * @param {Model} model @param {string} node @param {import("./photo.js").Photo} photo @param {Edit[]} edits @param {import("./place.js").Place} place
+ * @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, photo, edits, signal, query) {
-  const { id } = await makeExtractor(model, { nodes: [node], transforms: ["attention_maps"], query: fixedQuery(model, query, photo) }, signal)
-  const what = id + JSON.stringify(edits)
-  let found = kept(what, photo, signal)
-  if (!found) {
-    const request = requestOf(model, [node], photo, { transforms: ["attention_maps"], id, edits })
-    const answer = await askFeatures(request, photo, "application/x-safetensors", signal)
-    found = await opened(answer, { key: node, layout: null, tokens: null }, photo, node, what, signal, edits)
+async function weightsOf(model, node, photo, edits, place, signal, query) {
+  const transforms = ["attention_maps"], size = fixedQuery(model, query, photo)
+  let made
+  do made = await makeExtractor(model, { nodes: [node], transforms, query: size }, signal)
+  while (made.state === "building") // which lists no outputs
+  const { attention: grid, bytes_per_image: bytes } = made.outputs[0]
+  /** @param {Patch | null} patch null for all */
+  const request = (patch) => requestOf(model, [node], photo, { transforms, id: made.id, edits,
+    query: { ...size, ...(patch ? { tokens: String(queryAt(grid, patch.row, patch.column, tokenOf(place, grid))[1]) } : {}) } })
+  /** @type {Map<string, Promise<Answer>>} */ const coming = new Map()
+  /** @param {Patch | null} patch */
+  const ask = async (patch) => {
+    const wanted = request(patch), what = JSON.stringify([made.id, edits, wanted.query])
+    const known = kept(what, photo, signal)
+    if (known) return known
+    const found = coming.get(what) ?? askFeatures(wanted, photo, "application/x-safetensors", signal).then((answer) =>
+      opened(model, answer, { key: node, layout: null, tokens: null }, photo, node, what, signal, edits))
+    coming.set(what, found)
+    return found.finally(() => coming.delete(what))
   }
-  // Not before: an extractor that is still building lists no outputs.
-  const { outputs } = await askJson(`v1/extractors/${id}`, { signal })
-  return { answer: found, grid: outputs[0].attention, id }
+  const first = grid && bytes > MOST_BYTES ? patchOf(place.at, grid) : null
+  const answer = await ask(first)
+  return { answer, grid, first, request: request(first), row: async (patch) => (first ? ask(patch ?? first) : answer), idle: () => Promise.allSettled([...coming.values()]) }
+}
+
+/** The last request for the weights under a moving pointer, by topic. @type {Map<string, symbol>} */
+const pointed = new Map()
+
+/** Wait until the pointer rests and what was asked for has come; fails where it has moved on. @param {string} topic @param {() => Promise<any>} idle */
+async function resting(topic, idle) {
+  const mine = Symbol(topic)
+  pointed.set(topic, mine)
+  await new Promise((resolve) => setTimeout(resolve, REST))
+  await idle()
+  if (pointed.get(topic) !== mine) throw new DOMException("another position is wanted", "AbortError")
 }
 
 /**
  * The maps of attention of a position or of a token before the grid, and the choices of them.
- * @param {Model} model @param {Answer[]} answers @param {import("./place.js").Place} place
+ * @param {Answer[]} answers @param {import("./place.js").Place} place
  * @param {(changes: Record<string, string | null>, replace?: boolean) => void} go
  * @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<{sides: Side[], choices: HTMLElement[], weights: Weights[]}>}
  */
-export async function attentionView(model, answers, place, go, signal, query) {
+export async function attentionView(answers, place, go, signal, query) {
   /** @type {Weights[]} */ const found = []
   const sides = await Promise.all(answers.map(async (answer, i) => {
+    const { model } = answer
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
-    if (!node) return { note: "This model has no attention." }
+    if (!node) return { note: `${model.name} has no attention.` }
     const edits = await editsBefore(answer.edits, model, node)
     if (answer.edits.length && !edits.length) return { note: `No edit changes the weights of ${node}; those after it may differ.` }
-    const { answer: { shape, slot }, grid } = (found[i] = await weightsOf(model, node, answer.photo, edits, signal, query))
+    const { answer: { shape, slot }, grid } = (found[i] = await weightsOf(model, node, answer.photo, edits, place, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
     const own = headOf(place, shape[shape.length - 3])
     const token = tokenOf(place, grid)
     const label = own === null ? "Mean of all heads" : `Head ${own}`
     return {
-      photo: answer.photo, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
+      photo: answer.photo, model, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
       render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => {
-        const others = found.flatMap(({ answer: { slot, shape }, grid: to }) => (to
-          ? { slot, head: headOf(place, shape[shape.length - 3]), grid: to, token: tokenOf(place, to), ...(patch && patchAlike(patch, grid, to)) } : []))
-        const all = await Promise.all(others.map((other, k) => reduce("attention", other, { topic: `${topic}, ${k}` })))
-        return coloured(all[others.findIndex((other) => other.slot === slot)], grid.width, range(...all))
+        const others = found.flatMap((one) => (one.grid ? { ...one, grid: one.grid, patch: patch && patchAlike(patch, grid, one.grid) } : []))
+        if (others.some(({ first, patch }) => first && patch && (patch.row !== first.row || patch.column !== first.column)))
+          await resting(topic, () => Promise.all(others.map(({ idle }) => idle())))
+        const all = await Promise.all(others.map(async ({ row, grid, patch }, k) => {
+          const { slot, shape } = await row(patch)
+          const message = { slot, head: headOf(place, shape[shape.length - 3]), grid, token: tokenOf(place, grid), ...patch }
+          return reduce("attention", message, { topic: `${topic}, ${k}` })
+        }))
+        return coloured(all[others.findIndex(({ answer }) => answer.slot === slot)], grid.width, range(...all))
       },
     }
   }))
   const weights = found.filter(Boolean)
-  return { sides, choices: weights[0] ? await choicesOf(model, weights[0], place, go) : [], weights }
+  return { sides, choices: weights[0] ? await choicesOf(weights[0], place, go) : [], weights }
 }
 
 /** The chosen head; null for the mean of all, and where there is none of that number. @param {import("./place.js").Place} place @param {number} heads */
@@ -153,10 +198,10 @@ function tokenOf({ q }, { prefix }) {
 
 /**
  * Which block, what attends, and by which head, of which each is a tile.
- * @param {Model} model @param {Weights} weights @param {import("./place.js").Place} place
+ * @param {Weights} weights @param {import("./place.js").Place} place
  * @param {(changes: Record<string, string | null>, replace?: boolean) => void} go
  */
-async function choicesOf(model, { answer: { node, slot, shape }, grid }, place, go) {
+async function choicesOf({ answer: { model, node, slot, shape }, grid }, place, go) {
   const { names } = await attentionNodes(model)
   const at = names.indexOf(node)
   /** @param {string} text @param {string} label @param {number} step */

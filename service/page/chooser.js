@@ -71,8 +71,8 @@ function closedParts({ closed }) {
     ...closed.map(({ path, reason }) => h("p", {}, h("strong", {}, path), `: ${reason}`)))
 }
 
-/** @param {Model} model @returns {Array<[string, string]>} */
-function weightOptions(model) {
+/** The weights that a model may have, and what is to be known of each. @param {Model} model @returns {Array<[string, string]>} */
+export function weightOptions(model) {
   /** @type {Array<[string, string]>} */
   const options = Object.entries(model.weightsKnown).map(([name, { cached }]) => {
     const notes = [name === model.defaultWeights ? "default" : "", cached ? "" : "to be downloaded"].filter(Boolean)

@@ -3,6 +3,7 @@
 import { kept, opened } from "./answers.js"
 import { ask, modelPath } from "./api.js"
 import { range } from "./colours.js"
+import { categories, scoresOf } from "./predictions.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
 import { coloured } from "./views.js"
@@ -23,27 +24,30 @@ export function evidenceNode(model) {
 
 /**
  * The evidence for a class at the node of each answer.
- * @param {Model} model @param {Answer[]} answers @param {string} of the node with the scores @param {{index: number, name: string}} target
+ * @param {Answer[]} answers the first is of the model that the class is of @param {{index: number, name: string}} target
  * @param {AbortSignal} signal @param {import("./size.js").Query} size
  * @returns {Promise<import("./stages.js").Side[]>}
  */
-export async function evidenceSides(model, answers, of, target, signal, size) {
-  const found = await Promise.all(answers.map(async ({ maps, node, photo }) => {
+export async function evidenceSides(answers, target, signal, size) {
+  const found = await Promise.all(answers.map(async ({ model, maps, node, photo }) => {
+    const of = scoresOf(model)?.name
+    const index = model.name === answers[0].model.name ? target.index : (await categories(model)).indexOf(target.name)
+    if (!of || index < 0) return { note: `${model.name} has no class of that name.` }
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
-    const query = { of, at: node, target: String(target.index), weights: model.weights, ...fixedQuery(model, size, photo) }
+    const query = { of, at: node, target: String(index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
-    const answer = kept(what, photo, signal) ?? await opened(
+    const answer = kept(what, photo, signal) ?? await opened(model,
       await ask(modelPath(model.name, "/attributions", query), {
         method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
       }), { key: "attribution", layout: null, tokens: null }, photo, node, what, signal)
     const [, height, width] = answer.shape
-    return { photo, node, height, width, values: /** @type {Float32Array} */ (await reduce("values", { slot: answer.slot, most: height * width })) }
+    return { photo, model, node, height, width, values: /** @type {Float32Array} */ (await reduce("values", { slot: answer.slot, most: height * width })) }
   }))
   const label = `Evidence for ${target.name}`
-  /** One for all photos; different nodes have none in common. @param {string} node */
-  const scaleOf = (node) => range(...found.flatMap((one) => (one.node === node ? one.values : [])))
+  /** One for all photos; different nodes and models have none in common. @param {string} node @param {Model} model */
+  const scaleOf = (node, model) => range(...found.flatMap((one) => (one.node === node && one.model.name === model.name ? one.values : [])))
   return found.map((one) => (one.values === undefined ? { note: one.note } : {
-    photo: one.photo, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
-    render: async () => coloured(one.values, one.width, scaleOf(one.node)),
+    photo: one.photo, model: one.model, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
+    render: async () => coloured(one.values, one.width, scaleOf(one.node, one.model)),
   }))
 }

@@ -9,14 +9,22 @@ import { askJson } from "./api.js"
  * @param {Model} model @param {{nodes: string[], transforms?: string[], query?: Record<string, string>}} wanted @param {AbortSignal} [signal]
  */
 export function makeExtractor(model, { nodes, transforms = [], query = {} }, signal = undefined) {
-  const size = query.image_size ? { image_size: query.image_size.includes("x") ? query.image_size.split("x").map(Number) : Number(query.image_size) } : {}
-  const fit = query.fit ? { fit: query.fit } : {}
-  const spec = { model: model.name, weights: model.weights, return_nodes: nodes, transforms,
-    ...(query.precision ? { precision: query.precision } : {}), ...size, ...fit }
+  const spec = specOf(model.name, model.weights, nodes, transforms, query)
   return askJson("v1/extractors", {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(spec), signal,
   })
 }
+
+/**
+ * @param {string} model @param {string} weights @param {string[]} nodes @param {string[]} transforms
+ * @param {Record<string, string>} query of a request in one step, which has more than concerns the extractor
+ */
+export function specOf(model, weights, nodes, transforms, { precision, image_size: size, fit }) {
+  return { model, weights, return_nodes: nodes, transforms, ...(precision ? { precision } : {}), ...(size ? { image_size: sidesOf(size) } : {}), ...(fit ? { fit } : {}) }
+}
+
+/** A size as JSON and Python have it. @param {string} size `448` or `448x672` */
+export const sidesOf = (size) => (size.includes("x") ? size.split("x").map(Number) : Number(size))
 
 /** Milliseconds of each node on a photograph. @param {Model} model @param {AbortSignal} signal */
 export async function measured(model, signal) {

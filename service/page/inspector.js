@@ -4,6 +4,7 @@ import { features } from "./answers.js"
 import { Problem } from "./api.js"
 import { attentionNodes, attentionView, headKnob } from "./attention.js"
 import { channelsView, ordered } from "./channels.js"
+import { acrossView, agreementSides, comparesModels, otherChoices, otherOutput, severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
 import { editsOf, knobsView, reaching } from "./edits.js"
 import { evidenceNode, evidenceSides } from "./evidence.js"
@@ -16,12 +17,12 @@ import { photoPicker } from "./picker.js"
 import { isStale, reduce } from "./reductions.js"
 import { categories, predictionsView, scoresOf } from "./predictions.js"
 import { requestView } from "./request.js"
-import { preprocessingAt, sizeChoices, sizeQuery } from "./size.js"
+import { sizeChoices, sizeQuery } from "./size.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
 import { statisticsView, valuesView } from "./statistics.js"
 import { topView } from "./top.js"
-import { VIEWS, comparable, viewSides } from "./views.js"
+import { VIEWS, meaning, viewSides } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
@@ -37,6 +38,7 @@ const BUILDING = "the weights are being loaded and the extractor is being built"
 
 export class Inspector {
   /** @type {Answer[]} */ #answers = []
+  /** @type {import("./comparison.js").Other | null} */ #other = null
   #requested = ""
   #rendered = ""
   /** What the predictions are for. */ #subject = ""
@@ -60,6 +62,7 @@ export class Inspector {
     this.refresh = refresh
     this.head = h("div", { class: "pane-head" })
     this.picker = h("div", {})
+    this.further = h("div", { class: "row dim others" })
     this.said = h("div", { class: "said" })
     this.body = h("div", { class: "body" })
     this.foot = h("div", { class: "body" })
@@ -72,12 +75,13 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.said, this.body, this.foot)
-    const picker = model.takesPhotos && node ? await photoPicker(place, this.go, this.take, this.remove, sizeChoices(model, place, this.go)) : ""
+    const picker = model.takesPhotos && node ? await photoPicker(model, place, this.go, this.take, this.remove, sizeChoices(model, place, this.go), this.further) : ""
     if (this.#place !== place) return
     keepFocus(this.picker, () => this.picker.replaceChildren(picker))
-    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.z ?? "", place.f ?? "", place.e ?? ""].join("\n")
+    this.#offerOthers(model, place)
+    const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.m2 ?? "", place.w2 ?? "", place.z ?? "", place.f ?? "", place.e ?? ""].join("\n")
     const known = wanted === this.#requested
-    const subject = [model.name, model.weights, place.p, place.p2, place.z, place.f, place.e].join("\n")
+    const subject = [model.name, model.weights, place.p, place.p2, place.m2, place.w2, place.z, place.f, place.e].join("\n")
     if (subject !== this.#subject) this.said.replaceChildren()
     this.#subject = subject
     this.#describe(model, name, known ? this.#answers[0] : null)
@@ -122,16 +126,18 @@ export class Inspector {
       const pairs = [{ photo: first, name }]
       if (edits.length) pairs.push({ photo: first, name, edits })
       if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
-      if (place.n2) pairs.push({ photo: first, name: place.n2 })
-      const [attention, ...answers] = await Promise.all([attentionNodes(model),
+      if (place.n2 && !comparesModels(place)) pairs.push({ photo: first, name: place.n2 })
+      const known = (/** @type {Model} */ other) => this.#offerOthers(model, place, other)
+      const [attention, other, ...answers] = await Promise.all([attentionNodes(model), otherOutput(model, place, first, (one) => this.runs(one), known, stop.signal),
         ...pairs.map(({ photo, name, edits }) => features(model, name, photo, stop.signal, sizeQuery(place), edits))])
       if (stop.signal.aborted) return
       this.#hasAttention = attention.names.length > 0
-      this.#answers = answers
+      this.#other = other
+      this.#answers = other?.answer ? [...answers, other.answer] : answers
       clearTimeout(late)
       this.#describe(model, name, answers[0])
       await this.#show()
-      this.#predict(model, [...new Set(answers.map(({ photo }) => photo))], stop.signal)
+      this.#predict(stop.signal)
     } catch (error) {
       if (stop.signal.aborted) return
       this.#requested = ""
@@ -146,13 +152,26 @@ export class Inspector {
     }
   }
 
-  /** Say what a classifier sees in the photos, after their first maps are shown. @param {Model} model @param {import("./photo.js").Photo[]} photos @param {AbortSignal} signal */
-  async #predict(model, photos, signal) {
-    const edits = reaching(editsOf(this.#place), model, scoresOf(model)?.name ?? "")
-    const subjects = photos.map((photo) => ({ photo, edits: /** @type {import("./edits.js").Edit[]} */ ([]) }))
-    if (edits.length) subjects.push({ photo: photos[0], edits })
+  /** The choice of another model. @param {Model} model @param {Place} place @param {Model | null} [other] once it is known */
+  #offerOthers(model, place, other = this.#other?.model ?? null) {
+    keepFocus(this.further, () => this.further.replaceChildren(...otherChoices(model, place, other, this.go)))
+  }
+
+  /** Say what classifiers see in the photos, after their first maps are shown. @param {AbortSignal} signal */
+  async #predict(signal) {
+    const several = severalModels(this.#answers)
+    /** @type {Map<string, {model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}>} */ const subjects = new Map()
+    for (const { model, photo } of this.#answers) subjects.set(`${titleOf(model)} ${photo.name}`, { model, photo, edits: [] })
+    const [{ model: first, photo }] = this.#answers
+    const edits = reaching(editsOf(this.#place), first, scoresOf(first)?.name ?? "")
+    if (edits.length) subjects.set("edited", { model: first, photo, edits })
+    const choose = (/** @type {Model} */ one) => async (/** @type {number} */ k) => {
+      const index = one.name === first.name ? k : (await categories(first)).indexOf((await categories(one))[k])
+      if (index >= 0) this.#explain(first, index)
+    }
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all(subjects.map(({ photo, edits }) => predictionsView(model, photo, signal, (k) => this.#explain(model, k), this.#size, edits))).catch(() => [])
+    const found = await Promise.all([...subjects.values()].map(({ model, photo, edits }) =>
+      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, title: several ? titleOf(model) : "", named: model.name === first.name ? first : model }))).catch(() => [])
     if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
@@ -178,23 +197,23 @@ export class Inspector {
     if (!first || !model) return
     const place = this.#place
     const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const wanted = [this.#requested, view, place.ch, place.s, place.r, place.at, place.head, place.q, place.k].join("\n")
+    const wanted = [this.#requested, view, place.y, place.ch, place.s, place.r, place.at, place.head, place.q, place.k].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
     /** @type {HTMLElement[]} */ let rest = []
     if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
     /** What the numbers and the request below the maps are of. */
-    let shown = this.#answers, request = { node: first.node, transforms: /** @type {string[]} */ ([]), id: /** @type {string | null} */ (null) }
+    let shown = this.#answers, request = /** @type {import("./request.js").Wanted} */ ({ node: first.node, transforms: [], id: null })
     let heads = 0
     try {
       if (view === "values") blocks.append(await valuesView(first, first.shape.length === 2 ? await categories(model) : []))
       else if (view === "attention") {
-        const { elements, weights } = await this.#attention(model, place)
+        const { elements, weights } = await this.#attention(place)
         rest = elements
         shown = weights.map(({ answer }) => answer)
         if (weights.length) {
-          request = { node: shown[0].node, transforms: ["attention_maps"], id: weights[0].id }
+          request = { node: shown[0].node, ...weights[0].request }
           heads = shown[0].shape.at(-3) ?? 0
         }
       } else rest = view === "why" ? await this.#evidence(model, place) : await this.#maps(view, place)
@@ -202,12 +221,16 @@ export class Inspector {
       if (wanted !== this.#rendered || isStale(error)) return
       return this.#fail(error, first.photo)
     }
+    if (this.#other && !this.#other.answer) blocks.append(this.#unanswered(this.#other))
     if (view !== "values") blocks.append(this.#choices(view), ...rest.slice(0, 1))
+    if (this.#other?.answer) blocks.append(...acrossView(first, this.#other.answer, view, place, this.go))
     if (view !== "why") blocks.append(knobsView(editsOf(place), this.#knobs(view, request.node, heads), (changes) => this.go(changes)))
     blocks.append(...rest.slice(1))
-    for (const { statistics, photo, node, edits } of shown) {
-      const title = view === "attention" ? `All weights of ${node}` : "All values"
-      blocks.append(statisticsView(statistics, second ? `${title}: ${photo.name}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}` : title))
+    const several = severalModels(shown)
+    for (const { statistics, model, photo, node, edits } of shown) {
+      const title = view === "attention" ? `${request.query?.tokens ? "The query's" : "All"} weights of ${node}` : "All values"
+      const of = several ? titleOf(model) : photo.name
+      blocks.append(statisticsView(statistics, second ? `${title}: ${of}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}` : title))
     }
     if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop
@@ -219,7 +242,7 @@ export class Inspector {
 
   /** The views that the model has. */
   get #views() {
-    const had = { attention: this.#hasAttention, why: this.#model !== null && !!scoresOf(this.#model) }
+    const had = { attention: this.#hasAttention, why: this.#model !== null && !!scoresOf(this.#model), agreement: !!this.#other?.answer?.maps }
     return VIEWS.filter(([name]) => had[/** @type {keyof had} */ (name)] ?? true)
   }
 
@@ -255,7 +278,11 @@ export class Inspector {
   async #maps(view, place) {
     const [first] = this.#answers
     const channel = Math.min(Number(place.ch ?? ordered(first, place.s)[0]) || 0, (first.maps?.channels ?? 1) - 1)
-    const stage = await this.#stages(viewSides(this.#answers, view, channel))
+    const other = this.#other?.answer
+    if (view === "agreement" && other) return [await this.#stages(agreementSides(first, other)), h("p", { class: "dim" },
+      "The cosine of both vectors at each position. It means something for weights that were trained from one another: in others, channels of one number have nothing in common.")]
+    const scales = !other ? "nodes" : place.y === "own" ? "own" : "one"
+    const stage = await this.#stages(viewSides(this.#answers, view, channel, scales))
     if (view === "channels") {
       const top = this.#model && topView(this.#model, first.node, channel)
       return [stage, ...(top ? [top] : []), ...await channelsView(first, place.s, channel, place.r === "same", (changes) => this.go(changes, true))]
@@ -263,11 +290,11 @@ export class Inspector {
     return [stage, h("p", { class: "dim" }, meaning(view, this.#answers))]
   }
 
-  /** @param {Model} model @param {Place} place */
-  async #attention(model, place) {
+  /** @param {Place} place */
+  async #attention(place) {
     const late = this.#later("attention", "Computing attention weights")
     try {
-      const { sides, choices, weights } = await attentionView(model, this.#answers, place, this.go, this.#abort.signal, this.#size)
+      const { sides, choices, weights } = await attentionView(this.#answers, place, this.go, this.#abort.signal, this.#size)
       const help = h("p", { class: "dim" }, "What the position under the pointer attends to. Click or use the arrow keys to fix a position. Bits say how widely a head looks.")
       return { elements: [await this.#stages(sides), ...choices, help], weights }
     } finally {
@@ -293,7 +320,7 @@ export class Inspector {
     const name = names[index] ?? `class ${index}`
     const late = this.#later("why", `Differentiating ${name}`)
     try {
-      const sides = await evidenceSides(model, this.#answers.filter(({ edits }) => !edits.length), scores.name, { index, name }, this.#abort.signal, this.#size)
+      const sides = await evidenceSides(this.#answers.filter(({ edits }) => !edits.length), { index, name }, this.#abort.signal, this.#size)
       return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
     } finally {
       clearTimeout(late)
@@ -302,7 +329,7 @@ export class Inspector {
 
   /** @param {import("./stages.js").Side[]} sides */
   #stages(sides) {
-    return stages(sides, this.#model && preprocessingAt(this.#model, this.#size), this.#place.at, (at) => this.go({ at }, true))
+    return stages(sides, this.#size, this.#place.at, (at) => this.go({ at }, true))
   }
 
   /** Show progress in place of a view, if it takes long and is still wanted then. @param {string} view @param {string} what */
@@ -321,6 +348,19 @@ export class Inspector {
     }, BUILDING)
   }
 
+  /** Why the other model has no output to compare with. @param {import("./comparison.js").Other} other */
+  #unanswered({ model, error, large }) {
+    const again = () => {
+      this.#requested = ""
+      this.refresh()
+    }
+    if (!large || !model) return failure(error, ...retries(error, again, () => this.go({ w2: "random" })))
+    return h("div", {}, h("p", { class: "note" }, heavy(model)), h("button", { type: "button", class: "primary", onclick: () => {
+      this.#confirmed.add(model.name)
+      again()
+    } }, "Compute"))
+  }
+
   /** Whether a model may be run: a large one only after a click. @param {Model} model */
   runs(model) {
     return model.totals.params <= LARGE_MODEL || this.#confirmed.has(model.name)
@@ -329,7 +369,7 @@ export class Inspector {
   /** @param {Model} model */
   #confirm(model) {
     this.foot.replaceChildren()
-    this.#message(`${model.name} has ${parameters(model.totals.params)}: this may take a minute and gigabytes of memory.`, ["Compute", () => {
+    this.#message(heavy(model), ["Compute", () => {
       this.#confirmed.add(model.name)
       this.refresh()
     }])
@@ -343,14 +383,8 @@ export class Inspector {
   }
 }
 
-/** What the colours of a view mean. @param {string} view @param {Answer[]} answers */
-function meaning(view, answers) {
-  if (view === "similarity") return "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position."
-  if (view === "mean") return "The mean of all channels' magnitudes at each position."
-  if (answers.length < 2) return "The first three principal components over the positions, as red, green and blue."
-  if (comparable(answers)) return "The first three principal components over the positions of both, as red, green and blue: equal colours are alike in both."
-  return `The two have different channels (${answers.map(({ maps }) => maps?.channels ?? "none").join(" and ")}), so each has principal components of its own: their colours cannot be compared.`
-}
+/** @param {Model} model */
+const heavy = ({ name, totals }) => `${name} has ${parameters(totals.params)}: this may take a minute and gigabytes of memory.`
 
 /** Why there is no output for a photo; empty where there is one. @param {Model} model @param {NodeInfo | null} node @param {string} name */
 function unanswerable(model, node, name) {

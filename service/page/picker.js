@@ -1,6 +1,7 @@
 // The choice of a photo, and of what it is compared with.
 
-import { h, select } from "./dom.js"
+import { comparisonChoice } from "./comparison.js"
+import { h } from "./dom.js"
 import { SAMPLES, ownPhotos, sampleUrl } from "./photo.js"
 
 /** @typedef {import("./place.js").Place} Place */
@@ -11,16 +12,18 @@ import { SAMPLES, ownPhotos, sampleUrl } from "./photo.js"
 const SIDE = 44
 
 /**
+ * @param {import("./model.js").Model} model
  * @param {Place} place
  * @param {Go} go
  * @param {(files: Iterable<File>) => void} take
  * @param {(photo: Photo) => void} remove
  * @param {HTMLElement | string} sizes the choices of the input's size
+ * @param {HTMLElement} further choices of what is compared with
  */
-export async function photoPicker(place, go, take, remove, sizes) {
+export async function photoPicker(model, place, go, take, remove, sizes, further) {
   const own = await ownPhotos()
   return h("div", { class: "picker" }, await photoChoices(place, go, take, remove),
-    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparison(place, own, go)), sizes)
+    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparisonChoice(model, place, own, go)), further, sizes)
 }
 
 /**
@@ -53,16 +56,4 @@ function small({ name, bitmap }) {
   const side = Math.min(bitmap.width, bitmap.height)
   canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 2 * SIDE, 2 * SIDE)
   return canvas
-}
-
-/** The choice of a second photo, or of a node that stays while others are chosen. @param {Place} place @param {Array<[string, Photo]>} own @param {Go} go */
-function comparison(place, own, go) {
-  const photos = /** @type {Array<[string, string]>} */ ([
-    ...own.map(([name, photo]) => [name, photo.name]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
-  ])
-  return select("Compare with", [["", "Compare with…"], ...photos, ["node", place.n2 ? `Node ${place.n2}` : "This node, beside the next one"]],
-    place.n2 ? "node" : place.p2 ?? "", (value) => {
-      if (value === "node") go({ n2: place.n ?? null, p2: null })
-      else go({ p2: value || null, n2: null })
-    })
 }

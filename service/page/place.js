@@ -1,6 +1,7 @@
 // The place: all state of the page, kept in the URL's fragment so that a link shows a colleague the same.
 //
-// m model, w weights, n node, o open modules, c what the graph is coloured by, i its pictures, p photo, p2 a second one, v view, ch
+// m model, w weights, n node, o open modules, c what the graph is coloured by, i its pictures, p photo, p2 a second one, m2 a second model, w2
+// weights of it, n2 a second node, y the scale of the maps of both, v view, ch
 // channel, s order of channels and r the scale of their tiles, z size of the input and f how a photo fits it, at a patch as row,column, head
 // of attention and q the token that attends, e edits in JSON, k class whose evidence is shown, t pane on a narrow screen.
 

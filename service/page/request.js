@@ -10,7 +10,7 @@ import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
-/** @typedef {{node: string, transforms: string[], id: string | null}} Wanted a node, and the extractor that its transforms need */
+/** @typedef {{node: string, transforms: string[], id: string | null, query?: Record<string, string>}} Wanted a node, and with transforms the extractor that they need and what is asked of it */
 
 /** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
@@ -34,7 +34,7 @@ const CHOICES = [
  * @param {Answer | null} answer null where there is none yet
  * @param {import("./size.js").Query} size
  */
-export function requestView(model, { node, transforms, id }, file, answer, size) {
+export function requestView(model, { node, transforms, id, query: fixed = {} }, file, answer, size) {
   const code = h("code", {})
   const weight = h("p", { class: "dim" })
   const nodes = h("div", { class: "chosen-nodes", role: "group", "aria-label": "Nodes of the request" })
@@ -73,7 +73,7 @@ export function requestView(model, { node, transforms, id }, file, answer, size)
   }
 
   function request() {
-    return requestOf(model, [node, ...others()], file, { transforms, id, edits: answer?.edits ?? [], query: transforms.length ? {} : { ...query, ...size } })
+    return requestOf(model, [node, ...others()], file, { transforms, id, edits: answer?.edits ?? [], query: transforms.length ? fixed : { ...query, ...size } })
   }
 
   function show() {

@@ -1,5 +1,6 @@
 // The request that was made, as curl and as Python.
 
+import { sidesOf, specOf } from "./extractors.js"
 import { storedKey } from "./key.js"
 
 /**
@@ -43,7 +44,8 @@ export function requestOf({ name: model, weights }, nodes, { name: file, type },
 
 /** The path and the query of the request for features. @param {Request} request */
 export function featureAddress({ model, weights, nodes, transforms, id, query }) {
-  if (transforms.length) return { path: `v1/extractors/${id ?? "ID"}/features`, query }
+  const { image_size: _, fit: __, ...asked } = query // which the extractor has
+  if (transforms.length) return { path: `v1/extractors/${id ?? "ID"}/features`, query: asked }
   return { path: `v1/models/${encodeURIComponent(model)}/features`, query: { nodes: nodes.join(","), weights, ...query } }
 }
 
@@ -64,7 +66,7 @@ export function curl(request) {
   ].join(" \\\n")
   if (!request.transforms.length) return features
   const { model, weights, nodes, transforms } = request
-  const spec = JSON.stringify({ model, weights, return_nodes: nodes, transforms })
+  const spec = JSON.stringify(specOf(model, weights, nodes, transforms, request.query))
   const make = ["curl -sS", ...key, "  -H 'Content-Type: application/json'", `  -d ${shell(spec)}`, `  ${shell(address("v1/extractors"))}`]
   return `${make.join(" \\\n")}\n${features}`
 }
@@ -76,10 +78,10 @@ export function pythonCode({ model, weights, nodes, transforms, query, edits, fi
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
     transforms.length ? `transforms=[${transforms.map(python).join(", ")}]` : "",
     query.precision ? `precision=${python(query.precision)}` : "",
-    query.image_size ? `image_size=${query.image_size}` : "",
+    query.image_size ? `image_size=${JSON.stringify(sidesOf(query.image_size)).replace(",", ", ")}` : "",
     query.fit ? `fit=${python(query.fit)}` : "",
   ].filter(Boolean)
-  const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
+  const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (query.tokens ? `, tokens=[${query.tokens}]` : "") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
   return `${locked ? "import os\n\n" : ""}from service.client import Client
 
 with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:

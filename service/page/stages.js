@@ -1,8 +1,10 @@
 // Photos side by side, each with a map over it; they share the pointer's position.
 
+import { severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
 import { panel } from "./panel.js"
 import { patchAlike, patchOf } from "./patch.js"
+import { preprocessingAt } from "./size.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 
@@ -10,6 +12,7 @@ import { patchAlike, patchOf } from "./patch.js"
  * A photo and a map of it, or why there is none.
  * @typedef {object} Mapped
  * @property {import("./photo.js").Photo} photo
+ * @property {import("./model.js").Model} model
  * @property {string} node whose output the map shows
  * @property {string} label what the map shows
  * @property {boolean} edited whether the photo's values were edited on the way
@@ -41,19 +44,23 @@ addEventListener("keydown", ({ key }) => {
 
 /**
  * @param {Side[]} sides
- * @param {any} preprocessing
+ * @param {import("./size.js").Query} query
  * @param {string | undefined} at the chosen position on the first map, as row,column
  * @param {(at: string) => void} choose
  */
-export async function stages(sides, preprocessing, at, choose) {
+export async function stages(sides, query, at, choose) {
   const mapped = sides.filter((side) => "photo" in side)
   const alone = sides.length === 1
+  const several = severalModels(mapped)
+  /** @param {Mapped} side */
+  const of = ({ node, model }) => (several ? `${node} of ${titleOf(model)}` : node)
   const chosen = mapped.length ? patchOf(at, mapped[0].size) : { row: 0, column: 0 }
   /** @param {number} from @param {Patch | null} patch */
   const point = (from, patch) => panels.forEach((one, i) => one.point(patch && patchAlike(patch, mapped[from].size, mapped[i].size)))
   const panels = await Promise.all(mapped.map((side, i) => panel({
-    ...side, preprocessing, opacity, label: `${side.label} of ${side.node} over ${side.photo.name}${side.edited ? ", edited" : ""}`,
-    caption: alone ? side.caption : `${side.photo.name}, ${side.node}${side.edited ? ", edited" : ""}`,
+    ...side, preprocessing: preprocessingAt(side.model, query), opacity,
+    label: `${side.label} of ${of(side)} over ${side.photo.name}${side.edited ? ", edited" : ""}`,
+    caption: alone ? side.caption : `${several ? "" : `${side.photo.name}, `}${of(side)}${side.edited ? ", edited" : ""}`,
     patch: side.query ? patchAlike(chosen, mapped[0].size, side.size) : null,
     point: (patch) => point(i, patch),
     choose: (patch) => {

@@ -7,22 +7,22 @@ import { reduce } from "./reductions.js"
 /** @typedef {import("./answers.js").Answer} Answer */
 
 /** @type {Array<[string, string]>} */
-export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "PCA"], ["similarity", "Similarity"], ["attention", "Attention"], ["why", "Why"]]
+export const VIEWS = [["channels", "Channels"], ["mean", "Heat-map"], ["pca", "PCA"], ["similarity", "Similarity"], ["attention", "Attention"], ["why", "Why"], ["agreement", "Agreement"]]
 
 /**
  * One view of each answer.
- * @param {Answer[]} answers @param {string} view @param {number} channel
+ * @param {Answer[]} answers @param {string} view @param {number} channel @param {"one" | "own" | "nodes"} [scales] one for all, one each, or one for each node
  * @returns {import("./stages.js").Side[]}
  */
-export function viewSides(answers, view, channel) {
+export function viewSides(answers, view, channel, scales = "nodes") {
   const components = view === "pca" ? commonComponents(answers) : null
   const all = ["channels", "mean"].includes(view) ? answers.map((answer) => valuesOf(answer, view, channel)) : []
-  return answers.map(({ maps, node, photo, edits }, number) => {
+  return answers.map(({ model, maps, node, photo, edits }, number) => {
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const own = Math.min(channel, maps.channels - 1)
     const label = view === "channels" ? `Channel ${own}` : VIEWS.find(([name]) => name === view)?.[1] ?? ""
     return {
-      photo, node, label, caption: label, edited: edits.length > 0, size: maps, query: view === "similarity",
+      photo, model, node, label, caption: label, edited: edits.length > 0, size: maps, query: view === "similarity",
       render: async (patch, topic) => {
         if (components) return { image: rgbImage((await components)[number], maps.width), values: null, weights: null, scale: null }
         if (view === "similarity" && patch) {
@@ -30,8 +30,7 @@ export function viewSides(answers, view, channel) {
             ? reduce("similarity", { slot: other.slot, ...patchAlike(patch, maps, other.maps) }, { topic: `${topic}, ${i}` }) : new Float32Array())))
           return coloured(all[number], maps.width, range(...all))
         }
-        // Maps of one node are compared on one scale; different nodes have none in common.
-        const alike = await Promise.all(all.filter((_, i) => answers[i].node === node))
+        const alike = await Promise.all(all.filter((_, i) => scales === "one" || (scales === "own" ? i === number : answers[i].node === node)))
         return coloured(await all[number], maps.width, range(...alike))
       },
     }
@@ -46,7 +45,7 @@ async function valuesOf({ slot, maps }, view, channel) {
 }
 
 /** Whether the maps of all answers have the same channels, so that they have principal components in common. @param {Answer[]} answers */
-export const comparable = (answers) => new Set(answers.map(({ maps }) => maps?.channels)).size === 1
+const comparable = (answers) => new Set(answers.map(({ maps }) => maps?.channels)).size === 1
 
 /** The colours of each answer's map: on one basis and one scale where that can be. @param {Answer[]} answers @returns {Promise<Uint8ClampedArray[]>} */
 function commonComponents(answers) {
@@ -61,4 +60,13 @@ function commonComponents(answers) {
  */
 export function coloured(values, width, scale = range(values)) {
   return { image: image(values, width, scale), values, weights: weights(values, scale), scale }
+}
+
+/** What the colours of a view mean. @param {string} view @param {Answer[]} answers */
+export function meaning(view, answers) {
+  if (view === "similarity") return "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position."
+  if (view === "mean") return "The mean of all channels' magnitudes at each position."
+  if (answers.length < 2) return "The first three principal components over the positions, as red, green and blue."
+  if (comparable(answers)) return "The first three principal components over the positions of both, as red, green and blue: equal colours are alike in both."
+  return `The two have different channels (${answers.map(({ maps }) => maps?.channels ?? "none").join(" and ")}), so each has principal components of its own: their colours cannot be compared.`
 }

@@ -1,6 +1,7 @@
 // Holds the tensors of the answers that are shown, and reduces them off the main thread.
 
 import { attended, entropies } from "./attended.js"
+import { cosines, linearCka, sameShape } from "./likeness.js"
 import { asMaps, channelFacts, channelOf, magnitude, similarity, statistics } from "./maps.js"
 import { rgb } from "./pca.js"
 import { parse } from "./safetensors.js"
@@ -27,6 +28,11 @@ const operations = {
   channelStatistics: ({ slot, channel }) => statistics(channelOf(mapsOf(slot), channel)),
   magnitude: ({ slot }) => magnitude(mapsOf(slot)),
   similarity: ({ slot, row, column }) => similarity(mapsOf(slot), row, column),
+  likeness({ slots }) {
+    const [one, other] = slots.map(mapsOf)
+    const found = sameShape(one, other) ? cosines(one, other) : null
+    return { cka: linearCka(one, other), cosines: found, mean: found && found.reduce((sum, value) => sum + value, 0) / found.length }
+  },
   pca: ({ slots }) => rgb(slots.map(mapsOf)),
   // Of many nodes at once, which are not held.
   pictures({ buffer, nodes, view }) {

@@ -24,6 +24,7 @@ BLUE_TO_RED = [
 ]
 GRAPH = "section.graph canvas[role=application]"
 TILES = ".grid .tile"
+VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 
 def asked(server, model, node, weights, photo=None, headers=None, **query):
@@ -38,9 +39,9 @@ def asked(server, model, node, weights, photo=None, headers=None, **query):
     return safetensors.numpy.load(response.content)[node]
 
 
-def attention(server, model, node, photo=CHELSEA, edits=()):
+def attention(server, model, node, photo=CHELSEA, edits=(), **more):
     """The weights of one photo, as the service gives them: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
-    spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
+    spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"], **more}
     made = server.http.post("/v1/extractors", json=spec).json()
     response = server.http.post(
         f"/v1/extractors/{made['id']}/features",
@@ -134,3 +135,19 @@ def check_tiles(page, maps, some=5):
             assert (found[..., 3] == 255).all()
 
     eventually(page, check)
+
+
+def said(page, number=0):
+    """The place that is read out, and the least and the greatest value."""
+    place, values = page.locator(".readout").nth(number).inner_text().split(": ")
+    return place, *map(float, values.split(" to "))
+
+
+def point(stage, row, column, size):
+    box = stage.bounding_box()
+    return {"x": (column + 0.5) * box["width"] / size[1], "y": (row + 0.5) * box["height"] / size[0]}
+
+
+def cosines(maps, row, column):
+    unit = maps / np.linalg.norm(maps, axis=0)
+    return np.einsum("chw,c->hw", unit, unit[:, row, column])

@@ -140,7 +140,7 @@ def test_photos_are_dropped_and_chosen_and_stay_for_the_next_model(open_server, 
     page.set_input_files("input[type=file]", [{"name": "n.png", "mimeType": "image/png", "buffer": buffer.getvalue()}])
     shown(page, "features.3", "n.png")
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", buffer.getvalue())[0])
-    page.get_by_label("Compare with").select_option(label="mine.jpg")
+    page.get_by_label("Compare with", exact=True).select_option(label="mine.jpg")
     shown(page, "features.3", "mine.jpg")
     page.get_by_role("link", name="All models").click()
     page.get_by_role("link", name="resnet18").click()
@@ -307,6 +307,7 @@ def test_everybody_can_use_it(open_server, visit):
         ("", ".showcase .predictions"),
         ('m=squeezenet1_1&n=features.3&p2=rocket&e=[{"node":"features.3","channels":[1],"scale":0}]', TILES),
         ("m=timm.vit_tiny_patch16_224&n=blocks.2&v=attention", ".stage"),
+        ("m=squeezenet1_1&n=features.3&v=mean&m2=resnet18", ".likeness"),
         ("m=nothing", ".failure"),
     ):
         page.goto(f"{open_server.url}/#{fragment}")

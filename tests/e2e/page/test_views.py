@@ -1,30 +1,28 @@
-"""What the page makes of maps: heat-maps, PCA, similarity and attention, against NumPy and PyTorch."""
-
-import subprocess
+"""What the page makes of maps: heat-maps, PCA and similarity, against NumPy and PyTorch."""
 
 import numpy as np
 import PIL.Image
 import pytest
-import safetensors.numpy
 import torch
 import torchvision
 
 from fxcore import photos
 from tests.e2e.page.seen import (
+    BLOCK,
     CHELSEA,
     GRAPH,
+    VIT,
     asked,
-    attention,
     check_tiles,
-    coloured,
+    cosines,
     eventually,
     looks,
     pixels,
+    point,
+    said,
     shown_channels,
     until,
 )
-
-VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 
 def bare(page, stage, wanted):
@@ -35,22 +33,6 @@ def bare(page, stage, wanted):
         assert np.abs(np.asarray(found) - wanted).mean() < 4
 
     eventually(page, check)
-
-
-def said(page, number=0):
-    """The place that is read out, and the least and the greatest value."""
-    place, values = page.locator(".readout").nth(number).inner_text().split(": ")
-    return place, *map(float, values.split(" to "))
-
-
-def point(stage, row, column, size):
-    box = stage.bounding_box()
-    return {"x": (column + 0.5) * box["width"] / size[1], "y": (row + 0.5) * box["height"] / size[0]}
-
-
-def cosines(maps, row, column):
-    unit = maps / np.linalg.norm(maps, axis=0)
-    return np.einsum("chw,c->hw", unit, unit[:, row, column])
 
 
 @pytest.mark.exhaustive
@@ -90,11 +72,11 @@ def test_the_opacity_that_is_chosen_while_other_maps_are_made_is_theirs(open_ser
         """async () => {
           const { stages } = await import("/page/stages.js")
           const { coloured } = await import("/page/views.js")
-          const side = (values) => ({ photo: { name: "none" }, node: "n", label: "Map", caption: "Map",
+          const side = (values) => ({ photo: { name: "none" }, model: {}, node: "n", label: "Map", caption: "Map",
             size: { height: 1, width: 2 }, query: false, render: async () => coloured(await values, 2) })
-          const first = await stages([side(Float32Array.of(0, 1))], null, undefined, () => null)
+          const first = await stages([side(Float32Array.of(0, 1))], {}, undefined, () => null)
           let come
-          const later = stages([side(new Promise((then) => (come = then)))], null, undefined, () => null)
+          const later = stages([side(new Promise((then) => (come = then)))], {}, undefined, () => null)
           const move = (share) => {
             first.querySelector("input").value = share
             first.querySelector("input").dispatchEvent(new Event("input"))
@@ -198,54 +180,6 @@ def test_the_similarity_to_the_place_under_the_pointer_or_that_keys_choose(open_
 
 
 @pytest.mark.exhaustive
-def test_where_a_place_looks_in_a_vision_transformer(open_server, visit):
-    node = f"{BLOCK}.attn.attention"
-    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p2=rocket")
-    until(page, "document.querySelectorAll('.stage').length === 2")
-    rows = [
-        attention(open_server, VIT, node, photo)[:, 1 + 2 * 14 + 5, 1:].reshape(-1, 14, 14)
-        for photo in (CHELSEA, photos.files()[3])
-    ]
-    scale = min(one[1].min() for one in rows), max(one[1].max() for one in rows)
-    bars = page.locator(".stages .scale-bar")
-    assert bars.count() == 2
-    for bar in bars.all():
-        assert [float(text) for text in bar.locator("span").all_inner_texts()] == pytest.approx(scale, rel=1e-3)
-    for number, name in enumerate(("chelsea", "rocket")):
-        found = rows[number][1]
-        looks(page, f"Head 1 of {node} over {name}.jpg", found, scale)
-        least, most = (pytest.approx(value, rel=1e-3) for value in (found.min(), found.max()))
-        assert said(page, number) == ("2, 5", least, most)
-    captions = page.locator(".stages figcaption").all()
-    assert len(captions) == 2
-    for caption in captions:
-        assert caption.bounding_box()["height"] < 90  # the place that is read out leaves room for what it is of
-    page.get_by_label("Head", exact=True).select_option("")
-    for found, name in zip(rows, ("chelsea", "rocket"), strict=True):
-        means = [one.mean(axis=0) for one in rows]
-        scale = min(map(np.min, means)), max(map(np.max, means))
-        looks(page, f"Mean of all heads of {node} over {name}.jpg", found.mean(axis=0), scale)
-    assert "head" not in page.evaluate("location.hash")
-    page.goto(f"{open_server.url}/#m={VIT}&n={BLOCK}.norm1&v=attention&head=1&at=2,5&p=rocket")  # the first photo now
-    looks(page, f"Head 1 of {node} over rocket.jpg", rows[1][1])
-    weights = attention(open_server, VIT, node, photos.files()[3])[:, 0]  # of the class token
-    page.get_by_label("What attends").select_option("0")
-    looks(page, f"Head 1 of {node} over rocket.jpg", weights[1, 1:].reshape(14, 14))
-    assert "q=0" in page.evaluate("location.hash")
-    bits = -(weights * np.log2(weights)).sum(axis=-1)
-    for head in range(3):
-        tile = page.locator(f'.tile[data-head="{head}"]')
-        assert tile.get_attribute("aria-label") == f"Head {head}, entropy {bits[head]:.1f} bits"
-        found = pixels(tile.locator("canvas"))[..., :3]
-        assert np.abs(found - coloured(weights[head, 1:].reshape(14, 14))).max() <= 2
-    page.locator('.tile[data-head="2"]').click()
-    looks(page, f"Head 2 of {node} over rocket.jpg", weights[2, 1:].reshape(14, 14))
-    page.get_by_role("button", name="The attention after").click()
-    page.locator('.stage[aria-label="Head 2 of blocks.3.attn.attention over rocket.jpg"]').wait_for()
-    assert "n=blocks.3" in page.evaluate("location.hash")
-
-
-@pytest.mark.exhaustive
 def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, visit):
     page = visit(open_server.url).go("m=resnet18&n=layer3&v=similarity&at=3,9&n2=layer2")
     until(page, "document.querySelectorAll('.stage').length === 2")
@@ -268,40 +202,6 @@ def test_what_is_pointed_at_in_one_map_is_pointed_at_in_the_other(open_server, v
 
 
 @pytest.mark.exhaustive
-def test_where_a_place_looks_in_a_shifted_window(open_server, visit):
-    node = "features.5.3.attn.attention"
-    page = visit(open_server.url).go("m=swin_t&w=random&n=features.5.3&v=attention&head=1&at=5,12")
-    page.locator(f'.stage[aria-label="Head 1 of {node} over chelsea.jpg"]').wait_for()
-    weights = attention(open_server, "swin_t", node)
-    # Where torch.roll and cutting into windows bring each place of the map.
-    places = torch.arange(14 * 14).reshape(14, 14).roll((-3, -3), (0, 1))
-    windows = places.reshape(2, 7, 2, 7).transpose(1, 2).reshape(4, 49)
-    (window, query), *_ = (windows == 5 * 14 + 12).nonzero().tolist()
-    wanted = np.full(14 * 14, np.nan, dtype=np.float32)
-    wanted[windows[window].numpy()] = weights[window, 1, query]
-    found = page.evaluate(
-        """async ([shape, data]) => {
-          const { attended } = await import("/page/attended.js")
-          const grid = { height: 14, width: 14, prefix: 0, window: [7, 7], shift: [3, 3] }
-          const row = attended({ shape, data: Float32Array.from(data) }, grid, 1, 5, 12)
-          return [...row].map((value) => (Number.isNaN(value) ? null : value))
-        }""",
-        [[1, *weights[:, :2].shape], weights[:, :2].ravel().tolist()],
-    )
-    np.testing.assert_allclose(np.array(found, dtype=np.float32), wanted, rtol=1e-6)
-    inside = wanted[~np.isnan(wanted)]
-    assert said(page) == (
-        "5, 12",
-        pytest.approx(inside.min(), rel=1e-3, abs=1e-9),
-        pytest.approx(inside.max(), rel=1e-3),
-    )
-    page.evaluate(
-        "location.hash += '&e=' + JSON.stringify([{node: 'features.5.3.attn.shifted_window_attention', scale: 0}])"
-    )
-    page.get_by_text(f"No edit changes the weights of {node}").wait_for()
-
-
-@pytest.mark.exhaustive
 def test_the_levels_of_a_detector(open_server, visit):
     model = "fasterrcnn_mobilenet_v3_large_320_fpn"
     page = visit(open_server.url).go(f"m={model}&w=random&n=P5")
@@ -310,52 +210,6 @@ def test_the_levels_of_a_detector(open_server, visit):
     page.locator('.stage[aria-label*=" of P6 over "]').wait_for()
     check_tiles(page, asked(open_server, model, "P6", "random")[0])
     assert page.locator("summary", has_text="not traced").inner_text() == "3 modules were not traced"
-
-
-@pytest.mark.exhaustive
-def test_a_slow_response_is_cancelled_and_requested_again(open_server, visit):
-    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
-    shown_channels(page)
-    held = []
-    page.route("**/features?*", lambda route: held.append(route))  # an answer that takes its time
-    page.locator('.tree [title="features.4"]').click()
-    page.get_by_text("Computing features.4 of squeezenet1_1").wait_for()
-    with page.expect_event("requestfailed") as failed:
-        page.get_by_role("button", name="Cancel").click()
-    assert "features.4" in failed.value.url
-    page.get_by_text("Cancelled.").wait_for()
-    page.unroute("**/features?*")
-    page.get_by_role("button", name="Try again").click()
-    check_tiles(page, asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")[0])
-
-
-@pytest.mark.exhaustive
-def test_what_is_shown_is_held_however_large_it_is(open_server, visit):
-    page = visit(open_server.url).go()
-    found = page.evaluate(
-        """async () => {
-          const { opened } = await import("/page/answers.js")
-          const { reduce } = await import("/page/reductions.js")
-          const header = new TextEncoder().encode('{"n": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}')
-          const answers = []
-          async function add(signal) {
-            const bytes = new Uint8Array(90e6)
-            bytes.set([header.length])
-            bytes.set(header, 8)
-            const message = { key: "n", layout: null, tokens: null }
-            answers.push(await opened(new Response(bytes), message, { name: "none" }, "n", "n", signal))
-          }
-          const value = ({ slot }) => reduce("values", { slot, most: 1 })
-          const held = async () => (await Promise.all(answers.map(value))).map(Boolean)
-          const place = new AbortController()
-          for (let i = 0; i < 3; i++) await add(place.signal)
-          const then = await held()
-          place.abort()
-          await add(new AbortController().signal)
-          return [then, await held()]
-        }"""
-    )
-    assert found == [[True] * 3, [False, False, True, True]]  # the last ones that take no more than 256 MB
 
 
 @pytest.mark.exhaustive
@@ -422,32 +276,6 @@ def test_a_transformer_without_levels_begins_at_its_last_map(open_server, visit)
 
 
 @pytest.mark.exhaustive
-def test_a_model_without_attention_is_shown_by_its_channels(open_server, visit):
-    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention")
-    page.locator(".stage").wait_for()
-    page.get_by_role("link", name="All models").click()
-    page.get_by_role("link", name="resnet18").click()
-    page.get_by_text("Random weights").wait_for()
-    assert "v=attention" in page.evaluate("location.hash")
-    check_tiles(page, asked(open_server, "resnet18", "C4", "random")[0])
-    assert page.get_by_role("button", name="Channels").get_attribute("aria-pressed") == "true"
-
-
-@pytest.mark.exhaustive
-def test_the_request_and_the_statistics_under_attention_are_those_of_the_weights(open_server, visit, tmp_path):
-    node = f"{BLOCK}.attn.attention"
-    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention")
-    page.locator(".stage").wait_for()
-    weights = attention(open_server, VIT, node)
-    numbers = page.locator(f'section[aria-label="All weights of {node}"] dd').all_inner_texts()
-    assert float(numbers[1]) == pytest.approx(weights.max(), rel=1e-3)
-    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
-    found = safetensors.numpy.load_file(tmp_path / f"{node}.safetensors")[node]
-    np.testing.assert_allclose(found[0], weights, atol=1e-6)
-
-
-@pytest.mark.exhaustive
 def test_principal_components_of_two_photos_have_one_basis_and_one_scale(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.12&v=pca&p2=rocket")
     until(page, "document.querySelectorAll('.stage').length === 2")
@@ -464,26 +292,3 @@ def test_principal_components_of_two_photos_have_one_basis_and_one_scale(open_se
         looks(page, f"PCA of features.12 over {photo}.jpg", wanted[number])
     page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.12&v=pca&n2=features.3")
     page.get_by_text("their colours cannot be compared").wait_for()
-
-
-@pytest.mark.exhaustive
-def test_work_that_is_no_longer_wanted_is_not_done(open_server, visit):
-    page = visit(open_server.url).go()
-    done = page.evaluate(
-        """async () => {
-          const { reduce, isStale } = await import("/page/reductions.js")
-          const shape = [1, 64, 100, 100], count = 64 * 100 * 100
-          const header = new TextEncoder().encode(JSON.stringify(
-            { v: { dtype: "F32", shape, data_offsets: [0, 4 * count] } }).padEnd(96))
-          const buffer = new ArrayBuffer(8 + header.length + 4 * count)
-          new DataView(buffer).setBigUint64(0, BigInt(header.length), true)
-          new Uint8Array(buffer, 8).set(header)
-          new Float32Array(buffer, 8 + header.length).fill(1)
-          await reduce("open", { slot: "t", key: "v", layout: "NCHW", tokens: null, buffer }, { transfer: [buffer] })
-          const jobs = [...Array(9).keys()].map((row) =>
-            reduce("similarity", { slot: "t", row, column: 0 }, { topic: "pointer" })
-            .then(() => row, (error) => (isStale(error) ? null : error)))
-          return (await Promise.all(jobs)).filter((row) => row !== null)
-        }"""
-    )
-    assert done in ([0, 8], [8])  # the last, and the first where it ran before the others came

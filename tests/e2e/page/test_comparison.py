@@ -1,0 +1,132 @@
+"""Two models, or two weights of one, side by side: against NumPy and PyTorch."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.page.seen import BLOCK, TILES, VIT, asked, looks, until
+
+NODE = "features.12"
+TRAINED, RANDOM = "squeezenet1_1 IMAGENET1K_V1", "squeezenet1_1 random"
+
+
+def rows(maps, size):
+    """``[positions, channels]`` of maps averaged to ``size``."""
+    return torch.nn.functional.adaptive_avg_pool2d(torch.from_numpy(maps), size).flatten(1).T.double().numpy()
+
+
+def linear_cka(one, other):
+    """Kornblith et al., 2019, section 3: of features whose columns are centred."""
+    one, other = one - one.mean(axis=0), other - other.mean(axis=0)
+    norms = np.linalg.norm(one.T @ one) * np.linalg.norm(other.T @ other)
+    return np.linalg.norm(other.T @ one) ** 2 / norms
+
+
+def numbers(page):
+    """The linear CKA, and the mean cosine if there is one."""
+    until(page, "/[0-9]$/.test(document.querySelector('.likeness summary')?.textContent)")
+    cka, *mean = page.locator(".likeness summary").inner_text().removeprefix("Linear CKA ").split(", mean cosine ")
+    return float(cka), *map(float, mean)
+
+
+def label(view, title):
+    return f"{view} of {NODE} of {title} over chelsea.jpg"
+
+
+@pytest.mark.exhaustive
+def test_two_weights_of_a_model(open_server, visit):
+    page = visit(open_server.url).go(f"m=squeezenet1_1&n={NODE}&v=mean")
+    page.get_by_label("Compare with", exact=True).select_option("weights random")
+    assert "w2=random" in page.evaluate("location.hash")
+    both = [asked(open_server, "squeezenet1_1", NODE, weights)[0] for weights in ("DEFAULT", "random")]
+    means = [np.abs(one).mean(axis=0) for one in both]
+    scale = min(map(np.min, means)), max(map(np.max, means))
+    for title, values in zip((TRAINED, RANDOM), means, strict=True):
+        looks(page, label("Heat-map", title), values, scale)
+    captions = page.locator(".stages figcaption span:first-child").all_inner_texts()
+    assert captions == [f"{NODE} of {TRAINED}", f"{NODE} of {RANDOM}"]
+    page.get_by_role("button", name="Each its own scale").click()
+    for title, values in zip((TRAINED, RANDOM), means, strict=True):
+        looks(page, label("Heat-map", title), values)
+    vectors = [one.reshape(len(one), -1) for one in both]
+    dots = (vectors[0] * vectors[1]).sum(axis=0)
+    cosine = dots / np.prod([np.linalg.norm(one, axis=0) for one in vectors], axis=0)
+    size = both[0].shape[1:]
+    assert numbers(page) == pytest.approx((linear_cka(*(rows(one, size) for one in both)), cosine.mean()), abs=6e-4)
+    page.get_by_role("button", name="Agreement").click()
+    looks(page, f"Agreement with {RANDOM} of {NODE} over chelsea.jpg", cosine.reshape(size))
+    page.get_by_role("button", name="PCA").click()
+    centred = np.concatenate([one.T for one in vectors])
+    mean = centred.mean(axis=0)
+    _, _, directions = np.linalg.svd(centred - mean, full_matrices=False)
+    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in directions[:3]]
+    scores = (centred - mean) @ (directions[:3].T * signs)
+    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    wanted = 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(2, *size, 3)
+    for title, values in zip((TRAINED, RANDOM), wanted, strict=True):
+        looks(page, label("PCA", title), values)
+    page.get_by_label("Compare with", exact=True).select_option("rocket")
+    page.locator('.stage[aria-label$=" over rocket.jpg"]').wait_for()
+    assert "w2" not in page.evaluate("location.hash")
+
+
+@pytest.mark.exhaustive
+def test_two_models(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=C4&v=pca")
+    page.locator(TILES).or_(page.locator(".stage")).first.wait_for()
+    page.get_by_label("Compare with", exact=True).select_option("model")
+    field = page.get_by_label("Model to compare with")
+    field.fill("squeezenet1_1")
+    field.press("Enter")
+    page.get_by_label("Weights to compare with").select_option("random")
+    page.locator('.stage[aria-label="PCA of C4 of squeezenet1_1 random over chelsea.jpg"]').wait_for()
+    first = asked(open_server, "resnet18", "C4", "random")[0]
+    other = asked(open_server, "squeezenet1_1", "C4", "random")[0]
+    size = min(first.shape[1], other.shape[1])
+    assert len(first) != len(other)
+    assert numbers(page) == pytest.approx((linear_cka(rows(first, size), rows(other, size)),), abs=6e-4)
+    page.get_by_text("their colours cannot be compared").wait_for()
+    page.get_by_role("button", name="Agreement").click()
+    page.get_by_text("so no position has a cosine").wait_for()
+    page.goto(f"{open_server.url}/#m=resnet18&n=layer3&v=mean&m2={VIT}&n2={BLOCK}")  # as a link has it
+    tokens = asked(open_server, VIT, BLOCK, "random")[0, 1:].T.reshape(-1, 14, 14)
+    means = [np.abs(one).mean(axis=0) for one in (first, tokens)]
+    scale = min(map(np.min, means)), max(map(np.max, means))
+    for title, values in zip((f"{'layer3'} of resnet18", f"{BLOCK} of {VIT}"), means, strict=True):
+        looks(page, f"Heat-map of {title} random over chelsea.jpg", values, scale)
+    assert numbers(page) == pytest.approx((linear_cka(rows(first, 14), rows(tokens, 14)),), abs=6e-4)
+    page.get_by_label("Node to compare with").fill("blocks.3")
+    page.get_by_label("Node to compare with").press("Enter")
+    page.locator(f'.stage[aria-label="Heat-map of blocks.3 of {VIT} random over chelsea.jpg"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_predictions_of_two_models_lie_side_by_side(open_server, visit):
+    page = visit(open_server.url).go("m=efficientnet_lite0&n=C4&v=why&m2=squeezenet1_1")
+    found = page.locator(".predictions")
+    found.nth(1).wait_for()
+    assert [" by squeezenet1_1 " in (one.get_attribute("aria-label") or "") for one in found.all()] == [False, True]
+    boxes = [one.bounding_box() for one in found.all()]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
+    page.locator('.stage[aria-label^="Evidence for Egyptian cat of C4 of squeezenet1_1"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_what_cannot_be_compared_with_is_said_beside_the_maps(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=C4&v=mean&m2=nothing")
+    page.locator(".failure", has_text="nothing").wait_for()
+    page.locator('.stage[aria-label="Heat-map of C4 over chelsea.jpg"]').wait_for()
+    page.get_by_label("Model to compare with").fill("r3d_18")
+    page.get_by_label("Model to compare with").press("Enter")
+    page.get_by_text("r3d_18 takes tensors, not photos.").wait_for()
+    held = []
+    page.route("**/models/swin_t/features?*", lambda route: held.append(route))
+    page.get_by_label("Model to compare with").fill("swin_t")
+    page.get_by_label("Model to compare with").press("Enter")
+    page.get_by_text("Computing C4 of resnet18").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_text("Cancelled.").wait_for()
+    page.unroute("**/models/swin_t/features?*")
+    page.get_by_role("button", name="Try again").click()
+    page.locator('.stage[aria-label="Heat-map of C4 of swin_t random over chelsea.jpg"]').wait_for()
