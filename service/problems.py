@@ -293,6 +293,13 @@ class NoHeatMap(Invalid, slug="no-heat-map", title="No heat-map"):
 class NameTaken(Invalid, slug="name-taken", status=409, title="Name taken"):
     """Another extractor has that name; ``extractor`` is its id."""
 
+    def __init__(self, name: str, extractor: str) -> None:
+        super().__init__(
+            f"the name {name!r} is taken by extractor {extractor}; choose another name or delete that extractor",
+            name=name,
+            extractor=extractor,
+        )
+
 
 class StoreFull(Invalid, slug="store-full", status=409, title="Store full"):
     """The store has ``stored`` extractors or names, as many as the ``limit`` allows."""

@@ -26,6 +26,9 @@ from service.engine.device.queue import Queue
 from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
 from service.engine.extractors.records import Records
+from service.engine.extractors.resolving import Resolver
+from service.engine.extractors.runtimes import Runtimes
+from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store
 from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
@@ -70,6 +73,7 @@ class Engine:
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
+        runtimes: builds, lends and frees what computes them.
         in_flight: accepted requests: :meth:`drain` waits for ``with`` blocks over it.
         preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
             why.
@@ -90,21 +94,20 @@ class Engine:
         self.records = Records(metrics.evictions)
         self._upgrades = Upgrades(self.device, self._queue, settings, threads, limits.usual, self.records.values())
         projections = Projections(self.device, threads.builders, settings.memory_budget)
-        self.extractors = Extractors(
+        self.runtimes = Runtimes(
             self.records,
             self.models,
-            self.device,
             threads.builders,
             settings.memory_budget,
             self._upgrades,
             self.metrics,
-            settings.models,
-            compiled=limits,
-            projections=projections,
-            store=None if settings.extractors is None else Store(settings.extractors),
-            max_stored=settings.max_stored_extractors,
-            max_nodes=settings.max_nodes,
+            limits,
+            projections,
         )
+        resolver = Resolver(self.records, self.device, threads.builders, settings.models, settings.max_nodes)
+        store = None if settings.extractors is None else Store(settings.extractors, settings.max_stored_extractors)
+        self._sharing = None if store is None else Sharing(store, self.metrics)
+        self.extractors = Extractors(self.records, resolver, self.runtimes, self._sharing)
         self._pipeline = Pipeline(
             settings,
             self.admission,
@@ -112,7 +115,7 @@ class Engine:
             threads,
             self._upgrades,
             projections,
-            self.extractors.variants,
+            self.runtimes.variants,
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -138,7 +141,8 @@ class Engine:
         await in_pool(self.threads.builders, register_models, self.settings.models_dir, True)
         await in_pool(self.threads.builders, warn_unknown_models, self.settings.models or ())
         self._worker.start()
-        await self.extractors.start()
+        if self._sharing is not None:
+            await self._sharing.start()
         self._preloading = background(self._preload(exempt), "preload")
 
     async def drain(self, grace: float | None = None) -> None:
@@ -163,7 +167,9 @@ class Engine:
             self._preloading.cancel()
         await self.drain(grace)
         self._upgrades.close()
-        self.extractors.close()
+        if self._sharing is not None:
+            self._sharing.close()
+        self.runtimes.close()
         await asyncio.to_thread(self._worker.stop, 2.0)
         self.threads.close()
 
@@ -172,12 +178,12 @@ class Engine:
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
-        store = None if self.extractors.sharing is None else self.extractors.sharing.health
-        trouble = (store and store.never_read()) or self._preload_trouble or trouble
+        away = None if self._sharing is None else self._sharing.error()
+        never_read = self._sharing is not None and not self._sharing.was_read
+        trouble = (away if never_read else None) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble
         # Without the store no replica would be ready; serving what is in memory is better than serving nothing.
-        away = store and store.error()
         return True, "ready" if away is None else f"ready with what is in memory: {away}"
 
     def device_trouble(self) -> str | None:
@@ -197,7 +203,7 @@ class Engine:
         metrics.queue_size.set(len(self._queue))
         metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.models_loaded.set(len(self.models.loaded()))
-        metrics.memory_bytes.set(self.extractors.eviction.bytes())
+        metrics.memory_bytes.set(self.runtimes.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
         states = Counter(
             "evicted" if r.state == "ready" and r.runtime is None else r.state for r in self.records.list()
@@ -310,7 +316,7 @@ class Engine:
             deadline = time.monotonic() + self.settings.request_timeout
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self.in_flight:
-            async with self.extractors.use(record) as runtime:
+            async with self.runtimes.use(record) as runtime:
                 return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket, edits)
 
     async def attribute(
@@ -325,7 +331,7 @@ class Engine:
         :func:`service.engine.requests.attributing.attribute`."""
         self._check_draining(reservation.accepted)
         with self.admission.enter(reservation.client, reservation) as ticket, self.in_flight:
-            async with self.extractors.use(record) as runtime:
+            async with self.runtimes.use(record) as runtime:
                 return await attribute(runtime, values, asked, self._queue, ticket, deadline)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
@@ -362,7 +368,7 @@ class Engine:
                     await asyncio.sleep(seconds)
             self.preload_failed = False
         if exempt:
-            await self.extractors.collector.exempt()
+            await self.runtimes.collector.exempt()
         self._preload_trouble = None
 
     async def _preload_one(self, text: str) -> None:
@@ -372,7 +378,7 @@ class Engine:
             log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)
             return
         record.pinned = True
-        runtime = await self.extractors.load(record)
+        runtime = await self.runtimes.load(record)
         if self.settings.lowering:
             await self.settle(runtime)  # ready means at full speed
         shapes = zip(record.description.inputs, record.description.usual_shapes(), strict=True)

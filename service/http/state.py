@@ -159,7 +159,7 @@ class State:
         """
         async with self.lookups.place(caller) as place:
             result = await place.run(work)
-        self.engine.extractors.eviction.make_room()
+        self.engine.runtimes.eviction.make_room()
         return result
 
 

@@ -166,7 +166,7 @@ class LocalRunner:
         if requested == "auto" and served_by is not None:
             spec = spec.model_copy(update={"backend": served_by})
         record, _ = await self._engine.extractor(spec)
-        runtime = await self._engine.extractors.load(record)
+        runtime = await self._engine.runtimes.load(record)
         if self._lowering:  # now: a switch of backends in mid-run would round later rows differently
             await self._engine.settle(runtime, self._images)
         self._record, description = record, record.description

@@ -21,12 +21,15 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import summarize
+from service.problems import Problem
 
 VERSION = 2
 """The format of the objects that are written, and the newest that can be read."""
 
 _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"))
 """Protocols whose drivers create an object only where there is none."""
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class StoreError(Exception):
@@ -47,16 +50,12 @@ class Objects:
     Args:
         url: a folder, or any URL that fsspec knows.
 
-    Attributes:
-        url: as it was given.
-        local: whether it is a folder.
-
     Raises:
         ValueError: there is no driver for the URL, it is not installed, or it cannot create objects exclusively.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
+        self._url = url
         scheme = url.partition("://")[0].rpartition("::")[2] if "://" in url else "file"
         # botocore's own timeouts are minutes
         timeouts = {"connect_timeout": 2, "read_timeout": 4, "retries": {"max_attempts": 2}}
@@ -66,8 +65,8 @@ class Objects:
         except (ImportError, ValueError) as error:
             raise ValueError(f"FXSERVE_EXTRACTORS={url}: {summarize(error)}") from error
         self._root = root.rstrip("/")
-        self.local = isinstance(self._fs, LocalFileSystem)
-        if not self.local and scheme not in _CONDITIONAL:
+        self._local = isinstance(self._fs, LocalFileSystem)
+        if not self._local and scheme not in _CONDITIONAL:
             raise ValueError(
                 f"FXSERVE_EXTRACTORS={url}: {scheme} has no writes that fail where an object exists; use a shared "
                 "folder, or a bucket of S3, GCS or Azure"
@@ -75,19 +74,17 @@ class Objects:
 
     def make_folders(self, *folders: str) -> None:
         """Make folders on a local disk; other drivers need none."""
-        if self.local:
-            for folder in folders:
+        if self._local:
+            for folder in ("parts", *folders):
                 Path(self._root, folder).mkdir(parents=True, exist_ok=True)
-
-    def _path(self, path: str) -> str:
-        return f"{self._root}/{path}"
 
     def names_in(self, folder: str) -> list[str]:
         """Return names of the objects in ``folder``; none if there is no such folder."""
         try:
-            return [PurePosixPath(str(path)).name for path in self._fs.ls(self._path(folder), detail=False)]
+            paths = self._fs.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
             return []
+        return [PurePosixPath(str(path)).name for path in paths]
 
     def read(self, path: str) -> dict[str, Any] | None:
         """Return an object; None if it does not exist.
@@ -97,7 +94,7 @@ class Objects:
         """
         for delay in (0.02, 0.1, 0.0):
             try:
-                data = self._fs.cat_file(self._path(path))
+                data = self._fs.cat_file(f"{self._root}/{path}")
             except FileNotFoundError:
                 return None
             if data:
@@ -110,21 +107,22 @@ class Objects:
             if content["version"] > VERSION:
                 raise NewerVersion(f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})")
         except (ValueError, KeyError, TypeError) as error:
-            raise DamagedObject(f"{path} in {self.url} cannot be used: {summarize(error)}") from error
+            raise DamagedObject(f"{path} in {self._url} cannot be used: {summarize(error)}") from error
         return content
 
     def create(self, path: str, content: dict[str, Any]) -> bool:
         """Create an object atomically; False if it exists."""
         data = json.dumps({"version": VERSION, "made": time.time(), **content}).encode()
-        target = self._path(path)
-        if self.local:
-            return _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
+        target = f"{self._root}/{path}"
         try:
-            self._fs.pipe_file(target, data, mode="create")
+            if self._local:
+                _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
+            else:
+                self._fs.pipe_file(target, data, mode="create")
         except FileExistsError:
             return False
         except OSError as error:
-            if error.errno == errno.EINVAL and self._fs.exists(target):  # S3's 412 without a cause
+            if error.errno == errno.EINVAL and not self._local and self._fs.exists(target):  # S3's 412 without a cause
                 return False
             raise
         return True
@@ -132,29 +130,25 @@ class Objects:
     def remove(self, path: str) -> None:
         """Remove an object, if it exists."""
         with suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(path))
-
-    def prune_parts(self, before: float) -> None:
-        """Remove what writers that died left before ``before``, in seconds since the epoch."""
-        if self.local:
-            for part in Path(self._root, "parts").iterdir():
-                with suppress(FileNotFoundError):
-                    if part.stat().st_mtime < before:
-                        part.unlink()
+            self._fs.rm_file(f"{self._root}/{path}")
 
     @contextmanager
-    def store_errors(self, done: str) -> Iterator[None]:
+    def errors(self, done: str) -> Iterator[None]:
         """Raise a driver's errors as :class:`StoreError`: the store cannot be ``done`` (read, written, opened)."""
         try:
             yield
-        except StoreError:
+        except (StoreError, Problem):
             raise
         except Exception as error:
-            raise StoreError(f"the store of extractors {self.url} cannot be {done}: {summarize(error)}") from error
+            raise StoreError(f"the store of extractors {self._url} cannot be {done}: {summarize(error)}") from error
 
 
-def _create_file(target: Path, part: Path, data: bytes) -> bool:
-    """Write ``data`` to ``target`` atomically; False if it exists."""
+def _create_file(target: Path, part: Path, data: bytes) -> None:
+    """Write ``data`` to ``part`` and move it to ``target``, which appears when it is complete.
+
+    Raises:
+        FileExistsError: there is a ``target``.
+    """
     try:
         with part.open("xb") as file:
             file.write(data)
@@ -162,19 +156,10 @@ def _create_file(target: Path, part: Path, data: bytes) -> bool:
             os.fsync(file.fileno())
         try:
             os.link(part, target)
-        except FileExistsError:
-            return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            try:
-                target.open("xb").close()
-            except FileExistsError:
-                return False
+            target.open("xb").close()
             part.replace(target)
-        return True
     finally:
         part.unlink(missing_ok=True)
-
-
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

@@ -57,19 +57,7 @@ class Resolver:
         self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     async def record(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
-        """Return the record of ``spec`` that is known here, or a new one; see :meth:`fresh`."""
-        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
-        record = self._records.get(self._ids.get(key, ""))
-        if record is None:
-            fresh = await self.fresh(spec, trace_in)
-            record = self._records.get(fresh.id) or fresh
-            self._ids[key] = record.id
-            if len(self._ids) > _REMEMBERED_SPECS:
-                self._ids.popitem(last=False)
-        return record
-
-    async def fresh(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
-        """Return a new record of ``spec``.
+        """Return the record of ``spec`` that is known here, or a new one.
 
         Args:
             spec: names its model and nodes.
@@ -78,11 +66,22 @@ class Resolver:
         Raises:
             FxError: see :func:`resolve`.
         """
+        key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
+        record = self._records.get(self._ids.get(key, ""))
+        if record is None:
+            description = await self._resolve(spec, trace_in)
+            record = self._records.get(description.id) or ExtractorRecord(description)
+            self._ids[key] = record.id
+            if len(self._ids) > _REMEMBERED_SPECS:
+                self._ids.popitem(last=False)
+        return record
+
+    async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> Description:
         if trace_in is None:
-            return ExtractorRecord(await in_pool(self._pool, resolve, spec, *self._served))
+            return await in_pool(self._pool, resolve, spec, *self._served)
         # One at a time: all but the first find the graph traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            return ExtractorRecord(await trace_in(lambda: resolve(spec, *self._served)))
+            return await trace_in(lambda: resolve(spec, *self._served))
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None, max_nodes: int) -> Description:

@@ -16,29 +16,34 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
 from service.engine.extractors.objects import VERSION, DamagedObject, NewerVersion, Objects, StoreError
+from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
 
-_FOLDERS = "specs", "names", "named", "marks", "parts"
+NAMES_PER_EXTRACTOR = 4
+"""How many times as many names as extractors the store may have."""
+
+_FOLDERS = "specs", "names", "named", "marks"
 _PAGE = 50
 _ATTEMPTS = 40
 _DEAD_SECONDS = 60.0
-_PART_SECONDS = 24 * 3600.0
+_COUNT_SECONDS, _RECOUNT_SECONDS = 60.0, 2.0
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(BaseModel, frozen=True):
     """An extractor in the store.
 
     Attributes:
@@ -57,28 +62,33 @@ class Stored:
 class Store:
     """A store at a URL. Blocks: not for the event loop. For any thread. Methods raise :class:`StoreError`.
 
+    Args:
+        url: a folder, or any URL that fsspec knows.
+        limit: maximum extractors, about: what is saved at the same time may exceed it.
+
     Raises:
         ValueError: there is no driver for the URL, it is not installed, or it cannot create objects exclusively.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limit: int = sys.maxsize) -> None:
         self.url = url
         self._objects = Objects(url)
         self._mark: dict[str, Any] | None = None
+        self._limit = limit
+        self._extractors = self._names = 0
+        self._counted = -_COUNT_SECONDS
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
     def open(self) -> None:
         """Read which store it is, and create it if there is none. One that cannot be written can be opened."""
-        with self._objects.store_errors("opened"):
+        with self._objects.errors("opened"):
             mark = self._objects.read("store.json")
             if mark is None:
                 self._objects.make_folders(*_FOLDERS)
                 self._objects.create("store.json", {"store": secrets.token_hex(8)})
                 mark = self._objects.read("store.json")
-            with suppress(OSError, StoreError):  # it cannot be written
-                self._objects.make_folders(*_FOLDERS)
-                self._objects.prune_parts(time.time() - _PART_SECONDS)
-                if mark is not None and mark["version"] < VERSION:
+            elif mark["version"] < VERSION:
+                with suppress(OSError, StoreError):  # it cannot be written
                     self._take_over()
         self._mark = mark
 
@@ -87,7 +97,7 @@ class Store:
         if self._mark is None:
             self.open()
             return
-        with self._objects.store_errors("read"):
+        with self._objects.errors("read"):
             mark = self._objects.read("store.json")
         if mark is None or mark["store"] != self._mark["store"]:
             raise StoreError(
@@ -98,70 +108,78 @@ class Store:
     def probe(self) -> None:
         """Write something, and remove it."""
         self.check()  # else the folders would be made again where a store was taken away
-        with self._objects.store_errors("written"):
+        with self._objects.errors("written"):
             self._objects.make_folders(*_FOLDERS)
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
             self._objects.create(probe, {})
             self._objects.remove(probe)
 
-    def put(self, stored: Stored, room: bool = True) -> bool | None:
-        """Create an extractor unless it exists. A damaged object is replaced.
-
-        Args:
-            stored: the extractor.
-            room: whether another one may be created.
-
-        Returns:
-            Whether this created it; None if it does not exist and there is no room.
-        """
-        path = f"specs/{stored.id}.json"
-        content = {
-            "id": stored.id,
-            # Without defaults: versions that lack a field read the specs that do not use it.
-            "spec": stored.spec.model_dump(mode="json", exclude_defaults=True),
-            "return_nodes": stored.return_nodes,
-            "fingerprint": stored.fingerprint,
-        }
-        with self._objects.store_errors("written"):
-            if self._exists(stored.id, path):
-                return False
-            return self._objects.create(path, content) if room else None
-
     def get(self, id: str) -> Stored | None:
         """Return the extractor ``id``; None if it does not exist."""
         path = f"specs/{id}.json"
-        with self._objects.store_errors("read"):
+        with self._objects.errors("read"):
             content = self._objects.read(path)
-        if content is None:
-            return None
         try:
-            spec = ExtractorSpec.model_validate(content["spec"])
-            return Stored(content["id"], spec, dict(content["return_nodes"]), content["fingerprint"])
-        except (KeyError, TypeError, ValueError) as error:
+            return None if content is None else Stored.model_validate(content)
+        except ValueError as error:
             raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 
     def find(self, id_or_name: str) -> str | None:
         """Return the id of the extractor with that id or name, or None."""
-        if is_id(id_or_name) and self.get(id_or_name) is not None:
+        if _ID.fullmatch(id_or_name) and self.get(id_or_name) is not None:
             return id_or_name
-        id = self.owner(id_or_name)
-        if id is None:
-            self.check()  # else a store that is gone looks empty
-        return id
+        with self._objects.errors("read"):
+            entry = self._entry(id_or_name) if _NAME.fullmatch(id_or_name) else None
+            if entry is not None and self.get(entry["id"]) is not None:
+                return str(entry["id"])
+        self.check()  # else a store that is gone looks empty
+        return None
 
-    def owner(self, name: str) -> str | None:
-        """Return the id of the extractor that has ``name``; None if the name is free."""
-        if not _NAME.fullmatch(name):
-            return None
-        with self._objects.store_errors("read"):
-            entry = self._entry(name)
-            return None if entry is None or self.get(entry["id"]) is None else str(entry["id"])
+    def save(self, stored: Stored, asked_for: bool = True) -> bool:
+        """Create an extractor unless it exists; whether this created it. A damaged object is replaced.
 
-    def claim(self, name: str, id: str, may_replace: Callable[[str], bool]) -> str:
-        """Give ``name`` to ``id``, unless another has it that may not be replaced; the id that has it then."""
+        Args:
+            stored: the extractor.
+            asked_for: whether a client asked for it to be kept. What one-step requests make on their way is saved until
+                the store is half full only, so that those cannot fill it.
+
+        Raises:
+            StoreFull: there are as many extractors as there may be.
+        """
+        path = f"specs/{stored.id}.json"
+        with self._objects.errors("written"):
+            if self._exists(stored.id, path):
+                return False
+            self._require_room("extractors", self._limit if asked_for else self._limit // 2)
+            # Without defaults: versions that lack a field read the specs that do not use it.
+            created = self._objects.create(path, stored.model_dump(mode="json", exclude_defaults=True))
+            self._extractors += created
+            return created
+
+    def check_name(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> None:
+        """Check that ``id`` has ``name``, or may have it.
+
+        Args:
+            name: the name.
+            id: who wants it.
+            gives_up: whether the extractor of an id gives up a name.
+
+        Raises:
+            NameTaken: another has it.
+            StoreFull: there are as many names as there may be.
+        """
+        owner = self.find(name)
+        if owner is None:
+            with self._objects.errors("read"):
+                self._require_room("names", NAMES_PER_EXTRACTOR * self._limit)
+        elif owner != id and not gives_up(owner, name):
+            raise NameTaken(name, owner)
+
+    def claim(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
+        """Give ``name`` to ``id``, unless another has it that does not give it up; the id that has it then."""
         listed = f"named/{id}.{name}.json"
-        with self._objects.store_errors("written"):
-            self._objects.create(listed, {})
+        with self._objects.errors("written"):
+            self._names += self._objects.create(listed, {})
             for _ in range(_ATTEMPTS):
                 if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
                     if self.get(id) is None:  # deleted meanwhile, perhaps before its name was there to be removed
@@ -172,63 +190,48 @@ class Store:
                     continue
                 if entry["id"] == id:
                     return id
-                if self.get(entry["id"]) is not None and not may_replace(entry["id"]):
+                if self.get(entry["id"]) is not None and not gives_up(entry["id"], name):
                     self._objects.remove(listed)
                     return str(entry["id"])
                 self._free(name, entry["id"])
         raise StoreError(f"the name {name} in {self.url} is being freed by another process")
 
-    def delete(self, id: str) -> bool:
-        """Remove the extractor ``id`` and its names; False if it does not exist.
+    def delete(self, id: str) -> None:
+        """Remove the extractor ``id`` and its names.
 
         It is removed before its names, so that a name given meanwhile is either found here or freed by its claim.
         """
         path = f"specs/{id}.json"
-        with self._objects.store_errors("written"):
-            existed = self._exists(id, path)
-            if not existed:
+        with self._objects.errors("written"):
+            if self._exists(id, path):
+                self._extractors -= 1
+            else:
                 self.check()
             self._objects.remove(path)
             for owner, name in self._named():
                 with suppress(DamagedObject):
                     if owner == id:
                         self._free(name, id)
-        return existed
 
     def mark_preloaded(self, id: str) -> None:
         """Record that the extractor ``id``, which exists, was preloaded."""
-        with self._objects.store_errors("written"):
+        with self._objects.errors("written"):
             self._objects.create(f"marks/preloaded-{id}.json", {})
 
     def was_deleted(self, id: str) -> bool:
         """Return whether the extractor ``id`` was preloaded once, and does not exist."""
-        with self._objects.store_errors("read"):
+        with self._objects.errors("read"):
             return self._objects.read(f"marks/preloaded-{id}.json") is not None and self.find(id) is None
-
-    def counts(self) -> tuple[int, int]:
-        """Return how many extractors and names there are."""
-        with self._objects.store_errors("read"):
-            return len(self._objects.names_in("specs")), len(self._objects.names_in("named"))
 
     def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
         """Yield all extractors that can be read, each with one of its names, in pages: no step takes long."""
-        with self._objects.store_errors("read"):
+        with self._objects.errors("read"):
             names = dict(sorted(self._named()))
             yield []
             ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
             for start in range(0, len(ids), _PAGE):
                 found = map(self._listed, ids[start : start + _PAGE])
                 yield [(stored, names.get(stored.id)) for stored in found if stored is not None]
-
-    def _exists(self, id: str, path: str) -> bool:
-        """Return whether the extractor ``id`` exists; a damaged one is removed, but not what a newer version wrote."""
-        try:
-            return self.get(id) is not None
-        except DamagedObject as damaged:
-            if isinstance(damaged.__cause__, NewerVersion):
-                raise
-            self._objects.remove(path)
-            return False
 
     def _listed(self, id: str) -> Stored | None:
         """Return the extractor ``id``, read once: an id is always the same extractor. None if it cannot be read."""
@@ -244,6 +247,30 @@ class Store:
         """Return ids and names, each pair once."""
         pairs = (file.removesuffix(".json").partition(".") for file in self._objects.names_in("named"))
         return [(id, name) for id, _, name in pairs]
+
+    def _exists(self, id: str, path: str) -> bool:
+        """Return whether the extractor ``id`` exists; a damaged one is removed, but not what a newer version wrote."""
+        try:
+            return self.get(id) is not None
+        except DamagedObject as damaged:
+            if isinstance(damaged.__cause__, NewerVersion):
+                raise
+            self._objects.remove(path)
+            return False
+
+    def _require_room(self, kind: str, limit: int) -> None:
+        """Check that there are fewer extractors, or names, than ``limit``.
+
+        They are counted once a minute, and before the store is called full.
+        """
+        full = self._extractors >= self._limit or self._names >= NAMES_PER_EXTRACTOR * self._limit
+        if time.monotonic() - self._counted >= (_RECOUNT_SECONDS if full else _COUNT_SECONDS):
+            self._extractors = len(self._objects.names_in("specs"))
+            self._names = len(self._objects.names_in("named"))
+            self._counted = time.monotonic()
+        count = self._extractors if kind == "extractors" else self._names
+        if count >= limit:
+            raise StoreFull(kind, count, limit)
 
     def _entry(self, name: str) -> dict[str, Any] | None:
         entry = self._objects.read(f"names/{name}.json")
@@ -261,44 +288,34 @@ class Store:
         if entry is None or entry["id"] != id:
             return
         mark = f"marks/free-{name}-{entry['token']}.json"
-        try:
+        mine = True
+        with suppress(OSError):  # a full disk, where nobody creates a name either
             mine = self._objects.create(mark, {})
-        except OSError:
-            mine = True  # a full disk, where nobody creates a name either
-        if not mine:
-            other = self._objects.read(mark)
-            if other is not None and time.time() - other["made"] > _DEAD_SECONDS:
-                self._objects.remove(mark)
-            time.sleep(0.05)
+        if mine:
+            if self._entry(name) == entry:
+                self._objects.remove(f"names/{name}.json")
+            self._objects.remove(mark)
             return
-        if self._entry(name) == entry:
-            self._objects.remove(f"names/{name}.json")
-        self._objects.remove(mark)
+        other = self._objects.read(mark)
+        if other is not None and time.time() - other["made"] > _DEAD_SECONDS:
+            self._objects.remove(mark)
+        time.sleep(0.05)
 
     def _take_over(self) -> None:
         """Bring a store of format 1 up to date, once: names were folders, and deletions were notices."""
+        self._objects.make_folders(*_FOLDERS)
         if self._objects.read("marks/format-2.json") is not None:
             return
         for name in self._objects.names_in("names"):
-            numbers = [
-                int(number) for number in map(_stem, self._objects.names_in(f"names/{name}")) if number.isdigit()
-            ]
+            files = [file.removesuffix(".json") for file in self._objects.names_in(f"names/{name}")]
+            numbers = [int(number) for number in files if number.isdigit()]
             with suppress(DamagedObject, KeyError):
                 entry = self._objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
                 spec = None if entry is None else self._objects.read(f"specs/{entry['id']}.json")
                 if entry is not None and spec is not None and spec["token"] == entry["token"]:
-                    self.claim(name, entry["id"], lambda _: False)
+                    self.claim(name, entry["id"], lambda *_: False)
         for notice in self._objects.names_in("deleted"):
             kind, _, id = notice.partition(".")[0].partition("-")
             if kind == "extractor":
                 self._objects.create(f"marks/preloaded-{id}.json", {})
         self._objects.create("marks/format-2.json", {})
-
-
-def is_id(text: str) -> bool:
-    """Return whether ``text`` is written as ids are."""
-    return _ID.fullmatch(text) is not None
-
-
-def _stem(file: str) -> str:
-    return file.removesuffix(".json")

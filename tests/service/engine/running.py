@@ -70,7 +70,7 @@ def runtime_alone(*args: Any) -> Runtime:
         engine = Engine(Settings(device="cpu"))
         await engine.start()
         try:
-            return await engine.extractors.load(await built(engine, *args))
+            return await engine.runtimes.load(await built(engine, *args))
         finally:
             await engine.close()
 

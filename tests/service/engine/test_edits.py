@@ -117,7 +117,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         record = await built(running)
         runtime = runtime_of(record)
         run, module, before = runtime.run, runtime.extractor.module, await running.features(record, tensors(1.0))
-        bytes_before = running.extractors.eviction.bytes()
+        bytes_before = running.runtimes.eviction.bytes()
         zero = await running.features(record, tensors(1.0), edits=[Edit("features.12", scale=0)])
         after = await running.features(record, tensors(1.0))
         assert not zero.outputs["features.12"].any()
@@ -125,8 +125,8 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         assert torch.equal(after.outputs["features.12"], before.outputs["features.12"])
         assert (runtime.run, runtime.extractor.module) == (run, module)
         [variant] = runtime.variants.values()
-        assert running.extractors.eviction.bytes() > bytes_before
-        running.extractors.eviction.unload(record)
+        assert running.runtimes.eviction.bytes() > bytes_before
+        running.runtimes.eviction.unload(record)
         assert variant.retired
 
 
@@ -265,7 +265,7 @@ async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engi
         await watched.begun()
         weights = runtime.model
         await running.extractors.delete(record.id)
-        async with running.extractors.variants.use(runtime, [((3, 64, 64),)], [NODE]) as another:
+        async with running.runtimes.variants.use(runtime, [((3, 64, 64),)], [NODE]) as another:
             assert another.model is weights
         assert not running.models.loaded()
         watched.open.set()

@@ -105,7 +105,7 @@ async def _respond(
         deadline.body_read()
         front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
         for record in (front, back):
-            await engine.extractors.load(record)
+            await engine.runtimes.load(record)
         accepted = _negotiate(front, query, joined_header(request.scope, b"accept"))
         sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
         del body

@@ -80,13 +80,13 @@ async def embed(request: Request) -> Response:
             body = await state.engine.run_in_encoder(embeddings.read, chunks)
         del chunks
         record = await _extractor(request, state, body.model)
-        runtime = record.runtime or await state.engine.extractors.load(record)
+        runtime = record.runtime or await state.engine.runtimes.load(record)
         pooled = runtime.graph.attention_pools.get(record.outputs[0].node)
         if pooled is not None:
             spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
             # The client asked for the node before, so this is not for an admin to allow.
             record, _ = await state.engine.extractor(spec, accepted=caller_of(request.scope).accepted)
-            runtime = record.runtime or await state.engine.extractors.load(record)
+            runtime = record.runtime or await state.engine.runtimes.load(record)
         return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
 
 

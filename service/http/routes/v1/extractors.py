@@ -171,7 +171,7 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
     """
     try:
         async with asyncio.timeout(wait):
-            return await state.engine.extractors.load(record)
+            return await state.engine.runtimes.load(record)
     except TimeoutError:
         raise problems.NotReady(f"extractor {record.id} is still being built") from None
 

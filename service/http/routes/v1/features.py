@@ -217,7 +217,7 @@ async def _respond(
         record = await find()
         if record.runtime is None:
             body = body or await received()  # until then, a client that leaves is not noticed
-            await state.engine.extractors.load(record)
+            await state.engine.runtimes.load(record)
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         if sent is None:
             body = body or await received()

@@ -111,7 +111,7 @@ async def _infer(
     options = _options(payload)
     options.check_regions(None)  # the protocol has none
     record = await _extractor(request, state, target, payload)
-    await state.engine.extractors.load(record)
+    await state.engine.runtimes.load(record)
     requested = _requested_outputs(record, name, payload, options)
     nodes = requested.keys() & record.description.return_nodes.keys()
     if 0 < len(nodes) < len(record.description.return_nodes):

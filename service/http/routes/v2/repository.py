@@ -87,7 +87,7 @@ async def load(
                     spec = await metadata.own_spec(state, caller, target)
                     target, _ = await state.engine.extractor(spec, accepted=caller.accepted)
                 record = target
-            await state.engine.extractors.load(record)
+            await state.engine.runtimes.load(record)
     except TimeoutError:
         raise problems.DeadlineExceeded(f"{name} is still loading after {timeout:.0f} s; loading continues") from None
     return ModelReady(name=name, ready=True)
@@ -106,7 +106,7 @@ async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     """
     target = await metadata.find(state, caller, name)
     for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
-        state.engine.extractors.unload(record.id)
+        state.engine.runtimes.unload(record)
     return ModelReady(name=name, ready=False)
 
 

@@ -29,7 +29,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             if action == "delete":
                 await running.extractors.delete(record.id)
             else:
-                running.extractors.unload(record.id)
+                running.runtimes.unload(record)
         if action == "delete":
             await running.features(unused, tensors(*range(16)))
             assert not unused.runtime.wanted.is_set()
@@ -109,10 +109,10 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         watched.open.clear()
         first = asyncio.create_task(running.features(busy, tensors(0)))
         await watched.begun()
-        running.extractors.eviction.unload(record)  # built again, it is measured, for which the device must be free
-        searches = [running._upgrades.improve(await running.extractors.load(record))]
-        running.extractors.eviction.unload(record)
-        searches.append(running._upgrades.improve(await running.extractors.load(record)))
+        running.runtimes.eviction.unload(record)  # built again, it is measured, for which the device must be free
+        searches = [running._upgrades.improve(await running.runtimes.load(record))]
+        running.runtimes.eviction.unload(record)
+        searches.append(running._upgrades.improve(await running.runtimes.load(record)))
         watched.open.set()
         await first
         await held.began("features.3")

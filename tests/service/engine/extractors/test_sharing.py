@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.extractors import adoption, extractors, resolving, sharing, store_health
+from service.engine.extractors import extractors, resolving, sharing, store
 from service.engine.extractors.store import Store, Stored
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
@@ -21,14 +21,13 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy disk may take seconds for what takes none."""
-    monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", PATIENCE)
+    monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", PATIENCE)
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that was read is relied on, as two seconds later."""
-    for module in (adoption, extractors, store_health):
-        monkeypatch.setattr(module, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
 
 
 def ids(url: str) -> set[str]:
@@ -106,7 +105,7 @@ async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_pa
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         made = [await one.extractor(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True) for n in range(5)]
         records = [await other.extractors.look_up(f"n{n}") for n in range(5)]
-        used = [other.extractors.load(record) for record in records]
+        used = [other.runtimes.load(record) for record in records]
         await asyncio.gather(*used)
         for record, _ in made:
             await one.extractors.delete(record.id)
@@ -129,8 +128,7 @@ async def test_the_store_is_read_no_more_often_than_it_must(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor by several requests at a time, nor on the event loop."""
-    for module in (adoption, extractors, store_health):
-        monkeypatch.setattr(module, "CHECK_SECONDS", PATIENCE)
+    monkeypatch.setattr(extractors, "CHECK_SECONDS", PATIENCE)
     url, find, read = str(tmp_path / "store"), Store.find, []
 
     def counted(store: Store, key: str) -> str | None:
@@ -210,34 +208,40 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
         resume.set()
         await looking
         assert again.id == first.id
-        monkeypatch.setattr(adoption, "CHECK_SECONDS", 0.0)
+        monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
         assert (await other.extractors.look_up("x")).id == second.id
 
 
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = sharing.Sharing.find
-    free = []
+    find, together = Store.find, threading.Barrier(3)
 
-    async def together(self: sharing.Sharing, name: str) -> Any:
-        free.append(await find(self, name))
-        await until(lambda: len(free) == 3)
-        return None
+    def at_once(store: Store, key: str) -> str | None:
+        found = find(store, key)
+        if key == "x":
+            together.wait(PATIENCE)
+        return found
 
-    monkeypatch.setattr(sharing.Sharing, "find", together)
-    async with engine(extractors=str(tmp_path / "store")) as one:
+    url = str(tmp_path / "store")
+    monkeypatch.setattr(Store, "find", at_once)
+    async with engine(extractors=url) as one, engine(extractors=url) as two, engine(extractors=url) as three:
+        engines = (one, two, three)
         wanted = [spec(nodes=[f"features.{number}"], name="x") for number in (2, 3, 4)]
-        given = await asyncio.gather(*(one.extractor(each, keep=True) for each in wanted), return_exceptions=True)
+        given = await asyncio.gather(
+            *(each.extractor(kind, keep=True) for each, kind in zip(engines, wanted, strict=True)),
+            return_exceptions=True,
+        )
         assert [type(each) for each in given].count(NameTaken) == 2
-        await until(lambda: [record.state for record in one.records.list()] == ["ready"] * 3)
-        assert [record.name for record in one.records.list()].count("x") == 1
+        records = [record for each in engines for record in each.records.list()]
+        await until(lambda: [record.state for record in records] == ["ready"] * 3)
+        assert [record.name for record in records].count("x") == 1
 
 
 async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharing, "NAMES_PER_EXTRACTOR", 0)
+    monkeypatch.setattr(store, "NAMES_PER_EXTRACTOR", 0)
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one:
         with pytest.raises(StoreFull, match="names"):
@@ -245,19 +249,19 @@ async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
         assert ids(url) == set()
 
 
-class SlowPut:
-    """Stands where :meth:`Store.put` stands, and waits until the test lets it write."""
+class SlowSave:
+    """Stands where :meth:`Store.save` stands, and waits until the test lets it write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.resume = threading.Event(), threading.Event()
-        put = Store.put
+        save = Store.save
 
         def slow(*args: Any) -> Any:
             self.begun.set()
             assert self.resume.wait(PATIENCE)
-            return put(*args)
+            return save(*args)
 
-        monkeypatch.setattr(Store, "put", slow)
+        monkeypatch.setattr(Store, "save", slow)
 
 
 async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeEngine, tmp_path: Path) -> None:
@@ -277,14 +281,14 @@ async def test_a_deletion_is_refused_while_a_save_is_pending(
     """A thread that has taken too long cannot be stopped: what it saves would come after the deletion."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one:
-        slow = SlowPut(monkeypatch)
-        monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", 0.3)
+        slow = SlowSave(monkeypatch)
+        monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
         record = await built(one)  # without the store
         assert not record.saved
         with pytest.raises(NotReady):
             await one.extractors.delete(record.id)
         assert one.records.known(record.id) is record
-        monkeypatch.setattr(store_health, "TIMEOUT_SECONDS", PATIENCE)
+        monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", PATIENCE)
         deletion = asyncio.create_task(one.extractors.delete(record.id))
         await asyncio.sleep(0.1)
         assert not deletion.done()
@@ -302,7 +306,7 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
     store.open()
     ids = [f"{number:012x}" for number in range(120)]
     for id in ids:
-        store.put(Stored(id, spec(), {"layer4": "layer4"}, "fingerprint"))
+        store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
     pages, gate, begun = Store.pages, threading.Event(), []
 
     def held(store: Store) -> Any:
@@ -314,9 +318,8 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
     async with engine(extractors=str(tmp_path)) as running:
         listings = [asyncio.create_task(running.extractors.elsewhere()) for _ in range(8)]
         await until(lambda: begun)
-        assert running.extractors.sharing is not None
-        found = await asyncio.gather(*(running.extractors.sharing.get(id) for id in ids[:8]))
-        assert [stored and stored.id for stored in found] == ids[:8]
+        assert running._sharing is not None
+        assert await asyncio.gather(*map(running._sharing.find, ids[:8])) == ids[:8]
         assert len(begun) == 1
         gate.set()
         for listed in await asyncio.gather(*listings):

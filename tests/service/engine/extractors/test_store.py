@@ -17,6 +17,7 @@ import pytest
 
 from service.engine.extractors.objects import DamagedObject, Objects, StoreError
 from service.engine.extractors.store import Store, Stored
+from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
 from tests.small_disk import small_disk
 
@@ -27,17 +28,22 @@ NODES = {"C5": "layer4.1.relu_1"}
 IDS = [f"{number:012x}" for number in range(100)]
 
 
-def never(id: str) -> bool:
+def extractor(id: str, fingerprint: str = "fingerprint") -> Stored:
+    return Stored(id=id, spec=SPEC, return_nodes=NODES, fingerprint=fingerprint)
+
+
+def never(id: str, name: str) -> bool:
     return False
 
 
-def extractor(id: str, fingerprint: str = "fingerprint") -> Stored:
-    return Stored(id, SPEC, NODES, fingerprint)
-
-
 def put(store: Store, id: str) -> Stored:
-    store.put(extractor(id))
+    store.save(extractor(id))
     return extractor(id)
+
+
+def claim(store: Store, name: str, id: str, failed: str | None = None) -> str:
+    """Name the extractor ``id``; which one has the name then. ``failed`` gives up its names."""
+    return store.claim(name, id, lambda id, name: id == failed)
 
 
 @pytest.fixture(params=["folder", "folder without hard links", "s3", "memory"])
@@ -59,31 +65,39 @@ def listed(store: Store) -> list[tuple[Stored, str | None]]:
     return [stored for page in store.pages() for stored in page]
 
 
-def opened(url: str) -> Store:
-    store = Store(url)
+def opened(url: str, **limits: int) -> Store:
+    store = Store(url, **limits)
     store.open()
     return store
 
 
 def test_one_writes_and_another_reads(url: str) -> None:
-    one, other = opened(url), opened(url)
+    one, other, full = opened(url), opened(url), opened(url, limit=0)
     assert other.find(IDS[0]) is None
-    assert one.put(extractor(IDS[0]), room=False) is None
-    assert one.put(extractor(IDS[0])) is True
-    assert other.put(extractor(IDS[0]), room=False) is False
+    with pytest.raises(StoreFull, match="0 extractors"):
+        full.save(extractor(IDS[0]))
+    assert one.save(extractor(IDS[0])) is True
+    assert full.save(extractor(IDS[0])) is False
+    with pytest.raises(StoreFull, match="0 names"):
+        full.check_name("r18", IDS[0], never)
     assert (other.find(IDS[0]), other.get(IDS[0])) == (IDS[0], extractor(IDS[0]))
     assert listed(other) == [(extractor(IDS[0]), None)]
 
-    assert other.claim("r18", IDS[0], never) == IDS[0]
-    assert one.claim("r18", IDS[0], never) == IDS[0]
+    assert claim(other, "r18", IDS[0]) == IDS[0]
+    assert claim(one, "r18", IDS[0]) == IDS[0]
     assert one.find("r18") == IDS[0]
     assert listed(one) == [(extractor(IDS[0]), "r18")]
     put(one, IDS[1])
-    assert one.claim("r18", IDS[1], never) == IDS[0]
+    assert claim(one, "r18", IDS[1]) == IDS[0]
+    for name in ("r18", IDS[0]):
+        one.check_name(name, IDS[0], never)
+        with pytest.raises(NameTaken, match=IDS[0]):
+            other.check_name(name, IDS[1], never)
+    other.check_name("r18", IDS[1], lambda id, name: id == IDS[0])
     assert listed(one) == [(extractor(IDS[0]), "r18"), (extractor(IDS[1]), None)]
-    assert one.claim("r18", IDS[1], IDS[0].__eq__) == IDS[1]  # what failed gives up its names
+    assert claim(one, "r18", IDS[1], failed=IDS[0]) == IDS[1]
     assert other.find("r18") == IDS[1]
-    assert other.counts() == (2, 1)
+    assert listed(other) == [(extractor(IDS[0]), None), (extractor(IDS[1]), "r18")]
 
 
 def test_what_is_at_its_default_is_not_written(url: str) -> None:
@@ -103,19 +117,18 @@ def test_deleting_removes_an_extractor_and_its_names(url: str) -> None:
     one, other = opened(url), opened(url)
     put(one, IDS[0])
     for name in ("r18", "r.18", "r18.json"):
-        one.claim(name, IDS[0], never)
-    assert other.delete(IDS[0])
-    assert not one.delete(IDS[0])
+        claim(one, name, IDS[0])
+    other.delete(IDS[0])
+    one.delete(IDS[0])  # again
     assert one.find(IDS[0]) is one.find("r18") is None
-    assert one.counts() == (0, 0)
     files, root = _files(url)
     assert [path for path in files.find(root) if "store.json" not in path] == []
 
     put(other, IDS[0])
     assert one.find("r18") is None  # the name was the deleted one's
     put(one, IDS[1])
-    assert one.claim("r18", IDS[1], never) == IDS[1]
-    assert other.claim("r18", IDS[0], never) == IDS[1]
+    assert claim(one, "r18", IDS[1]) == IDS[1]
+    assert claim(other, "r18", IDS[0]) == IDS[1]
     one.delete(IDS[0])
     assert one.find("r18") == IDS[1]
 
@@ -123,12 +136,12 @@ def test_deleting_removes_an_extractor_and_its_names(url: str) -> None:
 def test_a_name_of_a_deletion_that_did_not_end_is_free(url: str) -> None:
     one, other = opened(url), opened(url)
     put(one, IDS[0])
-    one.claim("r18", IDS[0], never)
+    claim(one, "r18", IDS[0])
     files, root = _files(url)
     files.rm_file(f"{root}/specs/{IDS[0]}.json")
     assert other.find("r18") is None
     put(other, IDS[1])
-    assert other.claim("r18", IDS[1], never) == IDS[1]
+    assert claim(other, "r18", IDS[1]) == IDS[1]
     assert listed(one) == [(extractor(IDS[1]), "r18")]
 
 
@@ -144,7 +157,7 @@ def test_a_name_given_during_a_deletion_goes_with_it(url: str, monkeypatch: pyte
         return create(objects, path, content)
 
     monkeypatch.setattr(Objects, "create", deleted_first)
-    one.claim("r18", IDS[0], never)
+    claim(one, "r18", IDS[0])
     put(one, IDS[0])
     assert other.find("r18") is None
 
@@ -153,17 +166,17 @@ def test_one_that_frees_a_name_late_leaves_its_next_owner(url: str, monkeypatch:
     one, other = opened(url), opened(url)
     for id in IDS[:3]:
         put(one, id)
-    one.claim("r18", IDS[0], never)
+    claim(one, "r18", IDS[0])
     create = Objects.create
 
     def slow(objects: Objects, path: str, content: dict[str, Any]) -> bool:
         if path.startswith("marks/free-r18"):
             monkeypatch.setattr(Objects, "create", create)
-            assert other.claim("r18", IDS[1], IDS[0].__eq__) == IDS[1]
+            assert claim(other, "r18", IDS[1], failed=IDS[0]) == IDS[1]
         return create(objects, path, content)
 
     monkeypatch.setattr(Objects, "create", slow)
-    assert one.claim("r18", IDS[2], IDS[0].__eq__) == IDS[1]
+    assert claim(one, "r18", IDS[2], failed=IDS[0]) == IDS[1]
     assert one.find("r18") == IDS[1]
 
 
@@ -172,19 +185,17 @@ def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
     for store, id in zip(stores, IDS, strict=False):
         put(store, id)
     put(stores[0], IDS[50])
-    stores[0].claim("taken.over", IDS[50], never)
+    claim(stores[0], "taken.over", IDS[50])
     with ThreadPoolExecutor(8) as pool:
         for name in ("new", "taken.over"):
-            claims = [
-                pool.submit(store.claim, name, id, IDS[50].__eq__) for store, id in zip(stores, IDS, strict=False)
-            ]
+            claims = [pool.submit(claim, store, name, id, IDS[50]) for store, id in zip(stores, IDS, strict=False)]
             assert {claim.result() for claim in claims} == {stores[0].find(name)}
 
 
 def test_concurrent_creations_of_an_extractor_save_one(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda store: store.put(extractor(IDS[0])), stores))
+        made = list(pool.map(lambda store: store.save(extractor(IDS[0])), stores))
     assert made.count(True) == 1
 
 
@@ -243,7 +254,7 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
         with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
     else:
-        assert store.put(extractor(IDS[1])) is True
+        assert store.save(extractor(IDS[1])) is True
         assert store.find(IDS[1]) == IDS[1]
 
 
@@ -264,14 +275,14 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         url = str(disk.path / "store")
         store = opened(url)
         stored = put(store, IDS[0])
-        store.claim("r18", IDS[0], never)
+        claim(store, "r18", IDS[0])
         disk.fill()
         later = opened(url)
         assert later.find("r18") == IDS[0]
         for change in (
             later.probe,
             lambda: put(later, IDS[1]),
-            lambda: later.claim("other", IDS[0], never),
+            lambda: claim(later, "other", IDS[0]),
         ):
             with pytest.raises(StoreError, match=r"cannot be written: OSError: .*No space left on device"):
                 change()
@@ -280,7 +291,7 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         assert later.find("r18") is None
         disk.free()
         later.probe()
-        assert later.put(extractor(IDS[1]))
+        assert later.save(extractor(IDS[1]))
         assert not list((disk.path / "store/parts").iterdir())
 
 
@@ -316,11 +327,11 @@ def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.Monkey
 
 WRITER = """
 import sys, time
-from tests.service.engine.extractors.test_store import IDS, extractor, opened, never
+from tests.service.engine.extractors.test_store import IDS, claim, extractor, opened
 store = opened(sys.argv[1])
 for id in IDS:
-    store.put(extractor(id, "x" * 100000))
-    print(id, store.claim("name" + id, id, never), flush=True)
+    store.save(extractor(id, "x" * 100000))
+    print(id, claim(store, "name" + id, id), flush=True)
 """
 
 

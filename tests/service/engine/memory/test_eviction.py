@@ -58,8 +58,8 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         (model,) = running.models.loaded().values()
         weights = weakref.ref(model.module)
         del model
-        running.extractors.eviction._memory_budget = 1
-        running.extractors.eviction.make_room()
+        running.runtimes.eviction._memory_budget = 1
+        running.runtimes.eviction.make_room()
         collect()
         assert weights() is None
         assert "no such operation" in record.problem.detail
@@ -101,7 +101,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
         assert running.records.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert running.extractors.eviction.bytes() <= 105 * MiB
+        assert running.runtimes.eviction.bytes() <= 105 * MiB
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs
@@ -116,35 +116,35 @@ async def test_graphs_are_kept_under_the_budget(
         pinned = await built(running, "squeezenet1_1", ["features.3"], image_size=96)
         other = await built(running, "resnet18", ["layer4"])
         expected = (await running.features(other, jpegs[:1])).outputs["layer4"]  # what runs packs its weights
-        taken = running.extractors.eviction.bytes()
+        taken = running.runtimes.eviction.bytes()
         listed = [model_graph(model) for model in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5")]
         maps = model_graph("vit_b_32").with_nodes_of("attention_maps")
         listed.append(model_graph("vit_b_32"))
-        assert running.extractors.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
+        assert running.runtimes.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
         pinned.pinned = True
         own = [model_graph("squeezenet1_1"), model_graph("resnet18")]
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
         monkeypatch.setattr("service.engine.memory.eviction.GRAPH_SHARE", listed[0].bytes / budget)
-        running.extractors.eviction._memory_budget = budget
-        running.extractors.eviction.make_room()
+        running.runtimes.eviction._memory_budget = budget
+        running.runtimes.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
         assert other.runtime is not None
 
-        running.extractors.eviction._memory_budget = 1
-        running.extractors.eviction.make_room()
+        running.runtimes.eviction._memory_budget = 1
+        running.runtimes.eviction.make_room()
         assert kept_graphs() == own[:1]
         assert other.runtime is None
         assert pinned.runtime is not None
 
-        running.extractors.eviction._memory_budget = taken
+        running.runtimes.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
         assert other.runtime is not None
         assert other.runtime.graph is model_graph("resnet18") is not own[1]
         assert other.description.fingerprint == own[1].fingerprint
-        assert running.extractors.eviction.bytes() == taken
+        assert running.runtimes.eviction.bytes() == taken
 
 
 @pytest.mark.parametrize("how", ["delete", "unload"])
@@ -172,7 +172,7 @@ async def test_what_was_given_back_is_freed(
         if how == "delete":
             await running.extractors.delete(identity)
         else:
-            running.extractors.unload(identity)
+            running.runtimes.unload(running.records.find(identity))
         if why == "in use":
             await asyncio.sleep(1)
             assert module() is not None
@@ -193,7 +193,7 @@ async def test_what_was_preloaded_and_deleted_is_freed() -> None:
         assert record.runtime is not None
         module = weakref.ref(record.runtime.extractor.module)
         later, _ = await running.extractor(spec())
-        await running.extractors.load(later)
+        await running.runtimes.load(later)
         assert later.runtime is not None
         other = weakref.ref(later.runtime.extractor.module)
         await running.extractors.delete(record.id)
@@ -209,7 +209,7 @@ async def test_what_was_preloaded_and_deleted_is_freed() -> None:
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
     async with engine() as running:
         record, _ = await running.extractor(spec())
-        running.extractors.unload(record.id)
+        running.runtimes.unload(record)
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
         await until(lambda: record.runtime is None)
@@ -222,7 +222,7 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
     async with engine() as running:
         record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")
-        running.extractors.unload(record.id)
+        running.runtimes.unload(record)
         assert (record.state, record.build) == ("ready", None)
         await until(lambda: held.cancelled[0].is_set())
         held.open.set()
@@ -233,7 +233,7 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), PATIENCE)
         assert running.models.loaded_weights() == set()
-        async with running.extractors.use(record):
+        async with running.runtimes.use(record):
             watched = Watched(record)
             watched.open.clear()
             task = asyncio.create_task(running.features(record, jpegs))
@@ -251,7 +251,7 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec())
-        async with running.extractors.use(record):
+        async with running.runtimes.use(record):
             pass
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
         await until(lambda: not running.models.loaded_weights())
@@ -261,12 +261,12 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
-        running.extractors.eviction._memory_budget = running.extractors.eviction.bytes()
-        async with running.extractors.use(records[-1]):
+        running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
+        async with running.runtimes.use(records[-1]):
             await built(running, nodes=["features.12"])
             assert records[0].runtime is None
             assert all(record.runtime is not None for record in records[-3:])
-            assert running.extractors.eviction.bytes() <= running.extractors.eviction._memory_budget
+            assert running.runtimes.eviction.bytes() <= running.runtimes.eviction._memory_budget
         assert (await running.features(records[0], jpegs)).images == 3
 
 
@@ -323,7 +323,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
-        running.extractors.unload("kept")
+        running.runtimes.unload(running.records.find("kept"))
         for number in range(12):
             name = f"bad-{number}" if number % 2 else None
             record, created = await running.extractor(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
@@ -351,7 +351,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
     async with engine() as running:
         for number in range(8):
             await built(running, "squeezenet1_1", [f"features.{number}"], name=f"named-{number}")
-            running.extractors.unload(f"named-{number}")
+            running.runtimes.unload(running.records.find(f"named-{number}"))
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
         each = max(record.bytes for record in records.values()) + 1000

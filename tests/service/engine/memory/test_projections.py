@@ -20,8 +20,8 @@ async def test_requests_share_a_matrix_that_is_counted_and_evicted(
 ) -> None:
     async with engine() as running:
         record = await built(running, nodes=["features.12"])
-        before = running.extractors.eviction.bytes()
-        kept, eviction = running._pipeline._projections, running.extractors.eviction
+        before = running.runtimes.eviction.bytes()
+        kept, eviction = running._pipeline._projections, running.runtimes.eviction
         answers = await asyncio.gather(
             *(running.features(record, tensors(1, 2), FeatureOptions(project=9, seed=seed)) for seed in (0, 0, 1))
         )
@@ -47,7 +47,7 @@ async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None
     async with engine() as running:
         record = await built(running, nodes=["features.12"])
         await running.features(record, tensors(1), FeatureOptions(project=9))
-        kept, eviction = running._pipeline._projections, running.extractors.eviction
+        kept, eviction = running._pipeline._projections, running.runtimes.eviction
         eviction._memory_budget = eviction.bytes() - 1
         eviction.make_room()
         assert record.runtime is None

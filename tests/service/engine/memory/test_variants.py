@@ -43,9 +43,9 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         for sized in runtime.variants.values():
             held = storages_of(tensors_of(sized.extractor.module))
             assert sum(held.values()) > 100 * sum(size for at, size in held.items() if at not in own)
-        before = running.extractors.eviction.bytes()
-        running.extractors.eviction.unload(record)
-        assert running.extractors.eviction.bytes() < before
+        before = running.runtimes.eviction.bytes()
+        running.runtimes.eviction.unload(record)
+        assert running.runtimes.eviction.bytes() < before
         assert all(sized.retired for sized in runtime.variants.values())
 
 
@@ -101,7 +101,7 @@ async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> 
     """Where an extractor must stay, its other sizes go; one in use stays."""
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
-        runtime, eviction = record.runtime, running.extractors.eviction
+        runtime, eviction = record.runtime, running.runtimes.eviction
         assert runtime is not None
         images = [image(64, 96), image(96, 64)]
         before = await running.features(record, images, AVERAGE)

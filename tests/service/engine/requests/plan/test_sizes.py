@@ -19,7 +19,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
     nodes = [f"features.{number}" for number in range(13)]
     async with engine() as running:
         record = await built(running, "squeezenet1_1", nodes)
-        before = running.extractors.eviction.bytes()
+        before = running.runtimes.eviction.bytes()
         for side in range(64, 164):
             row_size(record.runtime, ((3, side, side),))
         shape = ((3, 64, 64),)
@@ -28,10 +28,10 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
             response_bytes(record.runtime, [shape], FeatureOptions(keys=keys), 10**9)
         kept = record.runtime.row_sizes.bytes + record.runtime.response_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
-        assert running.extractors.eviction.bytes() - before == kept
+        assert running.runtimes.eviction.bytes() - before == kept
         # What was dropped is found again.
         values = {"x": torch.zeros(1, 3, 64, 64)}
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
-        running.extractors.unload(record.id)
-        again = await running.extractors.load(record)
+        running.runtimes.unload(record)
+        again = await running.runtimes.load(record)
         assert again.row_sizes.bytes == again.response_sizes.bytes == 0

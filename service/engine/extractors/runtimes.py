@@ -1,0 +1,199 @@
+"""Runtimes of extractors: building, lending and freeing them.
+
+A runtime costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All of
+them live under one memory budget, see :mod:`service.engine.memory.eviction`. An evicted extractor keeps its id, its
+name and its description, and is built again by the next request for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+
+from fxcore.errors import FxError
+from service.engine.backends.upgrades import Upgrades
+from service.engine.extractors.records import Records
+from service.engine.memory.building import Builder
+from service.engine.memory.collecting import Collector
+from service.engine.memory.eviction import Eviction
+from service.engine.memory.projections import Projections
+from service.engine.memory.variants import Variants
+from service.engine.memory.weights import ModelStore
+from service.engine.placement import CompiledLimits
+from service.engine.record import ExtractorRecord
+from service.engine.runtime.ledger import Ledger
+from service.engine.runtime.runtime import Runtime
+from service.engine.tasks import background
+from service.observability.metrics import Metrics
+from service.problems import ExtractorFailed, NotReady, Problem
+
+
+class Runtimes:
+    """The runtimes of all extractors. For one event loop; what takes time runs in ``pool``.
+
+    Args:
+        records: the extractors that are known.
+        models: the loaded weights.
+        pool: the threads that trace and build.
+        memory_budget: bytes that models and runtimes may take; what is in use or pinned stays even above it.
+        upgrades: searches for faster backends.
+        metrics: where evictions are counted.
+        compiled: how many extractors OpenVINO may run at a time.
+        projections: the matrices of ``project=``, under the same budget.
+
+    Attributes:
+        collector: collects those that were deleted or evicted.
+        eviction: keeps them under the memory budget.
+        variants: the other input sizes of those with ``fit=native``.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        models: ModelStore,
+        pool: Executor,
+        memory_budget: int,
+        upgrades: Upgrades,
+        metrics: Metrics,
+        compiled: CompiledLimits,
+        projections: Projections,
+    ) -> None:
+        self._records = records
+        self.collector = Collector(pool)
+        ledger = Ledger()
+        self.eviction = Eviction(
+            models, records.values(), self.collector, ledger, memory_budget, metrics.evictions, compiled, projections
+        )
+        upgrades.tools.on_upgrade = self._upgraded
+        self._builder = Builder(models, upgrades.tools, pool, ledger, self.eviction.make_room, self.collector)
+        self.variants = Variants(self._builder)
+
+    def ensure(self, record: ExtractorRecord) -> None:
+        """Start building ``record`` unless it is built, being built, or failed just now: a failed build is tried again
+        once its back-off is over."""
+        if record.runtime is None and record.build is None and record.retry_at <= time.monotonic():
+            record.state, record.problem = "building", None
+            record.build = background(self._build(record), "build")
+
+    async def _build(self, record: ExtractorRecord) -> Runtime | None:
+        """Build ``record``; afterwards it is ready or failed. Returns what the build gave to those who wait for it."""
+        runtime = None
+        try:
+            runtime = await self._builder.build(record)
+        except (FxError, Problem) as problem:
+            record.fail(problem)
+        finally:
+            kept = record.build is asyncio.current_task()
+            if kept:
+                record.build = None
+        if runtime is not None:
+            record.state, record.failures = "ready", 0
+            if kept and not record.deleted:
+                record.runtime = runtime
+            else:
+                runtime.retire()
+        self.eviction.make_room(0)
+        return runtime
+
+    async def load(self, record: ExtractorRecord) -> Runtime:
+        """Wait until ``record`` is built and in memory, building it again if it was evicted or failed.
+
+        Raises:
+            FxError: the error of its build.
+        """
+        self.ensure(record)
+        runtime = record.runtime
+        if runtime is None and record.build is not None:
+            build = record.build
+            record.waiting += 1
+            try:
+                await asyncio.wait({build})
+            finally:
+                record.waiting -= 1
+            runtime = None if build.cancelled() else build.result()
+        if runtime is None:
+            raise record.failure or NotReady(f"extractor {record.id} is not built")
+        return runtime
+
+    @asynccontextmanager
+    async def use(self, record: ExtractorRecord) -> AsyncIterator[Runtime]:
+        """Load ``record`` and keep it in memory inside an ``async with`` block.
+
+        Raises:
+            FxError: the error of its build.
+        """
+        runtime = await self.load(record)
+        with runtime.in_use():
+            yield runtime
+
+    def unload(self, record: ExtractorRecord) -> None:
+        """Free an extractor's memory; it stays known, and the next request for it builds it again.
+
+        Its requests in flight finish normally. One that is being built for the first time is unloaded after its build,
+        which tells its outputs.
+        """
+        if record.build is not None and not record.outputs:
+            record.build.add_done_callback(lambda _: self._unload_built(record))
+            return
+        if record.build is not None:
+            build, record.build = record.build, None
+            if not record.waiting:
+                build.cancel()
+        if record.state == "building":
+            record.state = "ready"  # the state of an evicted one
+        record.pinned = False
+        loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
+        self._release(record, None if loaded else "unloaded")
+
+    def _unload_built(self, record: ExtractorRecord) -> None:
+        if record.runtime is not None and not record.deleted:
+            self.unload(record)
+
+    def discard(self, record: ExtractorRecord) -> None:
+        """Free the memory of an extractor that was deleted. Its requests in flight finish normally."""
+        record.deleted = True
+        if record.build is not None and not record.waiting:
+            _give_up(record, record.build)
+        self._release(record, None if self._others(record) else "deleted")
+
+    def close(self) -> None:
+        """Stop building and evicting."""
+        for record in self._records.values():
+            if record.build is not None:
+                _give_up(record, record.build)
+            if record.runtime is not None:
+                record.runtime.stop()
+        self.collector.close()
+        self.eviction.close()
+
+    def _upgraded(self) -> None:
+        """Evict what another backend leaves no room for, and collect what it replaced."""
+        self.eviction.make_room()
+        self.collector.soon()
+
+    def _others(self, record: ExtractorRecord) -> list[ExtractorRecord]:
+        """Return the other extractors over the weights of ``record``."""
+        key = record.description.model_key
+        return [other for other in self._records.values() if other is not record and other.description.model_key == key]
+
+    def _release(self, record: ExtractorRecord, reason: str | None) -> None:
+        """Free the memory of ``record``, which was deleted or unloaded; with a ``reason``, that of its weights as
+        well."""
+        runtime = record.runtime
+        if record.deleted and runtime is not None:
+            runtime.retire()  # for requests that have the record already, it goes on
+        else:
+            record.unload()
+        if reason is not None:
+            self.eviction.drop(record.description.model_key, reason)
+        self.collector.soon()
+
+
+def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:
+    build.cancel()
+    record.build = None
+    said = f"extractor {record.id} was deleted, or the service closed, before it was built"
+    record.fail(ExtractorFailed(said, problem={"error": said}))
