@@ -8,11 +8,8 @@ import io
 import json
 import subprocess
 import sys
-import threading
-import time
 import zipfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,20 +46,23 @@ LOADERS = {
 }
 
 PROGRAM = """
+import os
 import sys
 import torch
 from safetensors.torch import load_file, save_file
 torch.set_num_threads(1)
-sys.path.insert(0, ".")
-file = sys.argv[1]
-for rows in sys.argv[2:]:
+begun = os.getcwd()
+for name in sys.argv[1:]:
+    folder, file, rows = name.split(":")
+    os.chdir(os.path.join(begun, folder))
+    sys.path.insert(0, os.getcwd())
     given = load_file(f"inputs{{rows}}.safetensors")
     inputs = tuple(given[key] for key in sorted(given))
     with torch.no_grad():
         {load}
     save_file({{k: v.contiguous().clone() for k, v in out.items()}}, f"outputs{{rows}}.safetensors")
+    print(*out)
 assert not any(name.split(".")[0] in ("fxcore", "service") for name in sys.modules)
-print("\\n".join(out))
 """
 
 
@@ -78,32 +78,43 @@ def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
 
 
 def check(
-    extractor: Extractor,
+    extractors: Sequence[Extractor],
     format: str,
-    data: bytes,
     folder: Path,
     counts: tuple[int, ...] = (1,),
     tolerance: float = 1e-4,
 ) -> None:
-    """In a fresh process the export gives what the extractor does, for batches of as many rows, keys in its order.
+    """In a fresh process exports give what the extractors do, for batches of as many rows, keys in their order.
 
     ``tolerance`` is relative, in norm.
     """
-    file = folder / f"download{FORMATS[format].suffix}"
-    file.write_bytes(data)
-    batches = {rows: photograph(extractor, rows) for rows in counts}
-    for rows, inputs in batches.items():
-        save_file({str(i): x for i, x in enumerate(inputs)}, folder / f"inputs{rows}.safetensors")
+    asked, batches = [], []
+    for extractor in extractors:
+        place = folder / f"of{len(asked)}"
+        place.mkdir()
+        file = place / f"download{FORMATS[format].suffix}"
+        file.write_bytes(export(extractor, format))
+        assert not any(m.training for m in extractor.module.modules())
+        for rows in counts:
+            inputs = photograph(extractor, rows)
+            save_file({str(i): x for i, x in enumerate(inputs)}, place / f"inputs{rows}.safetensors")
+            asked.append(f"{place.name}:{file.name}:{rows}")
+            batches.append((extractor, inputs, place / f"outputs{rows}.safetensors"))
+    for (extractor, inputs, made), keys in zip(batches, run(format, asked, folder), strict=True):
+        assert keys == [output.key for output in extractor.outputs]
+        values = load_file(made)
+        found = verify(extractor.module, lambda *x, k=keys, v=values: {key: v[key] for key in k}, inputs)
+        assert found.relative < tolerance, found
+
+
+def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
+    """Load and run exports in a fresh process, each ``folder:file:rows``; the keys of each."""
     program = PROGRAM.format(load=LOADERS[format].replace("\n", "\n        "))
     # -I: neither the working folder nor the environment brings this package onto the path.
-    command = [sys.executable, "-I", "-c", program, file.name, *map(str, counts)]
+    command = [sys.executable, "-I", "-c", program, *asked]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [output.key for output in extractor.outputs]
-    for rows, inputs in batches.items():
-        values = load_file(folder / f"outputs{rows}.safetensors")
-        found = verify(extractor.module, lambda *x, v=values: {key: v[key] for key in done.stdout.split()}, inputs)
-        assert found.relative < tolerance, found
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 # Of the others, test_export_of_modules_in_memory has the values.
@@ -115,23 +126,16 @@ SELDOM = ("torch_export", "onnx", "openvino")
 )
 def test_exports_run_elsewhere_and_agree(format: str, tmp_path: Path) -> None:
     """On a photograph, and on three at once: the number of rows is free. Keys are not in the order of execution, one
-    node has two, and one is the input."""
+    node has two, and one is the input. Another begins at inner nodes."""
     for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
         pytest.importorskip(package)
     extractor = make("mobilenet_v3_small", {"C5": "late", "x": "image", "C4": "C4", "features.8": "again"})
     assert extractor.outputs[2].node == extractor.outputs[3].node
-    check(extractor, format, export(extractor, format), tmp_path, (1, 3))
-
-
-@pytest.mark.parametrize(
-    "format", [pytest.param(f, marks=pytest.mark.exhaustive if f in SELDOM else ()) for f in FORMATS]
-)
-def test_exports_begin_where_the_extractor_does(format: str, tmp_path: Path) -> None:
     graph = model_graph("resnet18")
-    model = load_model(graph.entry, "random")
     begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
-    extractor = build_extractor(graph, model, graph.resolve({"layer3": "C4", "fc": "end"}), inputs=begin)
-    check(extractor, format, export(extractor, format), tmp_path, (1, 3))
+    ends = graph.resolve({"layer3": "C4", "fc": "end"})
+    inner = build_extractor(graph, load_model(graph.entry, "random"), ends, inputs=begin)
+    check([extractor, inner], format, tmp_path, (1, 3))
 
 
 @pytest.mark.exhaustive
@@ -143,7 +147,7 @@ def test_folders_of_other_kinds_of_model(name: str, node: str, tmp_path: Path) -
     """ViT reads a parameter and calls nn.MultiheadAttention; Swin calls a function of torchvision; both others have
     layers of torchvision's own, from a module that a function of its name hides."""
     extractor = make(name, {node: "out"})
-    check(extractor, "fx", export(extractor, "fx"), tmp_path)
+    check([extractor], "fx", tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -172,7 +176,7 @@ def test_a_transformed_extractor_keeps_its_transform(tmp_path: Path) -> None:
     archive = zipfile.ZipFile(io.BytesIO(data))
     assert b"BatchNorm" not in archive.read("resnet18_extractor/module.py")
     assert json.loads(archive.read("resnet18_extractor/extractor.json"))["transforms"][0]["name"] == "fuse_conv_bn"
-    check(extractor, "fx", data, tmp_path)
+    check([fused], "fx", tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -202,12 +206,10 @@ def test_int8_of_openvino_is_made_by_its_export(
     archive = zipfile.ZipFile(io.BytesIO(data))
     assert len(archive.read("model.bin")) < 0.3 * sum(p.nbytes for p in extractor.module.parameters())
     assert json.loads(archive.read("extractor.json"))["arithmetic"] == "int8"
-    file = tmp_path / "download.zip"
-    file.write_bytes(data)
+    (tmp_path / "download.zip").write_bytes(data)
     inputs = photograph(extractor)
     save_file({"0": inputs[0]}, tmp_path / "inputs1.safetensors")
-    program = PROGRAM.format(load=LOADERS["openvino"].replace("\n", "\n        "))
-    subprocess.run([sys.executable, "-I", "-c", program, file.name, "1"], cwd=tmp_path, check=True, timeout=900)
+    run("openvino", [".:download.zip:1"], tmp_path)
     values = load_file(tmp_path / "outputs1.safetensors")
     found = verify(extractor.module, lambda x: values, inputs)
     assert found.cosine > 0.98
@@ -257,7 +259,7 @@ def test_parametrised_weights_are_exported_as_they_are(
     prepare: Callable[[nn.Conv2d], nn.Module], format: str, tmp_path: Path
 ) -> None:
     extractor = small(prepare)
-    check(extractor, format, export(extractor, format), tmp_path)
+    check([extractor], format, tmp_path)
     layers = [m for m in extractor.module.modules() if isinstance(m, nn.Conv2d)]
     assert all(is_parametrized(layer, "weight") for layer in layers)  # the extractor is what it was
 
@@ -305,34 +307,3 @@ def test_functions_of_this_package_are_refused() -> None:
     own = Extractor(fx.GraphModule({}, graph), extractor.graph, extractor.outputs, extractor.dtype)
     with pytest.raises(CannotExport, match=r"calls fxcore\.graph\.model_graph\.model_graph"):
         export(own, "fx")
-
-
-@pytest.mark.exhaustive
-def test_exporting_disturbs_nothing() -> None:
-    """Inference in another thread meanwhile, and the module afterwards: torch traces in another process."""
-    extractor = make("mobilenet_v3_small", {"C4": "C4"})
-    inputs = photograph(extractor)
-    done = threading.Event()
-
-    def serve() -> list[str]:
-        wrong = []
-        with torch.inference_mode():
-            expected = extractor.module(*inputs)["C4"]  # by this thread, as another number of threads rounds otherwise
-            while not done.is_set():
-                try:
-                    if not torch.equal(extractor.module(*inputs)["C4"], expected):
-                        wrong.append("another value")
-                except Exception as error:
-                    wrong.append(str(error))
-                time.sleep(0.01)  # for the other process
-        return wrong
-
-    with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(serve)
-        try:
-            export(extractor, "torch_export")
-        finally:
-            done.set()
-        wrong = serving.result()
-    assert not wrong
-    assert not any(m.training for m in extractor.module.modules())
