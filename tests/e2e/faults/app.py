@@ -30,7 +30,7 @@ RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)
 DECODER_DIES, DECODER_HAS_NO_MEMORY = b"<the decoder dies>", b"<the decoder has no memory>"
 
 DOWNLOADED = ("stalls", "wrong_hash", "disk_full", "half_written")
-STALL_SECONDS = 8.0
+STALL_SECONDS = 4.0
 
 
 def folder() -> Path:

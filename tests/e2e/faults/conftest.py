@@ -23,8 +23,8 @@ from tests.e2e.conftest import Server, servers, until
 from tests.e2e.faults.app import Faulty
 
 # What a test sits out, and what a machine that others use as well must not take for an answer.
-REQUEST_TIMEOUT = 25.0
-GRACE_PERIOD = 12.0
+REQUEST_TIMEOUT = 15.0
+GRACE_PERIOD = 6.0
 
 FEATURES = "/v1/models/{}/features?nodes=conv,head"
 

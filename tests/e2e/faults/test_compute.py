@@ -82,7 +82,7 @@ def test_a_model_that_hangs(clients: Clients, server: FaultyServer, together: Pa
     """No thread can be ended from outside. Clients are told in time, and /readyz says so until it moves again."""
     made = server.http.post("/v1/extractors", json={"model": "faulty", "return_nodes": ["conv"]}).json()
     profile = f"/v1/extractors/{made['id']}/graph?profile=true"
-    hung = server.features(HANGS, 1, **{"x-request-timeout": "8"})
+    hung = server.features(HANGS, 1, **{"x-request-timeout": "4"})
     assert problems([hung]) == {(504, "/problems/deadline-exceeded")}
     waited = server.features(2, **{"x-request-timeout": "1"})
     assert problems([waited]) == {(504, "/problems/deadline-exceeded")}

@@ -15,7 +15,7 @@ from fxcore.memory import give_back
 from fxcore.models.catalog import register
 from fxcore.tensors import RETURNED
 from service.codecs.tensors.datatypes import SAFETENSORS_NAMES, V2_NAMES
-from tests.fxcore.model_list import KINDS
+from tests.fxcore.model_list import KINDS, SWEPT
 from tests.get_routes import failures
 from tests.service.conftest import Client
 
@@ -26,7 +26,7 @@ def _models() -> Iterator[object]:
     """One of each kind of torchvision's; timm's are asked of a real server. fxcore's own tests trace all."""
     torchvisions = [entry.name for entry in list_models("torchvision") if entry.name in KINDS]
     for name in [*torchvisions, "timm.test_vit"]:
-        yield pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.exhaustive)
+        yield pytest.param(name, marks=() if name in _ALWAYS else SWEPT)
 
 
 @pytest.fixture(scope="module")
