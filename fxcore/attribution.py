@@ -97,9 +97,18 @@ def positions(values: Tensor, layout: str | None, tokens: TokenGrid | None = Non
     Raises:
         BadTensor: they have no positions.
     """
-    if layout in ("NCHW", "NHWC") or (layout == TOKENS and tokens is not None):
-        return as_maps(values, layout, tokens)
-    raise BadTensor(f"gradcam needs a feature map, or tokens on a grid; this is {layout} {list(values.shape)}")
+    check_positions(layout, tokens, values.shape)
+    return as_maps(values, layout, tokens)
+
+
+def check_positions(layout: str | None, tokens: TokenGrid | None, shape: Sequence[int | None]) -> None:
+    """Check that values of ``shape`` have positions; see :func:`positions`.
+
+    Raises:
+        BadTensor: they have none.
+    """
+    if layout not in ("NCHW", "NHWC") and not (layout == TOKENS and tokens is not None):
+        raise BadTensor(f"gradcam needs a feature map, or tokens on a grid; this is {layout or 'neither'} {[*shape]}")
 
 
 def gradcam(maps: Tensor, found: Tensor) -> Tensor:

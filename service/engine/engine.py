@@ -332,7 +332,8 @@ class Engine:
         self._check_draining(reservation.accepted)
         with self.admission.enter(reservation.client, reservation) as ticket, self.in_flight:
             async with self.runtimes.use(record) as runtime:
-                return await attribute(runtime, values, asked, self._queue, ticket, deadline)
+                most = self.settings.max_response_bytes
+                return await attribute(runtime, values, asked, self._queue, ticket, deadline, most)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that writes responses."""

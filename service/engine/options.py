@@ -74,6 +74,7 @@ class FeatureOptions:
             They are computed all the same: a batch is shared by requests for different outputs, and a graph for each
             subset would have to be compiled and would split batches. An extractor of fewer nodes, which shares its
             weights with this one, computes less.
+        sent: whether the outputs are sent, so that the maximum size of a response holds for them.
     """
 
     pool: str = "none"
@@ -85,6 +86,7 @@ class FeatureOptions:
     project: int | None = None
     seed: int = 0
     tokens: tuple[int, ...] | None = None
+    sent: bool = True
 
     def __post_init__(self) -> None:
         if self.pool != DISTILLED:  # which no request names

@@ -65,6 +65,7 @@ class Queue:
         self.max_bytes = max_bytes
         self._queues: dict[Hashable, deque[Item]] = {}
         self._tasks: deque[BackgroundTask] = deque()
+        self._task_was_last = False
         self._changed = threading.Condition()
         self._closed: NotReady | None = None
 
@@ -80,7 +81,10 @@ class Queue:
             item.job.fail(self._closed)
 
     def run_idle(self, function: Callable[[], T], max_wait: float = 1.0) -> Future[T]:
-        """Have the worker call ``function`` when no batch waits, or after ``max_wait`` seconds between two batches."""
+        """Have the worker call ``function`` when no batch waits, or after ``max_wait`` seconds between two batches.
+
+        Of several that have waited so long each is followed by a batch, so that they hold up no request for good.
+        """
         task = BackgroundTask(function, max_wait)
         with self._changed:
             if self._closed is None:
@@ -127,9 +131,11 @@ class Queue:
 
     def _next(self) -> list[Item] | BackgroundTask | None:
         task = min(self._tasks, key=lambda task: task.latest, default=None)
-        if task is not None and task.latest < time.monotonic():
+        if task is not None and task.latest < time.monotonic() and not self._task_was_last:
             self._tasks.remove(task)
+            self._task_was_last = True
             return task
+        self._task_was_last = False
         while self._queues:
             key = min(self._queues, key=lambda key: _due(self._queues[key][0]))
             batch: list[Item] = []

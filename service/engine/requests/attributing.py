@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fxcore.attribution import check_result, gradcam, gradients, integration_points, positions
+from fxcore.attribution import gradcam, gradients, integration_points, positions
 from fxcore.extractor import OutputInfo
+from fxcore.graph.layout import TOKENS
 from service.choices import Attribution
 from service.engine.device.queue import Queue
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
-from service.problems import DeadlineExceeded
+from service.problems import DeadlineExceeded, ResponseTooLarge
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Question:
     target: int | None = None
     steps: int = 20
 
+    def answered_bytes(self, shape: Sequence[int]) -> int:
+        """Return bytes of the attribution to values of ``shape``, float32."""
+        positions = {"NCHW": shape[2:], "NHWC": shape[1:3], TOKENS: shape[1:2]}.get(self.at.layout or "", shape[1:])
+        return torch.float32.itemsize * math.prod((shape[0], *positions) if self.method == "gradcam" else shape)
+
 
 @dataclass(frozen=True)
 class Attributed:
@@ -53,12 +60,18 @@ class Attributed:
 
 
 async def attribute(
-    runtime: Runtime, values: Mapping[str, Tensor], asked: Question, queue: Queue, ticket: Ticket, deadline: float
+    runtime: Runtime,
+    values: Mapping[str, Tensor],
+    asked: Question,
+    queue: Queue,
+    ticket: Ticket,
+    deadline: float,
+    max_response_bytes: int,
 ) -> Attributed:
     """Attribute a result of ``runtime``, which begins at inner nodes, to one of its inputs.
 
-    Each pass is a task of the device worker, so that other requests are computed in between, and one that is given up
-    ends after its pass.
+    Each pass has a turn of its client and is a task of the device worker, so that other requests are computed in
+    between, and one that is given up ends after its pass.
 
     Args:
         runtime: with one output, a vector an image.
@@ -67,27 +80,31 @@ async def attribute(
         queue: the device worker's.
         ticket: claims the memory of a pass.
         deadline: on the clock of ``time.monotonic()``.
+        max_response_bytes: of the attribution.
 
     Raises:
         BadTarget: the result has no such value.
         BadTensor: gradcam of values without positions.
-        AdmissionFull, RequestTooLarge: its memory does not fit.
+        AdmissionFull, RequestTooLarge, ResponseTooLarge: it does not fit.
         DeadlineExceeded: it is too late.
     """
-    check_result(runtime.outputs[0].shape[1:], asked.target)
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
     row_bytes = _row_bytes(runtime, given)
     rows = max(1, min(len(given[0]), queue.max_rows, queue.max_bytes // row_bytes))
-    size = given[at].nbytes
+    size = asked.answered_bytes(given[at].shape)
+    if size > max_response_bytes:
+        ways = ["fewer images a request"] if len(given[0]) > 1 else []
+        ways += [] if asked.method == "gradcam" else ["method=gradcam"]
+        raise ResponseTooLarge(size, max_response_bytes, [*ways, "another node for at"])
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
-    await ticket.turn()
     parts, seconds = [], 0.0
     for start in range(0, len(given[0]), rows):
         part = _Part(runtime, [value[start : start + rows] for value in given], at, asked)
         works: list[Callable[[], None]] = [part.begin]
         works += [partial(part.differentiate, *point) for point in part.points]
         for work in (*works, part.end):
+            await ticket.turn()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded()
             seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))

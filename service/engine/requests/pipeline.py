@@ -165,5 +165,6 @@ class Pipeline:
 
     async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None) -> Sizes:
         counts = None if regions is None else regions.counts
-        asked = (runtime, plan.shapes, options, self._settings.max_response_bytes, counts)
+        limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
+        asked = (runtime, plan.shapes, options, limit, counts)
         return sizes(*asked) if are_known(runtime, plan.shapes) else await in_pool(self._intake, sizes, *asked)

@@ -220,8 +220,12 @@ class Ticket:
         self._response += response
 
     async def turn(self) -> float:
-        """Wait for this client's turn, which is held until this request is done; the seconds waited."""
+        """Wait for this client's turn, which is held until this request is done or asks for another; the seconds
+        waited."""
         asked = time.monotonic()
+        if self._has_turn:
+            self._has_turn = False
+            self._admission._pass_on()
         await self._admission._take_turn(self._client)
         self._has_turn = True
         return time.monotonic() - asked

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request, Response
 from torch import Tensor
 
+from fxcore.attribution import check_positions, check_result
 from fxcore.graph.cut import UnneededInput
 from fxcore.graph.model_part import closed
 from fxcore.graph.nodes import is_group
@@ -106,19 +107,21 @@ async def _respond(
         front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
         for record in (front, back):
             await engine.runtimes.load(record)
+        at, target = front.outputs[0], None if query.target == "max" else query.target
+        check_result(back.outputs[0].shape[1:], target)
+        if query.method == "gradcam":
+            check_positions(at.layout, at.tokens, at.shape)
         accepted = _negotiate(front, query, joined_header(request.scope, b"accept"))
         sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
         del body
         drawn = accepted == heatmap.MEDIA_TYPE
         if drawn:
             require_one_image(sent)
-        options = FeatureOptions(preprocess=query.preprocess)
+        options = FeatureOptions(preprocess=query.preprocess, sent=False)
         options.check_regions(sent.regions)
         if sent.edits:
             raise problems.InvalidRequest("edits are of POST …/features; attributions take images only", field="edits")
         values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
-        at = front.outputs[0]
-        target = None if query.target == "max" else query.target
         asked = Question(query.method, at, target, query.steps)
         given = {name: values.outputs[name] for name in begin}
         found = await engine.attribute(back, given, asked, deadline.at, reservation)

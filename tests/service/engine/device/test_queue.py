@@ -168,6 +168,17 @@ async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
     assert isinstance(queue.take(), list)
 
 
+async def test_a_batch_has_its_turn_between_overdue_tasks(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+    queue = Queue(1, 1)
+    for _ in range(3):
+        queue.run_idle(lambda: None, max_wait=-1.0)
+    for _ in range(2):
+        queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+    assert [type(queue.take()) for _ in range(5)] == [BackgroundTask, list, BackgroundTask, list, BackgroundTask]
+
+
 def taken(queue: Queue) -> list[Item]:
     batch = queue.take()
     assert isinstance(batch, list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
 
 import httpx
 import numpy as np
@@ -138,3 +139,21 @@ def test_rows_over_a_batch_are_attributed_as_alone(client: Client) -> None:
     assert len(values) == 33
     assert many["targets"] == one["targets"].tolist() * 33
     torch.testing.assert_close(values[[0, 32]], one["attribution"].expand(2, -1, -1, -1), rtol=1e-3, atol=1e-6)
+
+
+def test_what_lies_between_the_halves_is_not_sent(make_client: Callable[..., Client]) -> None:
+    """Values at layer1 have 64 x 16 x 16 x 4 bytes an image; Grad-CAM of them 16 x 16 x 4."""
+    client = make_client(max_response_bytes=60_000)
+    query = "weights=random&of=fc&at=layer1&image_size=64&fit=stretch&target=0"
+    assert load(asked(client, query).content)["attribution"].shape == (1, 16, 16)
+    response = asked(client, f"{query}&method=gradient")
+    assert (response.status_code, response.json()["ways"]) == (413, ["method=gradcam", "another node for at"])
+
+
+@pytest.mark.parametrize(("query", "slug"), [("of=layer4&at=layer1", "bad-target"), ("of=fc&at=flatten", "bad-tensor")])
+def test_what_has_no_attribution_is_refused_before_it_is_computed(client: Client, query: str, slug: str) -> None:
+    """Of a file that cannot be decoded."""
+    response = client.post(
+        f"{ROUTE}?weights=random&{query}", content=b"no image", headers={"Content-Type": "image/png"}
+    )
+    assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}")
