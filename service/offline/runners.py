@@ -21,7 +21,7 @@ from service.engine.rows.shapes import row_layout
 from service.offline.inputs.sources import Regions
 from service.problems import Problem
 from service.schemas.regions import KINDS
-from service.schemas.specs import MAX_NODES, ExtractorSpec
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 Rows = dict[str, Tensor]
@@ -30,12 +30,12 @@ _OWN_SETTINGS = frozenset(
     {
         *("device", "compute_threads", "decode_threads", "encode_threads", "build_threads"),
         *("cache_dir", "calibration_dir", "models_dir", "weights_dir"),
-        *("preprocess", "max_pixels", "max_batch", "max_batch_bytes", "memory_budget"),
+        *("preprocess", "max_pixels", "max_batch", "max_batch_bytes", "memory_budget", "max_nodes"),
     }
 )
 """The settings that an offline run takes: what computes, with what, and how much at a time."""
 
-_LIMITS = {"max_nodes": MAX_NODES, "max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
+_LIMITS = {"max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
 """The engine's limits protect a service from its clients; here the only client bounds its own load."""
 
 _SERVER_TIMEOUT = 600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -158,18 +159,31 @@ def spec_of_text(text: str) -> ExtractorSpec:
 
     >>> spec_of_text("resnet50@random:layer3=C4,C5").return_nodes
     {'layer3': 'C4', 'C5': 'C5'}
+    >>> spec_of_text("resnet50:layer4.*").return_nodes
+    ['layer4.*']
     >>> spec_of_text("resnet50@file:mine.safetensors:C4").weights
     'file:mine.safetensors'
     """
     match = _PATTERN.fullmatch(text.strip())
-    pairs = [node.partition("=") for node in match["nodes"].split(",") if node.strip()] if match else []
+    given = [node.partition("=") for node in match["nodes"].split(",") if node.strip()] if match else []
+    pairs = dict.fromkeys((node.strip(), key.strip() or node.strip()) for node, _, key in given)
     if match is None or not match["model"].strip() or not pairs:
         raise ValueError(f"{text[:200]!r} is not MODEL:NODE,NODE, such as resnet50:C4,C5")
     return ExtractorSpec(
         model=match["model"].strip(),
         weights=(match["weights"] or "").strip() or "DEFAULT",
-        return_nodes={node.strip(): key.strip() or node.strip() for node, _, key in pairs},
+        return_nodes=return_nodes_of(list(pairs)),
     )
+
+
+def return_nodes_of(pairs: Sequence[tuple[str, str]]) -> list[str] | dict[str, str]:
+    """Return pairs of node and key as the ``return_nodes`` of a spec: a list, which may hold groups of names, unless a
+    key is not its node's name.
+
+    >>> return_nodes_of([("layer3", "C4"), ("layer4", "layer4")])
+    {'layer3': 'C4', 'layer4': 'layer4'}
+    """
+    return dict(pairs) if any(node != key for node, key in pairs) else [node for node, _ in pairs]
 
 
 def node_pairs(text: str) -> list[tuple[str, str]]:

@@ -25,7 +25,11 @@ def extract(
     ],
     model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
     nodes: Annotated[
-        str, typer.Option(help="Nodes, levels or paths, separated by commas; NODE:KEY renames an output.")
+        str,
+        typer.Option(
+            help="Nodes, levels or paths, separated by commas; NODE:KEY renames an output. Without keys, * stands for "
+            "one component of a path."
+        ),
     ],
     out: Annotated[str, typer.Option(help="Output folder or URL; an interrupted run in it is resumed.")],
     format: Annotated[
@@ -266,16 +270,15 @@ def _size(text: str | None) -> int | tuple[int, int] | None:
         raise typer.BadParameter(f"--image-size: {fault}") from fault
 
 
-def _named_nodes(text: str) -> dict[str, str]:
-    """Parse ``"layer3:C4,layer4"`` into ``{"layer3": "C4", "layer4": "layer4"}``."""
-    from service.schemas.specs import node_pairs
+def _named_nodes(text: str) -> list[str] | dict[str, str]:
+    """Parse ``"layer3:C4,layer4"`` into the ``return_nodes`` of a spec."""
+    from service.schemas.specs import node_pairs, return_nodes_of
 
-    named: dict[str, str] = {}
     try:
-        for node, key in node_pairs(text):
-            if node in named:
-                raise ValueError(f"{node!r} is named twice")
-            named[node] = key
+        pairs = node_pairs(text)
+        nodes = [node for node, _ in pairs]
+        if twice := [node for node in nodes if nodes.count(node) > 1]:
+            raise ValueError(f"{twice[0]!r} is named twice")
     except ValueError as fault:
         raise typer.BadParameter(f"--nodes: {fault}") from fault
-    return named
+    return return_nodes_of(pairs)

@@ -220,6 +220,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "layer9", "--out", "OUT"], 1, "no node 'layer9'; did you mean"),
         (["extract", "CAT", *RANDOM, "--nodes", "a,,b", "--out", "OUT"], 2, "--nodes: '' is not NODE or NODE:KEY"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT"], 2, "'C4' is named twice"),
+        (["extract", "CAT", *RANDOM, "--nodes", "layer1.*,C4:a", "--out", "OUT"], 1, "list of names without keys"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT"], 1, "the key 'a' is given twice"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:__metadata__", "--out", "OUT"], 2, "no output can have the key"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4:a\x1bb", "--out", "OUT"], 2, "no output can have the key"),

@@ -8,14 +8,15 @@ from service.schemas.specs import spec_of_text
 @pytest.mark.parametrize(
     ("text", "model", "weights", "nodes"),
     [
-        ("resnet50:C4,C5", "resnet50", "DEFAULT", {"C4": "C4", "C5": "C5"}),
+        ("resnet50:C4,C5,C4", "resnet50", "DEFAULT", ["C4", "C5"]),
+        ("resnet50:layer1.*", "resnet50", "DEFAULT", ["layer1.*"]),
         ("a@random:features.8=C4", "a", "random", {"features.8": "C4"}),
         (" a @ random : x = y , z ", "a", "random", {"x": "y", "z": "z"}),
         ("a@file:mine.safetensors:layer3=C4,C5", "a", "file:mine.safetensors", {"layer3": "C4", "C5": "C5"}),
-        ("a@:C4", "a", "DEFAULT", {"C4": "C4"}),
+        ("a@:C4", "a", "DEFAULT", ["C4"]),
     ],
 )
-def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: dict[str, str]) -> None:
+def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: list[str] | dict[str, str]) -> None:
     spec = spec_of_text(text)
     assert (spec.model, spec.weights, spec.return_nodes) == (model, weights, nodes)
 

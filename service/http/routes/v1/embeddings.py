@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.head_pooling import DISTILLED
+from fxcore.graph.nodes import is_group
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service import problems
@@ -125,7 +126,7 @@ def _spec(text: str) -> ExtractorSpec:
         spec = spec_of_text(text)
     except ValueError:
         spec = None
-    if spec is None or len(spec.return_nodes) != 1:
+    if spec is None or len(spec.return_nodes) != 1 or any(map(is_group, spec.return_nodes)):
         raise problems.InvalidRequest(
             f"{text[:200]!r} is not MODEL:NODE with one node, such as resnet50:avgpool or resnet50@random:C5",
             field="model",

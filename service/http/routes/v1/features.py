@@ -30,7 +30,7 @@ from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.regions import KINDS
-from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs
+from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs, return_nodes_of
 from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQuery
 
 Parts = list[bytes | memoryview]
@@ -177,10 +177,8 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
         pairs = node_pairs(text)
     except ValueError as fault:
         raise problems.InvalidRequest(f"query parameter 'nodes': {fault}", field="nodes") from fault
-    if all(node == key for node, key in pairs):
-        return [node for node, _ in pairs]
-    named = dict(pairs)
-    if len(named) != len(pairs):
+    named = return_nodes_of(pairs)
+    if isinstance(named, dict) and len(named) != len(pairs):
         twice = next(node for node, _ in pairs if sum(node == other for other, _ in pairs) > 1)
         raise problems.DuplicateKey(
             f"{twice!r} is named twice; name it once, since both tensors would be equal",

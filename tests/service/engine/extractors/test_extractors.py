@@ -221,7 +221,7 @@ async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes
 
 async def test_preload(engine: MakeEngine) -> None:
     async with engine(
-        preload="mobilenet_v3_small@random:C4,features.12=top;squeezenet1_1@random:features.3"
+        preload="mobilenet_v3_small@random:C4,features.12=top;mobilenet_v3_small@random:features.2.block.*,C4"
     ) as running:
         ready, reason = running.readiness()
         assert not ready
@@ -229,8 +229,13 @@ async def test_preload(engine: MakeEngine) -> None:
         await until(lambda: running.readiness()[0])
         assert [record.pinned for record in running.records.list()] == [True, True]
         assert list(running.records.list()[0].description.return_nodes) == ["C4", "top"]
-        _, created = await running.extractor(spec(nodes={"C4": "C4", "features.12": "top"}))
-        assert not created
+        for nodes in (
+            {"C4": "C4", "features.12": "top"},
+            ["features.2.block.*", "C4"],
+            {**{f"features.2.block.{i}": f"features.2.block.{i}" for i in range(3)}, "C4": "C4"},
+        ):
+            _, created = await running.extractor(spec(nodes=nodes))
+            assert not created
 
 
 async def test_a_missing_configured_model_is_reported(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,7 +254,10 @@ async def test_a_preload_may_be_called_failed(engine: MakeEngine) -> None:
         assert not running.preload_failed
 
 
-@pytest.mark.parametrize("preload", ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9"])
+@pytest.mark.parametrize(
+    "preload",
+    ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9", "resnet18@random:layer1.*,fc=logits"],
+)
 async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
     async with engine(preload=preload) as running:
         await until(lambda: "failed" in running.readiness()[1])

@@ -141,6 +141,7 @@ def test_patterns_say_which_are_served(make_client):
         ("timm.test_vt@random:norm", 404, "model_not_found", "timm.test_vit"),
         ("timm.test_vit@r160_in2k:norm", 400, "unknown_weights", "r160_in1k"),
         ("timm.test_vit@random:nrm", 400, "unknown_node", "norm"),
+        ("timm.test_vit@random:blocks.*", 400, "invalid_request", "with one node"),
         ("timm.test_vit:norm", 503, "weights_unavailable", "weights=random"),
     ],
 )
