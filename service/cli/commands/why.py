@@ -47,12 +47,16 @@ def why(
     from fxcore.errors import BadTensor
     from fxcore.extractor import build_extractor
     from fxcore.graph.model_graph import model_graph
+    from fxcore.graph.nodes import is_group
     from fxcore.images.files import open_image
     from fxcore.models.catalog import get_model
     from fxcore.models.weights import load_model
     from service.codecs import heatmap
     from service.engine.models.own_models import register_models
 
+    for option, name in (("--of", of), ("--at", at)):
+        if is_group(name):
+            raise typer.BadParameter(f"{option} is one node, and {name!r} stands for several")
     settings = settings_of({})
     register_models(settings.models_dir, try_each=False)
     entry = get_model(model)

@@ -70,6 +70,8 @@ def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: P
         ((*LITE, "--target", "taby"), "did you mean tabby"),
         ((*LITE, "--target", "1000"), "from 0 to 999"),
         ((*LITE, "--of", "C5"), "one vector an image; C5 gives [1, 320, 7, 7]"),
+        ((*LITE, "--of", "features.*"), "--of is one node, and 'features.*' stands for several"),
+        ((*LITE, "--at", "features.1.*"), "--at is one node"),
         ((*LITE, "--at", "classifier.1", "--of", "classifier.0"), "no feature map is between"),
         (("--model", "resnet18", "--weights", "random", "--target", "tabby"), "have no names"),
         (("--model", "fasterrcnn_mobilenet_v3_large_fpn", "--weights", "random"), "no node with one vector an image"),
