@@ -161,9 +161,15 @@ def _input_names(text: str) -> list[str]:
         Problem: 422: a name is invalid, or there are too many.
     """
     names = [name.strip() for name in text.split(",")]
-    if not all(0 < len(name) <= MAX_NAME_LENGTH for name in names) or len(names) > MAX_INPUTS:
-        detail = f"query parameter 'inputs' is at most {MAX_INPUTS} names of nodes, separated by commas"
-        raise problems.InvalidRequest(detail, field="inputs")
+    fault = None
+    if "" in names:
+        fault = "has an empty name; give names of nodes, separated by single commas, as in layer2,layer3"
+    elif max(map(len, names)) > MAX_NAME_LENGTH:
+        fault = f"has a name of more than {MAX_NAME_LENGTH} characters"
+    elif len(names) > MAX_INPUTS:
+        fault = f"has {len(names)} names, and at most {MAX_INPUTS} are taken"
+    if fault is not None:
+        raise problems.InvalidRequest(f"query parameter 'inputs' {fault}", field="inputs")
     return names
 
 

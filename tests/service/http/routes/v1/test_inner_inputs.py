@@ -66,7 +66,9 @@ def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) ->
         ("layer4", "layer3,C4", (1, 256, 14, 14), "duplicate-key", "layer3.1.relu_1, which is an input already"),
         ("layer4", "layer2,layer2", (1, 128, 28, 28), "duplicate-key", "each name needs a key of its own"),
         ("layer4", "layr2", (1, 128, 28, 28), "unknown-node", "did you mean layer2"),
-        ("layer4", "layer2,", (1, 128, 28, 28), "invalid-request", "names of nodes"),
+        ("layer4", "layer2,", (1, 128, 28, 28), "invalid-request", "'inputs' has an empty name"),
+        ("layer4", "x" * 257, (1, 128, 28, 28), "invalid-request", "'inputs' has a name of more than 256 characters"),
+        ("layer4", ",".join("x" * 65), (1, 1), "invalid-request", "'inputs' has 65 names, and at most 64 are taken"),
     ],
 )
 def test_what_cannot_be_is_said(
