@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.functional import pil_to_tensor
 
+from fxcore.graph.layout import TOKENS
+from fxcore.graph.tokens import TokenGrid
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.pooling import as_maps
 from service.problems import NoHeatMap
 
 MEDIA_TYPE = "image/png"
@@ -44,7 +48,12 @@ _IMAGE_SHARE = 0.35
 
 
 def write(
-    data: bytes, preprocessing: Preprocessing | None, tensor: Tensor, layout: str | None
+    data: bytes,
+    preprocessing: Preprocessing | None,
+    tensor: Tensor,
+    layout: str | None,
+    tokens: TokenGrid | None = None,
+    usual: tuple[int, int] | None = None,
 ) -> list[bytes | memoryview]:
     """Return a PNG of the size that the model sees: inferno of the mean magnitude over the channels, over the grey
     image.
@@ -56,12 +65,17 @@ def write(
         preprocessing: of the model's input; its crop is shown. None: the whole image.
         tensor: the feature map of that one image, ``[1, …]``.
         layout: of ``tensor``.
+        tokens: the grid of tokens; those before it are not drawn. None for maps.
+        usual: height and width of the model's input that this grid is of; None for those of this image.
 
     Raises:
         Problem: 422 ``no-heat-map``: the tensor is no map over the image.
     """
-    strength = _strength(tensor, layout)
-    shown = _displayed(data, preprocessing)
+    check(list(tensor.shape), layout, tokens)
+    pixels = _pixels(data, preprocessing)
+    size = pixels.shape[-2], pixels.shape[-1]
+    strength = _strength(tensor, layout, None if tokens is None else _grid_at(tokens, size, usual or size, tensor))
+    shown = _displayed(pixels, preprocessing)
     height, width = shown.shape[:2]
     resized = PIL.Image.fromarray(strength).resize((width, height), PIL.Image.Resampling.BICUBIC)
     colours = _colours(np.asarray(resized).clip(0.0, 1.0))
@@ -72,41 +86,47 @@ def write(
     return [buffer.getvalue()]
 
 
-def check(shape: list[int | None] | None, layout: str | None) -> None:
+def check(shape: list[int | None] | None, layout: str | None, tokens: TokenGrid | None = None) -> None:
     """Raise what :func:`write` would for a tensor of ``shape``, before there is one.
 
     Raises:
         Problem: 422 ``no-heat-map``.
     """
-    if shape is not None and (layout, len(shape)) in (("NCHW", 4), ("NHWC", 4), ("tokens", 3)):
+    if shape is not None and (layout, len(shape)) in (("NCHW", 4), ("NHWC", 4)):
+        return
+    if shape is not None and (layout, len(shape)) == (TOKENS, 3) and tokens is not None:
         return
     raise NoHeatMap(
-        f"a heat-map needs a feature map ([N, C, H, W], [N, H, W, C] or tokens) and this node gives {shape}; ask for a "
-        "node before the pooling, such as a level, without pool",
+        "a heat-map needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid) and this node gives "
+        f"{shape}; ask for a node before the pooling, such as a level, without pool",
     )
 
 
-def _strength(tensor: Tensor, layout: str | None) -> npt.NDArray[np.float32]:
+def _grid_at(tokens: TokenGrid, size: tuple[int, int], usual: tuple[int, int], tensor: Tensor) -> TokenGrid:
+    """Return the grid of the tokens ``tensor`` of an input of ``size``."""
+    sides = tokens.at(size, usual, tensor.shape[1])
+    if sides is None:
+        height, width = size
+        raise NoHeatMap(f"these {tensor.shape[1]} tokens are on no grid that is known for an input of {height}x{width}")
+    return replace(tokens, height=sides[0], width=sides[1])
+
+
+def _strength(tensor: Tensor, layout: str | None, tokens: TokenGrid | None) -> npt.NDArray[np.float32]:
     """``[H, W]`` in [0, 1]: the mean magnitude over the channels, from its smallest to its largest."""
-    check(list(tensor.shape), layout)
-    values = tensor[0].float().abs()
-    if layout == "tokens":
-        values = values.mean(dim=-1)
-        side = math.isqrt(len(values))
-        # Tokens before the grid have no position: ViT's class token, and registers.
-        values = values[len(values) - side * side :].reshape(side, side)
-    else:
-        values = values.mean(dim=-1 if layout == "NHWC" else 0)
-    values = torch.nan_to_num(values)
+    values = torch.nan_to_num(as_maps(tensor, layout, tokens)[0].float().abs().mean(0))
     low, high = values.min(), values.max()
     result: npt.NDArray[np.float32] = ((values - low) / (high - low).clamp(min=1e-12)).numpy()
     return result
 
 
-def _displayed(data: bytes, preprocessing: Preprocessing | None) -> npt.NDArray[np.float32]:
-    """``[H, W, 3]`` in [0, 255]: the model's input with its normalisation undone."""
+def _pixels(data: bytes, preprocessing: Preprocessing | None) -> Tensor:
+    """Return the model's input ``[3, H, W]``, or the whole image."""
     image = open_image(data)
-    pixels = pil_to_tensor(image) if preprocessing is None else preprocessing.image(image)
+    return pil_to_tensor(image) if preprocessing is None else preprocessing.image(image)
+
+
+def _displayed(pixels: Tensor, preprocessing: Preprocessing | None) -> npt.NDArray[np.float32]:
+    """``[H, W, 3]`` in [0, 255]: the model's input with its normalisation undone."""
     height, width = pixels.shape[-2:]
     if height * width > MAX_PIXELS:
         size = smaller(height, width)

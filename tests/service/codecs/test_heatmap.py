@@ -8,8 +8,10 @@ import PIL.Image
 import pytest
 import torch
 
+from fxcore.graph.tokens import TokenGrid
 from fxcore.models.catalog import get_model
 from service.codecs import heatmap
+from service.problems import NoHeatMap
 
 COLOUR = (30, 200, 100)
 
@@ -71,3 +73,9 @@ def test_memory_is_for_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1000 * 1000 * 8 + 15_000 * 100
+
+
+@pytest.mark.parametrize("tokens", [None, TokenGrid("patches", 2, 3, prefix=1, class_token=True)])
+def test_tokens_of_no_known_grid_are_not_drawn(tokens: TokenGrid | None) -> None:
+    with pytest.raises(NoHeatMap, match="grid"):
+        heatmap.write(png(32, 48), None, torch.rand(1, 10, 5), "tokens", tokens)

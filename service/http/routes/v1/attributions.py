@@ -130,8 +130,9 @@ async def _respond(
             assert not isinstance(sent.inputs, Mapping)
             preprocessing = None if query.preprocess == "none" else front.description.preprocessing
             cam = query.method == "gradcam"
-            drawn_map = (found.values[:, None], "NCHW") if cam else (found.values, at.layout)
-            parts = await draw(state, sent.inputs[0], preprocessing, *drawn_map, reservation)
+            drawn_map = (found.values[:, None], "NCHW", None) if cam else (found.values, at.layout, at.tokens)
+            usual = front.description.preprocessing.nominal_size()
+            parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
         else:
             source = responses.Source(
                 spec.model, back.id, back.description.weights, back.description.fingerprint, {_ATTRIBUTION: at.node}
@@ -191,7 +192,8 @@ async def _halves(
 def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | None) -> str:
     accepted = responses.negotiate(accept, ("float32",), False)
     if accepted == heatmap.MEDIA_TYPE and query.method != "gradcam":
-        heatmap.check(front.outputs[0].shape, front.outputs[0].layout)
+        at = front.outputs[0]
+        heatmap.check(at.shape, at.layout if at.rows_per_image == 1 else None, at.tokens)
     return accepted
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 from fastapi import Request, Response
 from torch import Tensor
 
+from fxcore.graph.tokens import TokenGrid
 from fxcore.images.files import image_header
 from fxcore.images.preprocessing import Preprocessing
 from service import problems
@@ -241,7 +242,7 @@ def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None)
     accepted = responses.negotiate(accept, tuple(dtypes), reduced)
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
-        heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None)
+        heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None, output.tokens)
     return accepted
 
 
@@ -267,8 +268,9 @@ async def _extract(
         assert not isinstance(sent.inputs, Mapping)
         preprocessing = None if query.preprocess == "none" else record.description.preprocessing
         output = record.outputs[0]
-        drawn_map = features.outputs[output.key], output.layout
-        parts = await draw(state, sent.inputs[0], preprocessing, *drawn_map, reservation)
+        drawn_map = features.outputs[output.key], output.layout, output.tokens
+        usual = record.description.preprocessing.nominal_size()
+        parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
     else:
         parts = await _write(state, record, features, accepted, query, reservation)
     timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
@@ -291,15 +293,16 @@ async def draw(
     state: State,
     image: bytes,
     preprocessing: Preprocessing | None,
-    values: Tensor,
-    layout: str | None,
+    drawn_map: tuple[Tensor, str | None, TokenGrid | None],
+    usual: tuple[int, int],
     reservation: Reservation,
 ) -> Parts:
-    """Draw a map ``[1, …]`` over its image; see :func:`service.codecs.heatmap.write`."""
+    """Draw a map ``[1, …]`` of a layout, or tokens of a grid, over its image; see
+    :func:`service.codecs.heatmap.write`."""
     header = await state.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
-    return await state.engine.run_in_encoder(heatmap.write, image, preprocessing, values, layout)
+    return await state.engine.run_in_encoder(heatmap.write, image, preprocessing, *drawn_map, usual)
 
 
 async def _write(

@@ -89,6 +89,35 @@ def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) ->
 
 
 @pytest.mark.parametrize(
+    "query",
+    [
+        "attributions?image_size=64x96&fit=stretch&of=head&at=blocks.2&method=gradient",
+        "features?image_size=64&fit=native&nodes=blocks.2",
+    ],
+)
+def test_pictures_of_tokens_are_of_their_grid(client: Client, query: str) -> None:
+    """A flat image, over which colours of inferno get lighter with the value."""
+    route, _, query = query.partition("?")
+    content = saved(PIL.Image.new("RGB", (96, 64), "gray"), "PNG")
+
+    def answer(accept: str) -> bytes:
+        url = f"/v1/models/timm.test_vit/{route}?weights=random&{query}"
+        response = client.post(url, content=content, headers={"Content-Type": "image/png", "Accept": accept})
+        assert response.status_code == 200, response.text
+        return response.content
+
+    found = load(answer("application/x-safetensors"))
+    values = found["attribution" if route == "attributions" else "blocks.2"].numpy()
+    assert values.shape == (1, 1 + 4 * 6, 64)
+    cells = np.abs(values[0, 1:]).mean(-1).reshape(4, 6)
+    expected = np.asarray(PIL.Image.fromarray(cells).resize((96, 64), PIL.Image.Resampling.BICUBIC))
+    drawn = np.asarray(PIL.Image.open(io.BytesIO(answer("image/png")))).sum(2)
+    assert drawn.shape == (64, 96)
+    ranks = [value.ravel().argsort().argsort() for value in (expected.clip(cells.min(), cells.max()), drawn)]
+    assert np.corrcoef(ranks)[0, 1] > 0.99
+
+
+@pytest.mark.parametrize(
     ("query", "slug", "said"),
     [
         ("of=fc&at=layer4&target=1000", "bad-target", "from 0 to 999"),
