@@ -188,7 +188,7 @@ def build_extractor(
         return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
         dtype: the floating-point type that ``model`` has been cast to.
         any_size: whether inputs have sizes of their own, so that the described outputs have no fixed ones; by default
-            as by the model's own preprocessing.
+            as by the model's own preprocessing. With ``inputs``, it is whether these have maps of any size.
         inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`; default: the model's inputs.
         edits: key → exact name of a node to edit, from :meth:`ModelGraph.resolve`; see :meth:`Extractor.factors`.
 
@@ -222,7 +222,8 @@ def build_extractor(
             raise BadArgument(f"{name} is what graph.resolve returns, not {named!r:.100}")
     part = ModelPart(graph, inputs, return_nodes) if inputs else None
     varies = not graph.preprocessing.fixed_size if any_size is None else any_size
-    varies = varies and (part is None or part.any_size)
+    if part is not None:
+        varies = any(None in spec.shape[1:] for spec in part.inputs)
     outputs = [_describe(graph, key, name, dtype, varies) for key, name in return_nodes.items()]
     edited = tuple(edited_node(key, graph.by_name[name], graph.input_size) for key, name in (edits or {}).items())
     whole, by_name = _bound(graph, model, dtype, with_output=False)

@@ -13,6 +13,7 @@ import torch
 
 from fxcore.errors import BadTensor, UnknownModel
 from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.graph.model_part import ModelPart
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from fxcore.tensors import TensorSpec, returned_dtype
@@ -113,7 +114,8 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
     if isinstance(target, ExtractorRecord):
         own, preprocessing = target.description, target.description.preprocessing
         graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
-        outputs = _outputs(graph, preprocessing, own.return_nodes, own.dtype)
+        part = ModelPart(graph, own.begins_at, own.return_nodes) if own.begins_at else None
+        outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.dtype)
         if own.spec.fit == "pad":
             outputs.append(TensorMetadata(name=VALID_BOX, datatype="FP32", shape=[-1, 4]))
         return Tensors(inputs(own.inputs, preprocessing), outputs)
@@ -140,30 +142,45 @@ def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[Te
 
 
 def _outputs(
-    graph: ModelGraph, preprocessing: Preprocessing, nodes: dict[str, str], dtype: torch.dtype
+    graph: ModelGraph | ModelPart, preprocessing: Preprocessing, nodes: dict[str, str], dtype: torch.dtype
 ) -> list[TensorMetadata]:
-    height, width = preprocessing.nominal_size()
-    values = _values(graph, nodes, height, width)
-    if not preprocessing.fixed_size:
-        try:
-            others = _values(graph, nodes, height + 64, width + 128)
-        except BadTensor:
-            others = values
-        values = {
-            key: ([a if a == b else -1 for a, b in zip(shape, others[key][0], strict=True)], made)
-            for key, (shape, made) in values.items()
-        }
+    usual, others = _shapes(graph, preprocessing)
+    values = _values(graph, nodes, usual)
+    try:
+        of_others = values if others == usual else _values(graph, nodes, others)
+    except BadTensor:
+        of_others = values
     return [
-        TensorMetadata(name=key, datatype=V2_NAMES[returned_dtype(made, dtype)], shape=[-1, *shape])
+        TensorMetadata(
+            name=key,
+            datatype=V2_NAMES[returned_dtype(made, dtype)],
+            shape=[-1, *(a if a == b else -1 for a, b in zip(shape, of_others[key][0], strict=True))],
+        )
         for key, (shape, made) in values.items()
     ]
 
 
+_Shapes = list[tuple[int, ...]]
+"""The shape of one row of each input."""
+
+
+def _shapes(graph: ModelGraph | ModelPart, preprocessing: Preprocessing) -> tuple[_Shapes, _Shapes]:
+    """Return the usual shapes, and others that differ wherever any size is taken."""
+    if isinstance(graph, ModelPart):
+        return [spec.usual for spec in graph.inputs], [
+            tuple(2 * one if size is None else one for one, size in zip(spec.usual, spec.shape[1:], strict=True))
+            for spec in graph.inputs
+        ]
+    height, width = preprocessing.nominal_size()
+    more = (0, 0) if preprocessing.fixed_size else (64, 128)
+    channels = [tuple(n or 1 for n in spec.shape[1:-2]) for spec in graph.inputs]
+    return [(*c, height, width) for c in channels], [(*c, height + more[0], width + more[1]) for c in channels]
+
+
 def _values(
-    graph: ModelGraph, nodes: dict[str, str], height: int, width: int
+    graph: ModelGraph | ModelPart, nodes: dict[str, str], rows: _Shapes
 ) -> dict[str, tuple[list[int], torch.dtype]]:
     """Map each key to the shape of one image's value, and its dtype."""
-    rows = [(*(n or 1 for n in spec.shape[1:-2]), height, width) for spec in graph.inputs]
     found = {}
     values = graph.values_at(rows, set(nodes.values()))
     for key, node in nodes.items():

@@ -107,6 +107,7 @@ def test_its_description_says_where_it_begins(client: Client) -> None:
     assert made["inputs"] == [
         {"name": "layer2", "node": "layer2.1.relu_1", "layout": "NCHW", "shape": [None, 128, None, None]}
     ]
+    assert made["outputs"][0]["shape"] == [None, 512, None, None]
     assert made["preprocessing"] is None
     assert made["id"] == created(client)["id"] != created(client, inputs=["layer3"])["id"]
     assert checked(client, made["id"])["max_rel_error"] < 1e-5
@@ -114,14 +115,24 @@ def test_its_description_says_where_it_begins(client: Client) -> None:
 
 def test_the_open_inference_protocol_has_its_inputs(client: Client, values: dict[str, Tensor]) -> None:
     id = created(client)["id"]
-    assert client.get(f"/v2/models/{id}").json()["inputs"] == [
-        {"name": "layer2", "datatype": "FP32", "shape": [-1, 128, -1, -1]}
-    ]
+    described = client.get(f"/v2/models/{id}").json()
+    assert described["inputs"] == [{"name": "layer2", "datatype": "FP32", "shape": [-1, 128, -1, -1]}]
+    assert described["outputs"] == [{"name": "end", "datatype": "FP32", "shape": [-1, 512, -1, -1]}]
     given = values["layer2"][:1]
     tensor = {"name": "layer2", "datatype": "FP32", "shape": list(given.shape), "data": given.flatten().tolist()}
     [output] = client.post(f"/v2/models/{id}/infer", json={"inputs": [tensor]}).json()["outputs"]
     expected = values["layer4"][:1]
     assert torch.dist(torch.tensor(output["data"]).view(expected.shape), expected) <= 1e-5 * expected.norm()
+
+
+def test_outputs_of_one_size_are_described_as_such(client: Client) -> None:
+    """Those of a part that takes tokens, and those that no size of a map changes."""
+    tokens = {"model": "timm.test_vit", "return_nodes": {"norm": "end"}, "inputs": ["blocks.2"]}
+    for spec, shape in ((tokens, [101, 64]), ({"return_nodes": {"avgpool": "end", "fc": "of"}}, [512, 1, 1])):
+        made = created(client, **spec)
+        [output, *_] = client.get(f"/v2/models/{made['id']}").json()["outputs"]
+        assert output["shape"] == [-1, *shape]
+    assert created(client, **tokens)["outputs"][0]["shape"] == [None, 101, 64]
 
 
 def test_groups_are_in_queries_and_specs_and_limited(client: Client) -> None:
