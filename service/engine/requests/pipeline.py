@@ -22,6 +22,7 @@ from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
 from service.engine.requests.plan.edits import EditFactors, at_fault, resolved
 from service.engine.requests.plan.images import check_takes_images, header_steps, is_quick, plan_images, read_headers
+from service.engine.requests.plan.native import check_native
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.regions import carry, check_regions, region_steps, regions_of
 from service.engine.requests.plan.sizes import Sizes, are_known, projected_lengths, row_size, sizes
@@ -119,6 +120,7 @@ class Pipeline:
                 return plan_images(description, images, known, preprocess, max_pixels)
 
             plan = planned() if is_quick(images) else await in_pool(self._intake, planned)
+        check_native(description, plan.shapes)
         if isinstance(runtime.run, OneSize):
             for shape in dict.fromkeys(plan.shapes):
                 runtime.run.check(shape)

@@ -143,6 +143,34 @@ def test_native_images_of_a_vision_transformer(client, photos, own):
     close(half.flatten(), wanted.flatten())
 
 
+def blank(width, height):
+    buffer = io.BytesIO()
+    PIL.Image.new("RGB", (width, height)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("model", "node", "size", "query", "becomes", "said"),
+    [
+        ("timm.test_vit", "norm", (1, 3000), "image_size=64", "64 x 192000", "no side may be over 4096"),
+        ("squeezenet1_1", "features.3", (3000, 1), "image_size=64", "192000 x 64", "no side may be over 4096"),
+        ("timm.test_vit", "norm", (30, 20), "image_size=1280", "1920 x 1280", "8192 patches of 16 x 16"),
+        ("timm.test_vit", "norm", (1920, 1280), "image_size=64&preprocess=none", "1920 x 1280", "8192 patches of 16"),
+    ],
+)
+def test_native_inputs_that_are_too_large(client, model, node, size, query, becomes, said):
+    """They are refused by their headers: the model would compute for minutes."""
+    url = f"/v1/models/{model}/features?weights=random&nodes={node}&pool=avg&fit=native&{query}"
+    sent = {"images": [base64.b64encode(one).decode() for one in (blank(64, 64), blank(*size))]}
+    response = client.post(url, json=sent)
+    assert (response.status_code, response.json()["type"]) == (413, "/problems/image-too-large")
+    problem = response.json()
+    assert problem["index"] == 1
+    assert problem["pixels"] > problem["limit"]
+    for part in (f"image 1: with fit=native the model's input would have {becomes} pixels", said, "fit=pad"):
+        assert part in problem["detail"]
+
+
 def test_one_size_in_specs_and_queries(client, photos):
     """The id is a function of the spec alone: defaults and squares are written in one way."""
 
