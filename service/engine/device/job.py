@@ -224,11 +224,23 @@ def overflow(key: str, image: int) -> Overflow:
     )
 
 
+_RAGGED = "ask for a pooling to one shape, such as pool=avg, send images of one size, or send them one by one"
+
+
 def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor | Ragged:
     """Return the error for outputs of one request that do not form one tensor."""
     shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
     why = f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; "
     if runtime.description.spec.fit == "native":
-        ways = "ask for a pooling to one shape, such as pool=avg, send images of one size, or send them one by one"
-        return Ragged(why + ways, key=key)
+        return Ragged(why + _RAGGED, key=key)
     return BadTensor(why + "send images of one size, send them one by one, or ask for pool=avg", key=key)
+
+
+def unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:
+    """Return the error for an output of one shape whose positions are of inputs ``[C, H, W]`` of different sizes."""
+    sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other))
+    return Ragged(
+        f"output {key!r} has positions of inputs of different sizes ({sizes} pixels), which are not of the same "
+        f"places, and cannot be one tensor; {_RAGGED}",
+        key=key,
+    )

@@ -26,7 +26,7 @@ def check_native(description: Description, shapes: Sequence[RowShape]) -> None:
         ImageTooLarge: a side would be over :data:`~service.schemas.image_size.MAX_SIDE`, or there would be too many
             patches; ``index`` in ``extra`` says of which image.
     """
-    if description.spec.fit != "native" or description.begins_at:
+    if description.spec.fit != "native":
         return
     multiple = description.preprocessing.describe()["multiple"]
     for index, shape in enumerate(shapes):

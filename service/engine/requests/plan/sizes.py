@@ -11,7 +11,7 @@ import torch
 
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
-from service.engine.device.job import cannot_stack
+from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
@@ -93,10 +93,13 @@ def response_bytes(
     it has a row for each region.
 
     Raises:
-        BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor.
+        BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor, or
+            their positions are not of the same places.
         ResponseTooLarge: more than ``limit``.
     """
     total = 0
+    # Grids of 4 x 6 and 6 x 4 positions have as many tokens, which are not of the same places.
+    unlike = runtime.description.spec.fit == "native" and not options.one_shape
     first = _row_outputs(runtime, shapes[0], options)
     counts = Counter(shapes)
     if regions is not None:
@@ -107,6 +110,8 @@ def response_bytes(
         for key, (dims, size) in _row_outputs(runtime, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
+            if unlike and shape != shapes[0] and _has_positions(dims):
+                raise unlike_positions(key, shapes[0][0], shape[0])
             total += rows * size
     if total > limit:
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
@@ -144,6 +149,11 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
         known = ResponseSize(outputs)
         runtime.response_sizes.put((shape, options), known)
     return known.outputs
+
+
+def _has_positions(dims: Sequence[int]) -> bool:
+    """Return whether a row of shape ``[1, ...]`` is more than a vector, such as a map or tokens."""
+    return sum(size > 1 for size in dims[1:]) > 1
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

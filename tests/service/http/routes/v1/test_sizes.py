@@ -171,6 +171,28 @@ def test_native_inputs_that_are_too_large(client, model, node, size, query, beco
         assert part in problem["detail"]
 
 
+def test_native_images_with_as_many_tokens_of_other_places(client):
+    """Of grids of 4 x 6 and 6 x 4: only vectors of them are one tensor."""
+    sent = {"images": [base64.b64encode(blank(*size)).decode() for size in ((120, 80), (80, 120))]}
+    url = "/v1/models/timm.test_vit/features?weights=random&nodes=norm&fit=native&image_size=64"
+    refused = client.post(url, json=sent)
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/ragged")
+    assert refused.json()["key"] == "norm"
+    assert "(96 x 64 and 64 x 96 pixels)" in refused.json()["detail"]
+    assert "pool=avg" in refused.json()["detail"]
+    assert outputs(client.post(url + "&pool=cls", json=sent))["norm"].shape == (2, 64)
+    vectors = client.post(url.replace("nodes=norm", "nodes=fc_norm"), json=sent)
+    assert outputs(vectors)["fc_norm"].shape == (2, 64)
+    assert outputs(client.post(url, json={"images": sent["images"][:1] * 2}))["norm"].shape == (2, 25, 64)
+
+    spec = {"model": "timm.test_vit", "weights": "random", "return_nodes": ["norm"], "name": "native-v2"}
+    assert client.post("/v1/extractors", json={**spec, "fit": "native", "image_size": 64}).status_code in (200, 201)
+    tensor = {"name": "image", "datatype": "BYTES", "shape": [2], "data": sent["images"]}
+    answer = client.post("/v2/models/native-v2/infer", json={"inputs": [tensor]})
+    assert answer.status_code == 400
+    assert "(96 x 64 and 64 x 96 pixels)" in answer.json()["error"]
+
+
 def test_one_size_in_specs_and_queries(client, photos):
     """The id is a function of the spec alone: defaults and squares are written in one way."""
 
