@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 
 import torch
@@ -20,7 +20,7 @@ Key = tuple[int, int, int]
 """Values of a row, values of a projected row, seed."""
 
 _SHARE = 1 / 4
-"""Share of the memory budget that one matrix may take."""
+"""Share of the memory budget that the matrices of one request may take."""
 
 
 class Projections:
@@ -43,20 +43,24 @@ class Projections:
         self._making: dict[Key, asyncio.Task[Tensor]] = {}
         self._last_used: dict[Key, float] = {}
 
-    async def get(self, lengths: Iterable[int], components: int, seed: int) -> dict[int, Tensor]:
+    async def get(self, lengths: Collection[int], components: int, seed: int) -> dict[int, Tensor]:
         """Return the matrices for rows of ``lengths`` values, by length.
 
         Raises:
-            BadTensor: one takes too much memory.
+            BadTensor: together they take too much memory.
         """
         keys = [(length, components, seed) for length in lengths]
-        for length, *_ in keys:
-            size = matrix_bytes(length, components)
-            if size > _SHARE * self._memory_budget:
-                raise BadTensor(
-                    f"project={components} of rows of {length:,} values takes a matrix of {size:,} bytes, and at most "
-                    f"{int(_SHARE * self._memory_budget):,} are allowed: project to fewer values, or pool first"
-                )
+        size = sum(matrix_bytes(length, components) for length, *_ in keys)
+        if size > _SHARE * self._memory_budget:
+            longest = max(length for length, *_ in keys)
+            takes, less = f"rows of {longest:,} values takes a matrix", ""
+            if len(keys) > 1:
+                takes = f"rows of {len(keys)} lengths, up to {longest:,} values, takes matrices"
+                less = ", or ask for fewer nodes, or send images of fewer sizes"
+            raise BadTensor(
+                f"project={components} of {takes} of {size:,} bytes, and at most "
+                f"{int(_SHARE * self._memory_budget):,} are allowed: project to fewer values, or pool first{less}"
+            )
         made = {}
         for key in keys:
             task = self._making.get(key)
