@@ -6,6 +6,7 @@ import { h, select } from "./dom.js"
 /** @typedef {import("./photo.js").Photo} Photo */
 /** @typedef {Record<string, string>} Query of a request: `image_size` and `fit`, where they are not the default */
 
+const MAX_SIDE = 4096 // of `image_size`
 const SIZES = [160, 224, 320, 448, 512, 640]
 /** @type {Array<[string, string]>} */
 const FITS = [["", "cropped"], ["stretch", "stretched"], ["pad", "padded"], ["native", "whole, as it is"]]
@@ -44,14 +45,24 @@ function inputSize(model, { image_size: asked, fit }, { bitmap }) {
   if (fit !== "native") return size
   if (!bitmap) return null
   const scale = Math.min(...size) / Math.min(bitmap.width, bitmap.height)
-  const rounded = (/** @type {number} */ side) => Math.max(1, Math.round((side * scale) / model.multiple)) * model.multiple
+  const rounded = (/** @type {number} */ side) => Math.max(1, halfToEven((side * scale) / model.multiple)) * model.multiple
   return [rounded(bitmap.height), rounded(bitmap.width)]
 }
 
-/** The same input by a query of one size, which extractors tell the grids of. @param {Model} model @param {Query} query @param {Photo} photo @returns {Query} */
+/** The nearest whole number, of halves the even one: as the server rounds sizes. @param {number} value */
+function halfToEven(value) {
+  const nearest = Math.round(value)
+  return nearest - value === 0.5 && nearest % 2 ? nearest - 1 : nearest
+}
+
+/**
+ * The same input by a query of one size, which extractors tell the grids of; of a larger one the query itself, which the
+ * server refuses with what would be right.
+ * @param {Model} model @param {Query} query @param {Photo} photo @returns {Query}
+ */
 export function fixedQuery(model, query, photo) {
   const size = query.fit === "native" ? inputSize(model, query, photo) : null
-  return size ? { fit: "stretch", image_size: size.join("x") } : query
+  return size && Math.max(...size) <= MAX_SIDE ? { fit: "stretch", image_size: size.join("x") } : query
 }
 
 /**
