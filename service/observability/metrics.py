@@ -73,7 +73,7 @@ class Metrics:
         self.worker_restarts = counter("worker_restarts", "Device workers that died and were replaced.")
         self.evictions = counter(
             "evictions",
-            "Evictions from memory, by kind (weights, extractor, graph, projection, record) and reason.",
+            "Evictions from memory, by kind (weights, extractor, variant, graph, projection, record) and reason.",
             ("kind", "reason"),
         )
         self.store_errors = counter("store_errors", "Failed operations of the extractor store.", ("operation",))
@@ -87,7 +87,8 @@ class Metrics:
         self.models_loaded = gauge("models_loaded", "Sets of weights in memory.")
         self.extractors = gauge("extractors", "Extractors, by state; evicted ones are rebuilt on demand.", ("state",))
         self.memory_bytes = gauge(
-            "memory_bytes", "Bytes of the memory budget in use by weights, extractors, graphs and projections."
+            "memory_bytes",
+            "Bytes of the memory budget in use by weights, extractors, their variants, graphs and projections.",
         )
         self.memory_budget_bytes = gauge("memory_budget_bytes", "The memory budget.")
         self.ready = gauge("ready", "Processes that are ready, as reported by /readyz.")

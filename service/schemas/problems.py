@@ -103,7 +103,7 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     found: list[dict[str, str]] = []
     for error in _without_wrong_branches(errors):
         where, *path = (str(part) for part in error["loc"])
-        message = error["msg"]
+        message = error["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator says
         if error["type"] == "json_invalid":
             path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
         found.append({"in": where, "field": _field(path), "message": message})

@@ -35,8 +35,9 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
     graph = named_graph(spec, entry, weights)
     if spec.image_size is None and spec.fit == "crop":
         return graph
+    size = preprocessing_for(spec, entry, weights).nominal_size()
     try:
-        return graph.at(*preprocessing_for(spec, entry, weights).nominal_size())
+        return graph.at(*size)
     except BadTensor as error:
         raise BadTensor(f"image_size: {error.detail}", **error.extra) from error
 

@@ -35,6 +35,15 @@ def value(found, name, **labels):
     return found.get((name, frozenset(labels.items())), 0)
 
 
+def test_what_memory_is_of_names_variants(make_client):
+    helps = {
+        family.name: family.documentation
+        for family in text_string_to_metric_families(make_client().get("/metrics").text)
+    }
+    assert "variant" in helps["fxserve_evictions"]
+    assert "variant" in helps["fxserve_memory_bytes"]
+
+
 def test_a_request_through_all_stages(make_client, photos):
     client = make_client()
     before = value(samples(client), "fxserve_memory_bytes")  # graphs that other tests traced in this process
