@@ -8,6 +8,7 @@ output layout is fixed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -116,13 +117,7 @@ def _with_split_positions(axes: str, before: Any, value: Tensor, node: fx.Node) 
 def _sizes_above(node: fx.Node) -> set[torch.Size]:
     """Return height and width of the maps among the nearest ancestors, each by its first input."""
     found: set[torch.Size] = set()
-    previous = node
-    for _ in range(_WINDOW_NODES):
-        tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
-        if not tensors:
-            break
-        previous = tensors[0]
-        axes, shape = previous.meta.get("axes"), previous.meta["value"].shape
+    for axes, shape in _above(node):
         if axes == "NCHW":
             found.add(shape[2:])
         elif axes == "NHWC":
@@ -132,21 +127,34 @@ def _sizes_above(node: fx.Node) -> set[torch.Size]:
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
     """Return the axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel
-    shuffles and window attention. Or those of a map or tokens whose neighbours were merged."""
-    previous = node
-    for _ in range(_WINDOW_NODES):
-        tensors = [n for n in previous.all_input_nodes if isinstance(n.meta.get("value"), Tensor)]
-        if not tensors:
-            return None
-        previous = tensors[0]
-        axes = previous.meta.get("axes")
-        if axes and previous.meta["value"].shape == value.shape:
-            return str(axes)
-        if axes == "NHWC" and _merges_patches(previous.meta["value"].shape, value.shape):
+    shuffles and attention. Or those of a map or tokens whose neighbours were merged."""
+    for axes, shape in _above(node):
+        if shape == value.shape:
+            return axes
+        if axes == "NHWC" and _merges_patches(shape, value.shape):
             return "NHWC"
-        if axes == "NLC" and _pools_tokens(previous.meta["value"].shape, value.shape):
+        if axes == "NLC" and _pools_tokens(shape, value.shape):
             return "NLC"
     return None
+
+
+def _above(node: fx.Node) -> Iterator[tuple[str, torch.Size]]:
+    """Yield axes and shape of the nearest ancestors whose axes are known, each by its first input, nearest first.
+
+    The way goes through tuples of tensors, into which attention splits queries, keys and values.
+    """
+    for _ in range(_WINDOW_NODES):
+        above = next((n for n in node.all_input_nodes if _holds_tensors(n.meta.get("value"))), None)
+        if above is None:
+            return
+        node = above
+        axes, value = node.meta.get("axes"), node.meta["value"]
+        if axes and isinstance(value, Tensor):
+            yield axes, value.shape
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value))
 
 
 def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:

@@ -158,16 +158,17 @@ def test_edits_of_a_node_follow_each_other() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_tokens_and_boxes_of_their_grid() -> None:
+@pytest.mark.parametrize("node", ["blocks.0", "blocks.2.attn"])
+def test_tokens_and_boxes_of_their_grid(node: str) -> None:
     graph, model = built("timm.test_vit")
-    wanted = graph.resolve({"blocks.0": "block"})
-    extractor = build_extractor(graph, model, wanted, edits=graph.resolve(["blocks.0"]))
+    wanted = graph.resolve({node: "block"})
+    extractor = build_extractor(graph, model, wanted, edits=graph.resolve([node]))
     x = images(graph, 1)
     with torch.no_grad():
         plain = extractor.module(x, *extractor.factors([], x))["block"]
         prefix = extractor.outputs[0].prefix.count
         side = extractor.outputs[0].tokens.width  # type: ignore[union-attr]
-        edits = [Edit("blocks.0", tokens=[0], scale=0, shift=7.0), Edit("blocks.0", box=[1, 2, 3, 3], scale=2.0)]
+        edits = [Edit(node, tokens=[0], scale=0, shift=7.0), Edit(node, box=[1, 2, 3, 3], scale=2.0)]
         found = extractor.module(x, *extractor.factors(edits, x))["block"]
     expected = plain.clone()
     expected[:, 0] = 7.0

@@ -54,3 +54,12 @@ def test_maps_keep_their_layout_around_attention_in_windows(side: int) -> None:
         assert windows.shape is not None
         assert windows.shape[1:] == [7, 7, channels]
         assert (windows.layout, windows.channels) == (("NHWC", channels) if padded == 7 else (None, None))
+
+
+def test_what_attention_writes_is_tokens_again() -> None:
+    """timm's splits queries, keys and values into a tuple."""
+    found = {node.name: node for node in model_graph("timm.test_vit").nodes}
+    for name in ("reshape_1", "norm", "proj", "proj_drop"):
+        info = found[f"blocks.2.attn.{name}"]
+        assert (info.layout, info.channels, info.tokens) == ("tokens", 64, found["blocks.2.add"].tokens)
+    assert found["blocks.2.attn.transpose"].layout is None
