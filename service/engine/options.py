@@ -25,7 +25,7 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
-from service.engine.tokens import check_tokens, chosen, chosen_shape
+from service.engine.rows.tokens import check_tokens, chosen, chosen_shape
 from service.schemas.regions import KINDS, GivenRegions
 from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
