@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fxcore.errors import FxError
 from fxcore.graph.cut import Part, identifier
 from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.passes.attention import ATTENTION
 from fxcore.tracing.names import PATH
 
 
@@ -72,6 +73,7 @@ class EditedNode:
         grid: of its tokens, if they are on one.
         rows: rows of the value that belong to one image.
         usual: height and width of the model's input that it is described for.
+        channel_dim: the dimension of the channels of one row; None if there is none, or none is known.
     """
 
     key: str
@@ -81,22 +83,21 @@ class EditedNode:
     grid: TokenGrid | None
     rows: int
     usual: tuple[int, int]
-
-    @property
-    def channel_dim(self) -> int | None:
-        """The dimension of the channels; None if there is none. In an unknown layout it is the last one of three, as of
-        ``[N, L, C]``, and else the third from last: the heads of queries, keys and attention weights."""
-        if self.axes is not None:
-            return self.axes.index("C") if "C" in self.axes else None
-        own = self.ndim - int(self.rows > 1)
-        return None if own < 2 else self.ndim - (3 if own > 3 else 1)
+    channel_dim: int | None
 
     @property
     def token_dim(self) -> int | None:
-        """The dimension of the tokens; None if there is none."""
-        if self.rows > 1 or self.ndim != 3:
+        """The dimension of the tokens; None if there is none, or none is known."""
+        if self.rows > 1 or self.ndim != 3 or self.axes is None or "L" not in self.axes:
             return None
-        return self.axes.index("L") if self.axes and "L" in self.axes else 1 if self.axes is None else None
+        return self.axes.index("L")
+
+    def has_no(self, what: str, full: Sequence[int]) -> str:
+        """Return that a row of shape ``full`` has no ``what`` to select."""
+        if self.axes is None and self.channel_dim is None:
+            unknown = f"which axis of {self.key!r} has {what} is unknown: {_shown(full)}"
+            return f"{unknown}; scale or shift the whole value, or edit a map, tokens, a vector or attention weights"
+        return f"{self.key!r} has no {what} but {_shown(full)}"
 
     def shape(self, dims: Sequence[int]) -> list[int]:
         """Return the shape of one row, from that of the value for one image."""
@@ -118,7 +119,32 @@ def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
     if rows > 1 and axes is not None:
         axes = "NK" + axes[1:]
     grid = token_grid(node) if rows == 1 and value.ndim == 3 else None
-    return EditedNode(key, name, axes, value.ndim + int(rows > 1), grid, rows, usual)
+    ndim = value.ndim + int(rows > 1)
+    return EditedNode(key, name, axes, ndim, grid, rows, usual, _channel_dim(node, axes, ndim))
+
+
+def _channel_dim(node: fx.Node, axes: str | None, ndim: int) -> int | None:
+    """Return the dimension of the channels of a row of ``ndim`` dimensions, if it is known: the heads of attention
+    weights, and the last one where a linear layer or a normalization of it writes or reads the value."""
+    if axes is not None:
+        return axes.index("C") if "C" in axes else None
+    own = ndim - int(node.meta["rows"] > 1)
+    if own > 3 and (node.meta.get(ATTENTION) or _called(node) in ("softmax", "Softmax")):
+        return ndim - 3
+    last = own == 2 or any(_called(one) in _OF_LAST_AXIS for one in (node, *node.users))
+    return ndim - 1 if last and own > 1 else None
+
+
+_OF_LAST_AXIS = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
+
+
+def _called(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls, or of the class of its module."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        assert owner is not None
+        return type(owner.get_submodule(str(node.target))).__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx.Node]) -> None:
@@ -280,11 +306,11 @@ class _Selected:
         self.where: dict[int, list[int]] = {}
         if edit.channels is not None:
             if node.channel_dim is None:
-                raise BadEdit(f"the values of {node.key!r} have no channels: {_shown(full)}")
+                raise BadEdit(node.has_no("channels", full))
             self.where[node.channel_dim] = _indices("channel", edit.channels, full[node.channel_dim], node.key)
         if edit.tokens is not None:
             if node.token_dim is None:
-                raise BadEdit(f"{node.key!r} has no tokens but {_shown(full)}: select channels, or a box of a map")
+                raise BadEdit(node.has_no("tokens", full))
             self.where[node.token_dim] = _indices("token", edit.tokens, full[node.token_dim], node.key)
         if edit.box is not None:
             if edit.tokens is not None:
@@ -368,7 +394,7 @@ def _numbers(
         if isinstance(one, bool) or not isinstance(one, Real) or not abs(one) <= most:
             raise BadEdit(f"its {what} {one!r:.40} is no finite number of {str(dtype).removeprefix('torch.')}")
     if several and node.channel_dim is None:
-        raise BadEdit(f"the values of {node.key!r} have no channels: its {what} is one number")
+        raise BadEdit(f"{node.key!r} has no known channels: its {what} is one number")
     if several and len(numbers) != count:
         raise BadEdit(f"its {what} has {len(numbers)} numbers for {count} channels; give one number, or one for each")
     return [float(one) for one in numbers] if several else float(numbers[0])
@@ -385,7 +411,8 @@ def _box(
     elif node.grid is not None and (found := node.grid.at(size or node.usual, node.usual, full[1])) is not None:
         height, width = found
     else:
-        raise BadEdit(f"{node.key!r} is no map, nor tokens of a grid, but {_shown(full)}: it takes no box")
+        detail = f"{node.key!r} is no map, nor tokens of a grid, but {_shown(full)}: it takes no box"
+        raise BadEdit(f"{detail}; scale or shift the whole value")
     whole = len(box) == 4 and all(isinstance(one, Integral) for one in box)
     if not whole or not (0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height):
         raise BadEdit(

@@ -58,7 +58,7 @@ def once_called(graph: ModelGraph) -> list[str]:
 def channels_of(graph: ModelGraph, name: str) -> int:
     node = graph.by_name[name]
     value, axes = node.meta["value"], node.meta.get("axes")
-    return axes.index("C") if axes and len(axes) == value.ndim else value.ndim - 1 if value.ndim == 3 else 1
+    return axes.index("C") if axes and len(axes) == value.ndim else value.ndim - (3 if "softmax" in name else 1)
 
 
 def hooked(model: nn.Module, graph: ModelGraph, edits: Sequence[Edit], x: Tensor) -> Tensor:
@@ -101,6 +101,8 @@ def test_equal_to_forward_hooks(name: str) -> None:
     compared = 0
     for node in randomly.sample(nodes, min(4, len(nodes))):
         other = randomly.choice(nodes)
+        if edited_node(node, graph.by_name[node], graph.input_size).channel_dim is None:
+            continue
         channels = graph.by_name[node].meta["value"].shape[channels_of(graph, node)]
         some = randomly.sample(range(channels), channels // 2 + 1)
         edits = [
@@ -316,3 +318,15 @@ def test_nodes_that_cannot_be_edited_are_refused() -> None:
     quantized = model_graph("quantized_shufflenet_v2_x0_5", "IMAGENET1K_FBGEMM_V1")
     with pytest.raises(BadEdit, match="are quantized"):
         edited_node("stage2", quantized.by_name[quantized.resolve(["stage2"])["stage2"]], (224, 224))
+
+
+@pytest.mark.parametrize("node", ["blocks.2.attn.transpose", "blocks.0.attn.reshape"])
+@pytest.mark.parametrize("selected", [{"channels": [0]}, {"tokens": [0]}, {"box": [0, 0, 1, 1]}])
+def test_axes_of_an_unknown_layout_are_not_guessed(node: str, selected: dict[str, Any]) -> None:
+    graph, model = built("timm.test_vit")
+    extractor = build_extractor(graph, model, {"end": node}, edits={node: node})
+    x = images(graph, 1)
+    with pytest.raises(BadEdit, match="scale or shift the whole value"):
+        extractor.factors([Edit(node, **selected)], x)
+    with torch.no_grad():
+        assert not extractor.module(x, *extractor.factors([Edit(node, scale=0)], x))["end"].any()
