@@ -40,6 +40,8 @@ export class Inspector {
   /** @type {Answer[]} */ #answers = []
   /** @type {import("./comparison.js").Other | null} */ #other = null
   #requested = ""
+  /** The request that the answers are to, and how often answers came. */ #answered = ""
+  #times = 0
   #rendered = ""
   /** What the predictions are for. */ #subject = ""
   #abort = new AbortController()
@@ -84,7 +86,7 @@ export class Inspector {
     const subject = [model.name, model.weights, place.p, place.p2, place.m2, place.w2, place.z, place.f, place.e].join("\n")
     if (subject !== this.#subject) this.said.replaceChildren()
     this.#subject = subject
-    this.#describe(model, name, known ? this.#answers[0] : null)
+    this.#describe(model, name, known && this.#answered === wanted ? this.#answers[0] : null)
     if (known) return this.#show()
     this.stop()
     const why = unanswerable(model, node, name)
@@ -107,7 +109,7 @@ export class Inspector {
   /** Abort the request under way. */
   stop() {
     this.#abort.abort()
-    this.#requested = this.#rendered = ""
+    this.#requested = this.#answered = this.#rendered = ""
   }
 
   /** @param {Model} model @param {string} name @param {Place} place */
@@ -134,6 +136,8 @@ export class Inspector {
       this.#hasAttention = attention.names.length > 0
       this.#other = other
       this.#answers = other?.answer ? [...answers, other.answer] : answers
+      this.#answered = this.#requested
+      this.#times++
       clearTimeout(late)
       this.#describe(model, name, answers[0])
       await this.#show()
@@ -194,10 +198,10 @@ export class Inspector {
   async #show() {
     const [first, second] = this.#answers
     const model = this.#model
-    if (!first || !model) return
+    if (!first || !model || this.#answered !== this.#requested) return // those of the place before
     const place = this.#place
     const view = first.maps ? (this.#views.find(([name]) => name === place.v)?.[0] ?? "channels") : "values"
-    const wanted = [this.#requested, view, place.y, place.ch, place.s, place.r, place.at, place.head, place.q, place.k].join("\n")
+    const wanted = [this.#requested, this.#times, view, place.y, place.ch, place.s, place.r, place.at, place.head, place.q, place.k].join("\n")
     if (wanted === this.#rendered) return
     this.#rendered = wanted
     const blocks = document.createDocumentFragment()
