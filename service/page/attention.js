@@ -13,6 +13,7 @@ import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
 import { requestOf } from "./snippets.js"
 import { picture } from "./stage.js"
+import { eachSide } from "./stages.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
@@ -155,7 +156,7 @@ async function resting(topic, idle) {
  */
 export async function attentionView(answers, place, go, signal, query) {
   /** @type {Weights[]} */ const found = []
-  const sides = await Promise.all(answers.map(async (answer, i) => {
+  const sides = await eachSide(answers, async (answer, i) => {
     const { model } = answer
     const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
     if (!node) return { note: `${model.name} has no attention.` }
@@ -180,7 +181,7 @@ export async function attentionView(answers, place, go, signal, query) {
         return coloured(all[others.findIndex(({ answer }) => answer.slot === slot)], grid.width, range(...all))
       },
     }
-  }))
+  })
   const weights = found.filter(Boolean)
   return { sides, choices: weights[0] ? await choicesOf(weights[0], place, go) : [], weights }
 }

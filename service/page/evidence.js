@@ -3,9 +3,11 @@
 import { kept, opened } from "./answers.js"
 import { ask, modelPath } from "./api.js"
 import { range } from "./colours.js"
-import { categories, scoresOf } from "./predictions.js"
+import { titleOf } from "./comparison.js"
+import { classAlike, scoresOf } from "./predictions.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
+import { eachSide } from "./stages.js"
 import { coloured } from "./views.js"
 
 /** @typedef {import("./model.js").Model} Model */
@@ -29,10 +31,11 @@ export function evidenceNode(model) {
  * @returns {Promise<import("./stages.js").Side[]>}
  */
 export async function evidenceSides(answers, target, signal, size) {
-  const found = await Promise.all(answers.map(async ({ model, maps, node, photo }) => {
+  /** @type {({photo: import("./photo.js").Photo, model: Model, node: string, height: number, width: number, values: Float32Array} | {note: string})[]} */
+  const found = await eachSide(answers, async ({ model, maps, node, photo }) => {
     const of = scoresOf(model)?.name
-    const index = model.name === answers[0].model.name ? target.index : (await categories(model)).indexOf(target.name)
-    if (!of || index < 0) return { note: `${model.name} has no class of that name.` }
+    const index = await classAlike(answers[0].model, target.index, model)
+    if (!of || index < 0) return { note: `${titleOf(model)} has no class that is known to be ${target.name}.` }
     if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
     const query = { of, at: node, target: String(index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
@@ -41,12 +44,12 @@ export async function evidenceSides(answers, target, signal, size) {
         method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
       }), { key: "attribution", layout: null, tokens: null }, photo, node, what, signal)
     const [, height, width] = answer.shape
-    return { photo, model, node, height, width, values: /** @type {Float32Array} */ (await reduce("values", { slot: answer.slot, most: height * width })) }
-  }))
+    return { photo, model, node, height, width, values: await reduce("values", { slot: answer.slot, most: height * width }) }
+  })
   const label = `Evidence for ${target.name}`
   /** One for all photos; different nodes and models have none in common. @param {string} node @param {Model} model */
-  const scaleOf = (node, model) => range(...found.flatMap((one) => (one.node === node && one.model.name === model.name ? one.values : [])))
-  return found.map((one) => (one.values === undefined ? { note: one.note } : {
+  const scaleOf = (node, model) => range(...found.flatMap((one) => ("values" in one && one.node === node && one.model.name === model.name ? one.values : [])))
+  return found.map((one) => ("note" in one ? one : {
     photo: one.photo, model: one.model, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
     render: async () => coloured(one.values, one.width, scaleOf(one.node, one.model)),
   }))

@@ -15,14 +15,14 @@ import { patchOf } from "./patch.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
 import { isStale, reduce } from "./reductions.js"
-import { categories, predictionsView, scoresOf } from "./predictions.js"
+import { categories, classAlike, predictionsView, scoresOf } from "./predictions.js"
 import { requestView } from "./request.js"
 import { sizeChoices, sizeQuery } from "./size.js"
 import { stages } from "./stages.js"
 import { failure, progress, retries } from "./states.js"
 import { statisticsView, valuesView } from "./statistics.js"
 import { topView } from "./top.js"
-import { VIEWS, meaning, viewSides } from "./views.js"
+import { CAVEAT, VIEWS, meaning, viewSides } from "./views.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
@@ -170,12 +170,14 @@ export class Inspector {
     const edits = reaching(editsOf(this.#place), first, scoresOf(first)?.name ?? "")
     if (edits.length) subjects.set("edited", { model: first, photo, edits })
     const choose = (/** @type {Model} */ one) => async (/** @type {number} */ k) => {
-      const index = one.name === first.name ? k : (await categories(first)).indexOf((await categories(one))[k])
+      const index = await classAlike(one, k, first)
       if (index >= 0) this.#explain(first, index)
     }
+    /** @param {Model} one */
+    const named = (one) => (one.name !== first.name || one.weightsKnown[one.weights]?.categories ? one : first)
     // It says less than the maps do: where it cannot be had, they stay alone.
     const found = await Promise.all([...subjects.values()].map(({ model, photo, edits }) =>
-      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, title: several ? titleOf(model) : "", named: model.name === first.name ? first : model }))).catch(() => [])
+      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, title: several ? titleOf(model) : "", named: named(model) }))).catch(() => [])
     if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
@@ -284,7 +286,7 @@ export class Inspector {
     const channel = Math.min(Number(place.ch ?? ordered(first, place.s)[0]) || 0, (first.maps?.channels ?? 1) - 1)
     const other = this.#other?.answer
     if (view === "agreement" && other) return [await this.#stages(agreementSides(first, other)), h("p", { class: "dim" },
-      "The cosine of both vectors at each position. It means something for weights that were trained from one another: in others, channels of one number have nothing in common.")]
+      `The cosine of both vectors at each position. ${CAVEAT}`)]
     const scales = !other ? "nodes" : place.y === "own" ? "own" : "one"
     const stage = await this.#stages(viewSides(this.#answers, view, channel, scales))
     if (view === "channels") {

@@ -29,6 +29,20 @@ export function categories(model) {
 export const scoresOf = (model) => (model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null)
 
 /**
+ * The number that a class of one model has in another; -1 where it has none. Numbers alone mean the same in weights of one model with equally
+ * many classes, unless their names differ.
+ * @param {Model} model @param {number} index @param {Model} other
+ */
+export async function classAlike(model, index, other) {
+  if (other === model) return index
+  const [names, others] = await Promise.all([model, other].map(categories))
+  const unnamed = !names.length || !others.length
+  const [size, otherSize] = [model, other].map((one) => scoresOf(one)?.shape?.at(-1))
+  if (size === otherSize && (unnamed ? model.name === other.name : names.join() === others.join())) return index
+  return index in names ? others.indexOf(names[index]) : -1
+}
+
+/**
  * The likeliest classes of a photo; null where the model is no classifier with known names.
  * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
  * @param {(index: number) => void} choose a class to be explained

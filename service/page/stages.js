@@ -4,7 +4,9 @@ import { severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
 import { panel } from "./panel.js"
 import { patchAlike, patchOf } from "./patch.js"
+import { isStale } from "./reductions.js"
 import { preprocessingAt } from "./size.js"
+import { reason } from "./states.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 
@@ -41,6 +43,17 @@ addEventListener("keydown", ({ key }) => {
   document.body.classList.remove("enlarged")
   document.querySelector(".over [aria-pressed=true]")?.setAttribute("aria-pressed", "false")
 })
+
+/**
+ * What there is of each answer; of several, the reason where one failed.
+ * @template {object} T
+ * @param {import("./answers.js").Answer[]} answers @param {(answer: import("./answers.js").Answer, number: number) => Promise<T | {note: string}>} find
+ * @returns {Promise<(T | {note: string})[]>}
+ */
+export const eachSide = (answers, find) => Promise.all(answers.map((one, i) => find(one, i).catch((error) => {
+  if (answers.length === 1 || isStale(error)) throw error
+  return { note: reason(error) }
+})))
 
 /**
  * @param {Side[]} sides

@@ -44,8 +44,11 @@ async function valuesOf({ slot, maps }, view, channel) {
   return (await reduce("channels", { slot, channels: [Math.min(channel, maps.channels - 1)] }))[0]
 }
 
-/** Whether the maps of all answers have the same channels, so that they have principal components in common. @param {Answer[]} answers */
-const comparable = (answers) => new Set(answers.map(({ maps }) => maps?.channels)).size === 1
+/** What holds of channels of two weights. */
+export const CAVEAT = "It means something for weights that were trained from one another: in others, channels of one number have nothing in common."
+
+/** Whether all answers are one model's and have equally many channels, so that they have principal components in common. @param {Answer[]} answers */
+const comparable = (answers) => new Set(answers.map(({ model, maps }) => `${model.name} ${maps?.channels}`)).size === 1
 
 /** The colours of each answer's map: on one basis and one scale where that can be. @param {Answer[]} answers @returns {Promise<Uint8ClampedArray[]>} */
 function commonComponents(answers) {
@@ -67,6 +70,11 @@ export function meaning(view, answers) {
   if (view === "similarity") return "Cosine similarity of each position to the one under the pointer. Click or use the arrow keys to fix a position."
   if (view === "mean") return "The mean of all channels' magnitudes at each position."
   if (answers.length < 2) return "The first three principal components over the positions, as red, green and blue."
-  if (comparable(answers)) return "The first three principal components over the positions of both, as red, green and blue: equal colours are alike in both."
+  if (comparable(answers)) {
+    const text = "The first three principal components over the positions of both, as red, green and blue: equal colours are alike in both."
+    return new Set(answers.map(({ model }) => model.weights)).size > 1 ? `${text} ${CAVEAT}` : text
+  }
+  if (new Set(answers.map(({ model }) => model.name)).size > 1)
+    return "The channels of two models have nothing in common, so each has principal components of its own: their colours cannot be compared."
   return `The two have different channels (${answers.map(({ maps }) => maps?.channels ?? "none").join(" and ")}), so each has principal components of its own: their colours cannot be compared.`
 }

@@ -33,6 +33,18 @@ def label(view, title):
     return f"{view} of {NODE} of {title} over chelsea.jpg"
 
 
+def principal_colours(several):
+    """The first three principal components of maps ``[C, H, W]`` on one scale, as colours ``[H, W, 3]``."""
+    positions = np.concatenate([maps.reshape(len(maps), -1).T for maps in several])
+    centred = positions - positions.mean(axis=0)
+    _, _, directions = np.linalg.svd(centred, full_matrices=False)
+    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in directions[:3]]
+    scores = centred @ (directions[:3].T * signs)
+    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    colours = 255 * ((scores - low) / (high - low)).clip(0, 1)
+    return colours.reshape(len(several), *several[0].shape[1:], 3)
+
+
 @pytest.mark.exhaustive
 def test_two_weights_of_a_model(open_server, visit):
     page = visit(open_server.url).go(f"m=squeezenet1_1&n={NODE}&v=mean")
@@ -56,14 +68,8 @@ def test_two_weights_of_a_model(open_server, visit):
     page.get_by_role("button", name="Agreement").click()
     looks(page, f"Agreement with {RANDOM} of {NODE} over chelsea.jpg", cosine.reshape(size))
     page.get_by_role("button", name="PCA").click()
-    centred = np.concatenate([one.T for one in vectors])
-    mean = centred.mean(axis=0)
-    _, _, directions = np.linalg.svd(centred - mean, full_matrices=False)
-    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in directions[:3]]
-    scores = (centred - mean) @ (directions[:3].T * signs)
-    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
-    wanted = 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(2, *size, 3)
-    for title, values in zip((TRAINED, RANDOM), wanted, strict=True):
+    page.get_by_text("equal colours are alike in both. It means something for weights").wait_for()
+    for title, values in zip((TRAINED, RANDOM), principal_colours(both), strict=True):
         looks(page, label("PCA", title), values)
     page.get_by_label("Compare with", exact=True).select_option("rocket")
     page.locator('.stage[aria-label$=" over rocket.jpg"]').wait_for()
@@ -98,6 +104,54 @@ def test_two_models(open_server, visit):
     page.get_by_label("Node to compare with").fill("blocks.3")
     page.get_by_label("Node to compare with").press("Enter")
     page.locator(f'.stage[aria-label="Heat-map of blocks.3 of {VIT} random over chelsea.jpg"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_why_compares_a_class_by_number_only_where_that_means_the_same(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.7&v=why&w2=random")
+    page.locator('.stage[aria-label^="Evidence for "]').nth(
+        1
+    ).wait_for()  # 1000 classes each, of which one has the names
+    page.route(
+        "**/v1/models/efficientnet_lite0?categories=*",
+        lambda route: route.fulfill(json=reversed_names(route.fetch().json())),
+    )
+    found = page.evaluate(
+        """async () => {
+          const { classAlike } = await import("/page/predictions.js")
+          const { loadModel } = await import("/page/model.js")
+          const load = (name, weights) => loadModel(name, weights, new AbortController().signal)
+          const [trained, random] = [await load("squeezenet1_1"), await load("squeezenet1_1", "random")]
+          const larger = await load("squeezenet1_1", "random")
+          larger.nodes.findLast((node) => node.extractable).shape[1] = 21843  // as of weights for other classes
+          const models = [random, larger, await load("resnet18", "random"), await load("efficientnet_lite0")]
+          return Promise.all(models.flatMap((other) => [classAlike(trained, 9, other), classAlike(other, 9, trained)]))
+        }"""
+    )
+    assert found == [9, 9, -1, -1, -1, -1, 990, 990]
+    page.route("**/attributions?*at=features.6&*weights=random*", lambda route: route.abort())
+    page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.6&v=why&w2=random&k=3")
+    evidence = '.stage[aria-label="Evidence for tiger shark of features.6 over chelsea.jpg"]'
+    page.locator(evidence).or_(page.locator(".failure")).wait_for()
+    assert page.locator(".failure").count() == 0
+    assert page.locator(".stages .note").inner_text() == "The server does not answer. Is it still running?"
+
+
+def reversed_names(answer):
+    for weights in answer["weights"].values():
+        weights["category_names"] = weights["category_names"] and weights["category_names"][::-1]
+    return answer
+
+
+@pytest.mark.exhaustive
+def test_two_models_with_equally_many_channels_have_no_colours_in_common(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3&v=pca&m2=squeezenet1_1&w2=random&n2=features.7")
+    page.get_by_text("their colours cannot be compared").wait_for()
+    for model, node in (("resnet18", "layer3"), ("squeezenet1_1", "features.7")):
+        maps = asked(open_server, model, node, "random")[0]
+        assert len(maps) == 256
+        label = f"PCA of {node} of {model} random over chelsea.jpg"
+        looks(page, label, principal_colours([maps])[0])
 
 
 @pytest.mark.exhaustive
