@@ -151,7 +151,10 @@ class Queue:
                 del self._queues[key]
             if batch:
                 return batch
-        return self._tasks.popleft() if self._tasks else None
+        if task is not None:
+            self._tasks.remove(task)
+            self._task_was_last = True
+        return task
 
     def _form(self, batch: list[Item], queue: deque[Item]) -> None:
         """Move a batch from ``queue`` to ``batch``; each item is in one of them all the time."""

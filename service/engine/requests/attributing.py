@@ -38,10 +38,20 @@ class Question:
     target: int | None = None
     steps: int = 20
 
-    def answered_bytes(self, shape: Sequence[int]) -> int:
-        """Return bytes of the attribution to values of ``shape``, float32."""
+    def answered_bytes(self, shape: Sequence[int], limit: int) -> int:
+        """Return bytes of the attribution to values of ``shape``, float32.
+
+        Raises:
+            ResponseTooLarge: more than ``limit``.
+        """
+        cam = self.method == "gradcam"
         positions = {"NCHW": shape[2:], "NHWC": shape[1:3], TOKENS: shape[1:2]}.get(self.at.layout or "", shape[1:])
-        return torch.float32.itemsize * math.prod((shape[0], *positions) if self.method == "gradcam" else shape)
+        size = torch.float32.itemsize * math.prod((shape[0], *positions) if cam else shape)
+        if size > limit:
+            ways = ["fewer images a request"] if shape[0] > 1 else []
+            ways += [] if cam else ["method=gradcam"]
+            raise ResponseTooLarge(size, limit, [*ways, "another node for at"])
+        return size
 
 
 @dataclass(frozen=True)
@@ -92,11 +102,7 @@ async def attribute(
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
     row_bytes = _row_bytes(runtime, given)
     rows = max(1, min(len(given[0]), queue.max_rows, queue.max_bytes // row_bytes))
-    size = asked.answered_bytes(given[at].shape)
-    if size > max_response_bytes:
-        ways = ["fewer images a request"] if len(given[0]) > 1 else []
-        ways += [] if asked.method == "gradcam" else ["method=gradcam"]
-        raise ResponseTooLarge(size, max_response_bytes, [*ways, "another node for at"])
+    size = asked.answered_bytes(given[at].shape, max_response_bytes)
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
     parts, seconds = [], 0.0
     for start in range(0, len(given[0]), rows):

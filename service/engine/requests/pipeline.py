@@ -120,7 +120,7 @@ class Pipeline:
                 return plan_images(description, images, known, preprocess, max_pixels)
 
             plan = planned() if is_quick(images) else await in_pool(self._intake, planned)
-        check_native(description, plan.shapes)
+        check_native(description, plan.shapes, _are_resized(images, preprocess))
         if isinstance(runtime.run, OneSize):
             for shape in dict.fromkeys(plan.shapes):
                 runtime.run.check(shape)
@@ -170,3 +170,9 @@ class Pipeline:
         limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
         asked = (runtime, plan.shapes, options, limit, counts)
         return sizes(*asked) if are_known(runtime, plan.shapes) else await in_pool(self._intake, sizes, *asked)
+
+
+def _are_resized(images: Inputs, preprocess: str) -> bool:
+    if isinstance(images, Mapping):
+        return preprocess != "none" and all(value.dtype == torch.uint8 for value in images.values())
+    return preprocess != "none"

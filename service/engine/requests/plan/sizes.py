@@ -16,7 +16,7 @@ from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
 from service.engine.runtime.runtime import Runtime
-from service.problems import ResponseTooLarge
+from service.problems import RequestTooLarge, ResponseTooLarge
 
 
 class Sizes(NamedTuple):
@@ -95,7 +95,7 @@ def response_bytes(
     Raises:
         BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor, or
             their positions are not of the same places.
-        ResponseTooLarge: more than ``limit``.
+        ResponseTooLarge: more than ``limit``; RequestTooLarge where they are not sent.
     """
     total = 0
     # Grids of 4 x 6 and 6 x 4 positions have as many tokens, which are not of the same places.
@@ -113,6 +113,8 @@ def response_bytes(
             if unlike and shape != shapes[0] and _has_positions(dims):
                 raise unlike_positions(key, shapes[0][0], shape[0])
             total += rows * size
+    if total > limit and not options.sent:
+        raise RequestTooLarge(total, limit)
     if total > limit:
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
     return total

@@ -20,6 +20,7 @@ from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
+from service.engine.requests.plan.plan import Inputs
 from service.http.access.callers import Caller, caller_of
 from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
@@ -121,8 +122,10 @@ async def _respond(
         options.check_regions(sent.regions)
         if sent.edits:
             raise problems.InvalidRequest("edits are of POST …/features; attributions take images only", field="edits")
-        values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
         asked = Question(query.method, at, target, query.steps)
+        shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # of tensors the rest is known later
+        asked.answered_bytes(shape, state.settings.max_response_bytes)
+        values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
         given = {name: values.outputs[name] for name in begin}
         found = await engine.attribute(back, given, asked, deadline.at, reservation)
         started = time.perf_counter()
@@ -187,6 +190,10 @@ async def _halves(
     back = await state.extractor(caller, ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager"))
     before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")
     return await state.extractor(caller, before), back, begin
+
+
+def _rows(inputs: Inputs) -> int:
+    return len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
 
 
 def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | None) -> str:

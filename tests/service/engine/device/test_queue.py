@@ -179,6 +179,17 @@ async def test_a_batch_has_its_turn_between_overdue_tasks(engine: MakeEngine) ->
     assert [type(queue.take()) for _ in range(5)] == [BackgroundTask, list, BackgroundTask, list, BackgroundTask]
 
 
+async def test_a_batch_has_its_turn_after_a_task_that_ran_alone(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running)
+    queue = Queue(1, 1)
+    queue.run_idle(lambda: None, max_wait=PATIENCE)
+    taken_alone = queue.take()
+    queue.run_idle(lambda: None, max_wait=-1.0)
+    queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+    assert [type(taken_alone), type(queue.take()), type(queue.take())] == [BackgroundTask, list, BackgroundTask]
+
+
 def taken(queue: Queue) -> list[Item]:
     batch = queue.take()
     assert isinstance(batch, list)

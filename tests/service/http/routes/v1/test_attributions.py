@@ -175,7 +175,8 @@ def test_what_lies_between_the_halves_is_not_sent(make_client: Callable[..., Cli
     client = make_client(max_response_bytes=60_000)
     query = "weights=random&of=fc&at=layer1&image_size=64&fit=stretch&target=0"
     assert load(asked(client, query).content)["attribution"].shape == (1, 16, 16)
-    response = asked(client, f"{query}&method=gradient")
+    undecoded = {"content": b"no image", "headers": {"Content-Type": "image/png"}}
+    response = client.post(f"{ROUTE}?{query}&method=gradient", **undecoded)
     assert (response.status_code, response.json()["ways"]) == (413, ["method=gradcam", "another node for at"])
 
 
