@@ -108,6 +108,16 @@ def test_inference(triton_client, two, batch, expected, kind, binary_in, binary_
     agree(result, expected)
 
 
+@pytest.mark.parametrize("binary", [True, False])
+def test_inference_from_an_inner_node(triton_client, expected, binary):
+    half = {**SPEC, "return_nodes": {"layer4": "C5"}, "inputs": ["layer3"]}
+    triton_client.load_model("r18-half", config=json.dumps(half))
+    [described] = triton_client.get_model_metadata("r18-half")["inputs"]
+    assert described == {"name": "layer3", "datatype": "FP32", "shape": [-1, 256, -1, -1]}
+    given = tensor_input(expected["C4"], binary=binary, name="layer3")
+    agree(triton_client.infer("r18-half", [given], outputs=[output("C5", binary)]), expected, ["C5"])
+
+
 def test_some_outputs_in_both_ways_at_once(triton_client, two, expected):
     result = triton_client.infer("r18-triton", [image_input(two)], outputs=[output("C4", False), output("C5", True)])
     agree(result, expected)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from fxcore.backends import BACKENDS, Options
 from fxcore.errors import DuplicateKey
 from fxcore.extractor import Extractor, build_extractor
 from fxcore.graph.cut import OpenCut, UnneededInput
@@ -66,6 +68,29 @@ def test_two_halves_are_the_whole(name: str) -> None:
             if half is not None:
                 found = half.module(*half.entered(given))["end"]
                 assert torch.dist(found, whole) <= 1e-6 * whole.norm(), [spec.node for spec in half.inputs]
+
+
+@pytest.mark.parametrize(
+    ("name", "node"),
+    [
+        ("resnet18", "flatten"),
+        pytest.param("mobilenet_v3_small", "features.4", marks=pytest.mark.exhaustive),
+        pytest.param("timm.test_vit", "blocks.2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_lowered_half_ends_as_the_whole_does(name: str, node: str, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    graph, model = extractors(name)
+    [begin], [end] = (graph.resolve([one]).values() for one in (node, graph.eval_nodes[-1]))
+    half = closed(graph, model, begin, {"end": end})
+    assert half is not None
+    given = images(graph, 3)
+    with torch.no_grad():
+        whole = build_extractor(graph, model, {"end": end}).module(*given)["end"]
+        inner = half.entered(given)
+        lowered = BACKENDS["openvino"].lower(half.module, tuple(v[:2] for v in inner), Options(cache=tmp_path))
+        found = lowered(*inner)["end"]
+    assert torch.dist(found, whole) <= 1e-4 * whole.norm()
 
 
 def test_the_first_half_may_be_torchvisions() -> None:

@@ -1,0 +1,59 @@
+"""Attributions among other work of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from service.engine.requests.attributing import Question
+from service.problems import DeadlineExceeded
+from tests.service.engine.running import PATIENCE, MakeEngine, built
+
+pytestmark = pytest.mark.anyio
+
+STEPS = 50
+
+
+class Passes:
+    """Counts the passes through a module, which wait while ``open`` is not set."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.count = 0
+        self.begun, self.open = threading.Event(), threading.Event()
+        self._handle = module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, module: torch.nn.Module, given: object) -> None:
+        self.count += 1
+        self.begun.set()
+        assert self.open.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "late"])
+async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, ends: str) -> None:
+    async with engine(lowering=False) as running:
+        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        [begin] = half.description.inputs
+        values = {begin.name: torch.rand(1, *(size or 2 for size in begin.shape[1:]))}
+        runtime = await running.runtimes.load(half)
+        passes = Passes(runtime.extractor.module)
+        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        question = Question("integrated_gradients", at, 0, STEPS)
+        deadline = time.monotonic() + (PATIENCE if ends == "cancelled" else 1)
+        with running.admission.reserve("client") as reservation:
+            asked = asyncio.create_task(running.attribute(half, values, question, deadline, reservation))
+            await asyncio.to_thread(passes.begun.wait, PATIENCE)
+            if ends == "cancelled":
+                asked.cancel()
+            else:
+                await asyncio.sleep(deadline - time.monotonic())
+            passes.open.set()
+            with pytest.raises(asyncio.CancelledError if ends == "cancelled" else DeadlineExceeded):
+                await asked
+        after = await built(running, nodes=("features.8",), backend="eager")
+        await running.features(after, {"x": torch.rand(1, 3, 64, 64)})  # the worker has gone on
+        assert passes.count < 3
+        assert running.admission.requests == running.admission.bytes == 0
