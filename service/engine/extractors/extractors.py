@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from weakref import WeakValueDictionary
 
 from fxcore.errors import FxError
 from service.engine.extractors.records import Records
@@ -14,6 +13,7 @@ from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import CHECK_SECONDS, Sharing
 from service.engine.extractors.store import Stored
 from service.engine.record import ExtractorRecord
+from service.engine.tasks import background
 from service.engine.threads import RunInThread
 from service.problems import Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.specs import ExtractorSpec
@@ -39,7 +39,7 @@ class Extractors:
         self._resolver = resolver
         self._runtimes = runtimes
         self._sharing = sharing
-        self._adopting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._adopting: dict[str, asyncio.Task[ExtractorRecord | None]] = {}
 
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
@@ -197,14 +197,24 @@ class Extractors:
         id = await self._sharing.find(id_or_name, max_miss_age)
         if id is None:
             return None
-        async with self._adopting.setdefault(id, asyncio.Lock()):  # it is resolved once
-            record = self._records.get(id) or await self._adopt(self._sharing, id)
+        adopting = self._adopting.get(id)
+        if adopting is None:  # it is resolved once, for all that wait, and also where they leave
+            adopting = self._adopting[id] = background(self._adopt(self._sharing, id), "adopt")
+            adopting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        record = await asyncio.shield(adopting)
         if record is not None and id_or_name != id and self._records.get(id) is record:
             self._records.name(record, id_or_name)
         return record
 
     async def _adopt(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
-        """Make an extractor known that another process made, and start its build; None if it was deleted meanwhile."""
+        """Return an extractor that the store has. If another process made it, it is made known, and its build is
+        started; None if it was deleted meanwhile."""
+        try:
+            return self._records.get(id) or await self._made_known(sharing, id)
+        finally:
+            del self._adopting[id]
+
+    async def _made_known(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
         stored = await sharing.read(sharing.store.get, id)
         if stored is None:
             return None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fxcore.errors import UnknownWeights
 from service.engine.extractors import extractors, resolving, sharing, store
 from service.engine.extractors.store import Store, Stored
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
@@ -32,6 +35,33 @@ def later(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ids(url: str) -> set[str]:
     return {stored.id for page in Store(url).pages() for stored, _ in page}
+
+
+class Held:
+    """Stands where a function of ``owner`` stands, and holds one call of it until the test lets it go on.
+
+    Args:
+        call: which one is held, counted from 0 among those whose arguments ``held`` is true of.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        held: Callable[..., bool] = lambda *args: True,
+        call: int = 0,
+    ) -> None:
+        self.begun, self.resume = threading.Event(), threading.Event()
+        function, calls = getattr(owner, name), count()
+
+        def hold(*args: Any) -> Any:
+            if held(*args) and next(calls) == call:
+                self.begun.set()
+                assert self.resume.wait(PATIENCE)
+            return function(*args)
+
+        monkeypatch.setattr(owner, name, hold)
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.exhaustive)])
@@ -212,6 +242,50 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
         assert (await other.extractors.look_up("x")).id == second.id
 
 
+async def test_an_adoption_goes_on_when_its_request_leaves(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        held = Held(monkeypatch, resolving, "resolve")
+        looking = asyncio.create_task(other.extractors.look_up(record.id))
+        await until(held.begun.is_set)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        held.resume.set()
+        await until(lambda: other.records.get(record.id) is not None)
+
+
+async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        assert other._sharing is not None
+        find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
+
+        async def noted(*args: Any) -> str | None:
+            found.append(await find(*args))
+            return found[-1]
+
+        def fail(*args: object) -> None:
+            resolved.append(args)
+            assert resume.wait(PATIENCE)
+            raise UnknownWeights("these weights are on another machine")
+
+        monkeypatch.setattr(other._sharing, "find", noted)
+        monkeypatch.setattr(resolving, "resolve", fail)
+        looking = [asyncio.create_task(other.extractors.look_up(record.id)) for _ in range(8)]
+        await until(lambda: len(found) == len(looking))
+        resume.set()
+        said = await asyncio.gather(*looking, return_exceptions=True)
+        assert [type(each) for each in said] == [NotReady] * 8
+        assert len(resolved) == 1
+
+
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,21 +323,6 @@ async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
         assert ids(url) == set()
 
 
-class SlowSave:
-    """Stands where :meth:`Store.save` stands, and waits until the test lets it write."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.resume = threading.Event(), threading.Event()
-        save = Store.save
-
-        def slow(*args: Any) -> Any:
-            self.begun.set()
-            assert self.resume.wait(PATIENCE)
-            return save(*args)
-
-        monkeypatch.setattr(Store, "save", slow)
-
-
 async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeEngine, tmp_path: Path) -> None:
     """Or the extractor would come back with it."""
     folder, aside = tmp_path / "store", tmp_path / "aside"
@@ -281,7 +340,7 @@ async def test_a_deletion_is_refused_while_a_save_is_pending(
     """A thread that has taken too long cannot be stopped: what it saves would come after the deletion."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one:
-        slow = SlowSave(monkeypatch)
+        slow = Held(monkeypatch, Store, "save")
         monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
         record = await built(one)  # without the store
         assert not record.saved
