@@ -232,6 +232,8 @@ class Extractors:
         known = self._records.get(id)
         if known is not None:  # a request for its nodes was faster
             return known
+        if record.deleted:  # which made this one, and another deleted it
+            return None
         record.saved = record.adopted = True
         self._records.add(record)
         if name is not None and named:

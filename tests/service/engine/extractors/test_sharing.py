@@ -286,6 +286,28 @@ async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
         assert len(resolved) == 1
 
 
+async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a request for its nodes made it known first."""
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        read = Held(monkeypatch, Store, "get", call=1)  # the first call finds that there is one
+        named = Held(monkeypatch, Store, "find", lambda store, key: key == "x")
+        looking = asyncio.create_task(other.extractors.look_up(record.id))
+        await until(read.begun.is_set)
+        await built(other)
+        read.resume.set()
+        await until(named.begun.is_set)
+        await other.extractors.delete(record.id)
+        named.resume.set()
+        with pytest.raises(UnknownExtractor):
+            await looking
+        assert other.records.list() == []
+        assert (await other.extractor(spec()))[1]
+
+
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
