@@ -113,15 +113,15 @@ class Extractors:
             if name is not None:
                 await self._sharing.read(store.check_name, name, record.id, self._gives_up)
             created = await self._sharing.write(record.id, store.save, stored, keep)
+            record.saved = True  # whatever comes of its name
+            if created:
+                self._records.free_names(record)
             if name is not None:
                 owner = await self._sharing.write(record.id, store.claim, name, record.id, self._gives_up)
         except (NotReady, StoreFull):
             if keep:
                 raise
             return new, record.id
-        record.saved = True
-        if created:
-            self._records.free_names(record)
         return created, owner
 
     def _gives_up(self, id: str, name: str) -> bool:
@@ -135,11 +135,12 @@ class Extractors:
         Raises:
             Forbidden: it was not.
         """
-        if await self.known(record.id) is not None:
+        known = await self.known(record.id)
+        if known is not None and known.id == record.id:  # and not another that has this id for a name
             return
         if self._sharing is not None:
             with suppress(NotReady):
-                if await self._sharing.find(record.id) is not None:
+                if await self._sharing.find(record.id) == record.id:
                     record.saved = True
                     return
         spec = record.description.spec
@@ -202,6 +203,8 @@ class Extractors:
             adopting = self._adopting[id] = background(self._adopt(self._sharing, id), "adopt")
             adopting.add_done_callback(lambda done: done.cancelled() or done.exception())
         record = await asyncio.shield(adopting)
+        if record is not None:
+            record.saved = True  # though it may have been made here while the store was away
         if record is not None and id_or_name != id and self._records.get(id) is record:
             self._records.name(record, id_or_name)
         return record

@@ -308,6 +308,59 @@ async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
         assert (await other.extractor(spec()))[1]
 
 
+async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        slow = Held(monkeypatch, Store, "save")
+        with monkeypatch.context() as hasty:
+            hasty.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
+            record = await built(one)
+        slow.resume.set()
+        await until(lambda: ids(url) == {record.id})
+        await other.extractor(spec(name="x"), PATIENCE, keep=True)
+        await until(lambda: one.readiness()[1] == "ready")
+        assert await one.extractors.look_up("x") is record
+        await other.extractors.delete("x")
+        with pytest.raises(UnknownExtractor):
+            await one.extractors.look_up(record.id)
+
+
+async def test_a_name_that_cannot_be_given_leaves_an_extractor_saved(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+) -> None:
+    def fail(*args: object) -> None:
+        raise store.StoreError("no")
+
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
+        folder.rename(aside)
+        record = await built(one)
+        aside.rename(folder)
+        await until(lambda: one.readiness()[1] == "ready")
+        with monkeypatch.context() as broken:
+            broken.setattr(Store, "claim", fail)
+            with pytest.raises(NotReady):
+                await one.extractor(spec(name="x"), keep=True)
+        await other.extractors.delete(record.id)
+        with pytest.raises(UnknownExtractor):
+            await one.extractors.look_up(record.id)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_an_id_given_as_a_name_lets_a_reader_make_nothing(
+    engine: MakeEngine, tmp_path: Path, shared: bool
+) -> None:
+    async with engine() as elsewhere:
+        id = (await elsewhere.extractor(spec()))[0].id
+    async with engine(**{"extractors": str(tmp_path / "store")} if shared else {}) as one:
+        await one.extractor(spec(nodes=["features.3"], name=id), PATIENCE, keep=True)
+        with pytest.raises(Forbidden):
+            await one.extractor(spec(), build=False)
+        assert len(one.records.list()) == 1
+
+
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
