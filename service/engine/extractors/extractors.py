@@ -112,7 +112,9 @@ class Extractors:
         try:
             if name is not None:
                 await self._sharing.read(store.check_name, name, record.id, self._gives_up)
-            created = await self._sharing.write(record.id, store.save, stored, keep)
+            # What the store has needs no thread that writes, nor a store that can be written.
+            there = not self._sharing.is_written(made.id) and await self._sharing.read(store.has, made.id)
+            created = not there and await self._sharing.write(made.id, store.save, stored, keep)
             record.saved = True  # whatever comes of its name
             if created:
                 self._records.free_names(record)

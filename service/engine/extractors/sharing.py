@@ -6,14 +6,15 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from service.engine.extractors.objects import DamagedObject, StoreError
 from service.engine.extractors.store import Store, Stored
 from service.engine.tasks import background
-from service.engine.threads import Pool, in_pool
+from service.engine.threads import Pool, in_pool, run_at_low_priority
 from service.observability.metrics import Metrics
 from service.problems import NotReady
 
@@ -48,8 +49,9 @@ class Sharing:
     def __init__(self, store: Store, metrics: Metrics) -> None:
         self.store = store
         self._up, self._errors = metrics.store_up, metrics.store_errors
-        self._readers = Pool(_THREADS, "fxserve-store")
-        self._writers = [Pool(1, f"fxserve-store-write-{number}") for number in range(_THREADS)]
+        self._pool = Pool(_THREADS, "fxserve-store")
+        self._lister = Pool(1, "fxserve-store-list", run_at_low_priority)
+        self._writing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._listing = asyncio.Lock()
         self._unavailable: str | None = "the store of extractors has not been read yet"
         self._unwritable: str | None = "it has not been written yet"
@@ -61,14 +63,14 @@ class Sharing:
 
     async def start(self) -> None:
         """Start the threads, and look at the store for the first time."""
-        for pool in (self._readers, *self._writers):
+        for pool in (self._pool, self._lister):
             pool.start()
         self._checking = background(self._check(), "store")
         await self._checking
 
     def close(self) -> None:
         """Begin nothing more."""
-        for pool in (self._readers, *self._writers):
+        for pool in (self._pool, self._lister):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def error(self) -> str | None:
@@ -101,42 +103,64 @@ class Sharing:
     async def all(self) -> list[tuple[Stored, str | None]]:
         """Return all extractors, each with one of its names; none while the store is unavailable.
 
-        One listing at a time, page by page, so that other reads find a free thread.
+        One listing at a time, in a thread of its own, so that no other use of the store waits for it.
         """
         found: list[tuple[Stored, str | None]] = []
         async with self._listing:
             pages = self.store.pages()
             try:
-                while (page := await self.read(next, pages, None)) is not None:
+                while True:
+                    self._require_available()
+                    page = await self._answer("read", in_pool(self._lister, next, pages, None))
+                    if page is None:
+                        return found
                     found += page
             except NotReady:
                 return []
-        return found
 
     async def read(self, function: Callable[..., T], *args: object) -> T:
         """Call ``function``, which reads, in a thread."""
         self._require_available()
-        return await self._call(self._readers, "read", function, *args)
+        return await self._answer("read", in_pool(self._pool, function, *args))
 
     async def write(self, id: str, function: Callable[..., T], *args: object) -> T:
-        """Call ``function``, which writes what concerns the extractor ``id``, in the thread of that extractor.
+        """Call ``function``, which writes what concerns the extractor ``id``, after what is being written of it.
 
         After a timeout, a thread goes on: what is written next must not overtake it.
         """
         self._require_available()
-        result = await self._call(self._writers[hash(id) % _THREADS], "write", function, *args)
+        result = await self._answer("write", self._in_turn(id, function, *args))
         self._unwritable = None
         return result
+
+    def is_written(self, id: str) -> bool:
+        """Return whether something of the extractor ``id`` is being written, so that what is read may be gone soon."""
+        lock = self._writing.get(id)
+        return lock is not None and lock.locked()
+
+    async def _in_turn(self, id: str, function: Callable[..., T], *args: object) -> T:
+        lock = self._writing.setdefault(id, asyncio.Lock())
+        await lock.acquire()
+        task = background(in_pool(self._pool, function, *args), "store")
+
+        def ended(done: asyncio.Task[T]) -> None:
+            lock.release()
+            if not done.cancelled():
+                done.exception()  # or asyncio logs it, where nobody waits any more
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
 
     def _require_available(self) -> None:
         if self._unavailable is not None:
             self._check_soon()
             raise NotReady(self._unavailable, 1.0)
 
-    async def _call(self, pool: Pool, kind: str, function: Callable[..., T], *args: object) -> T:
+    async def _answer(self, kind: str, called: Awaitable[T]) -> T:
+        """Wait for what was ``called``, which reads or writes (``kind``), for :data:`TIMEOUT_SECONDS` at most."""
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                return await in_pool(pool, function, *args)
+                return await called
         except (StoreError, TimeoutError) as error:
             self._errors.labels(kind).inc()
             reason = str(error) or f"the store of extractors {self.store.url} did not answer in {TIMEOUT_SECONDS:.0f} s"
@@ -158,7 +182,7 @@ class Sharing:
     async def _check(self) -> None:
         """Find out whether the store can be read and, the first time and after an error, whether it can be written."""
         try:
-            await self._call(self._readers, "read", self.store.check)
+            await self._answer("read", in_pool(self._pool, self.store.check))
         except NotReady as away:
             self._unavailable = away.extra["reason"]
             self._up.set(0)
@@ -169,5 +193,5 @@ class Sharing:
         self._up.set(1)
         if self._unwritable is not None:
             with suppress(NotReady):
-                await self._call(self._readers, "write", self.store.probe)
+                await self._answer("write", in_pool(self._pool, self.store.probe))
                 self._unwritable = None

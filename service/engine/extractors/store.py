@@ -124,6 +124,12 @@ class Store:
         except ValueError as error:
             raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 
+    def has(self, id: str) -> bool:
+        """Return whether the extractor ``id`` exists. A damaged one does not: it can be saved again."""
+        with suppress(DamagedObject):
+            return self.get(id) is not None
+        return False
+
     def find(self, id_or_name: str) -> str | None:
         """Return the id of the extractor with that id or name, or None."""
         if _ID.fullmatch(id_or_name) and self.get(id_or_name) is not None:

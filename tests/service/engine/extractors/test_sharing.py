@@ -460,6 +460,53 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
             assert [stored.id for stored, _ in listed] == ids
 
 
+async def test_listings_that_hang_keep_nothing_else_waiting(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), []
+
+    def hang(store: Store) -> Any:
+        begun.append(store)
+        assert gate.wait(2 * PATIENCE)
+        yield []
+
+    async with engine(extractors=str(tmp_path / "store")) as one:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        monkeypatch.setattr(Store, "pages", hang)
+        leaving = [asyncio.create_task(one.extractors.elsewhere()) for _ in range(8)]
+        for listing in leaving:
+            await until(lambda: begun)
+            listing.cancel()
+            await asyncio.sleep(0.01)  # the next one begins
+        assert one._sharing is not None
+        assert await one._sharing.find(record.id) == record.id
+        gate.set()
+
+
+async def test_what_is_written_waits_for_the_same_extractor_only(engine: MakeEngine, tmp_path: Path) -> None:
+    async with engine(extractors=str(tmp_path / "store")) as one:
+        assert one._sharing is not None
+        gate, done = threading.Event(), []
+        write = one._sharing.write
+        slow = [asyncio.create_task(write("a", lambda: done.append(gate.wait(PATIENCE)))) for _ in range(8)]
+        await asyncio.gather(*(write(f"{number:012x}", lambda: None) for number in range(32)))
+        assert done == []
+        gate.set()
+        await asyncio.gather(*slow)
+        assert done == [True] * 8
+
+
+async def test_what_the_store_has_is_not_written_again(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        monkeypatch.setattr(Store, "save", None)
+        again, created = await other.extractor(spec(), keep=True)
+        assert (again.id, created) == (record.id, False)
+
+
 async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
