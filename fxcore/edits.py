@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError
+from fxcore.graph.attention_weights import is_attention, last_is_channels
 from fxcore.graph.cut import Part, identifier
 from fxcore.graph.tokens import TokenGrid, token_grid
-from fxcore.passes.attention import ATTENTION
 from fxcore.tracing.names import PATH
 
 
@@ -129,22 +129,10 @@ def _channel_dim(node: fx.Node, axes: str | None, ndim: int) -> int | None:
     if axes is not None:
         return axes.index("C") if "C" in axes else None
     own = ndim - int(node.meta["rows"] > 1)
-    if own > 3 and (node.meta.get(ATTENTION) or _called(node) in ("softmax", "Softmax")):
+    if own > 3 and is_attention(node):
         return ndim - 3
-    last = own == 2 or any(_called(one) in _OF_LAST_AXIS for one in (node, *node.users))
+    last = own == 2 or any(last_is_channels(one) for one in (node, *node.users))
     return ndim - 1 if last and own > 1 else None
-
-
-_OF_LAST_AXIS = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
-
-
-def _called(node: fx.Node) -> str:
-    """Return the name of the function or method that a node calls, or of the class of its module."""
-    if node.op == "call_module":
-        owner = node.graph.owning_module
-        assert owner is not None
-        return type(owner.get_submodule(str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx.Node]) -> None:

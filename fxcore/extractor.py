@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from fxcore.edits import BadEdit, Edit, EditedNode, PlannedFactors, edited_node, insert_edits
 from fxcore.errors import BadArgument
 from fxcore.graph.attention_grid import AttentionGrid, attention_grid
+from fxcore.graph.attention_weights import is_attention_of_tokens
 from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import stride_of
@@ -54,6 +55,7 @@ class OutputInfo:
         tokens: the image positions of tokens ``[N, L, C]``; None for other values, or if they are unknown.
         prefix: the tokens that stand for no position; none of other values.
         attention: the map whose positions attend to each other, for the weights that ``attention_maps`` adds.
+        queries: whether they are attention weights ``[…, queries, keys]`` of tokens to tokens.
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -74,6 +76,7 @@ class OutputInfo:
     tokens: TokenGrid | None = None
     prefix: PrefixTokens = NO_PREFIX
     attention: AttentionGrid | None = None
+    queries: bool = False
 
 
 @dataclass(frozen=True)
@@ -351,4 +354,5 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_si
         tokens=token_grid(node) if node.meta["rows"] == 1 else None,
         prefix=prefix_tokens(node) if node.meta["rows"] == 1 else NO_PREFIX,
         attention=attention_grid(node),
+        queries=is_attention_of_tokens(node),
     )

@@ -138,6 +138,7 @@ class FeatureOptions:
         layout: str | None,
         prefix: PrefixTokens = NO_PREFIX,
         grid: MapGrid | None = None,
+        queries: bool = False,
     ) -> None:
         """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
 
@@ -148,7 +149,7 @@ class FeatureOptions:
             if self.tokens is not None:
                 if self.pool != "none":
                     raise BadTensor(f"tokens and pool={self.pool} do not go together: leave one of them out")
-                check_tokens(shape, layout, self.tokens)
+                check_tokens(shape, layout, queries, self.tokens)
             if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))
                 raise BadTensor(

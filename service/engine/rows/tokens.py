@@ -13,17 +13,27 @@ from fxcore.graph.layout import TOKENS
 _OF_TOKENS = (TOKENS, "NWLC")
 
 
-def check_tokens(shape: Sequence[int], layout: str | None, tokens: Sequence[int]) -> None:
-    """Check that :func:`chosen` takes tensors of ``shape``.
+def has_tokens(layout: str | None, queries: bool) -> bool:
+    """Return whether :func:`chosen` takes tensors of a layout.
+
+    Args:
+        layout: of one row; see :func:`service.engine.rows.shapes.row_layout`.
+        queries: see :class:`fxcore.extractor.OutputInfo`.
+    """
+    return queries or layout in _OF_TOKENS
+
+
+def check_tokens(shape: Sequence[int], layout: str | None, queries: bool, tokens: Sequence[int]) -> None:
+    """Check that :func:`chosen` takes tensors of ``shape``; other arguments are those of :func:`has_tokens`.
 
     Raises:
         BadTensor: it has no tokens, or none of that index.
     """
     asked = f"tokens={','.join(map(str, tokens[:8]))}{',…' if len(tokens) > 8 else ''}"
-    if layout not in _OF_TOKENS and not (layout is None and len(shape) > 3):
+    if not has_tokens(layout, queries):
         raise BadTensor(
             f"{asked} chooses tokens [N, L, C] or queries of attention weights [N, heads, L, L] and this node gives "
-            f"{layout or 'something else'} of shape {[None, *shape[1:]]}; leave tokens out"
+            f"{layout or 'values of unknown axes'} of shape {[None, *shape[1:]]}; leave tokens out"
         )
     count = shape[-2]
     if (most := max(tokens)) >= count:

@@ -145,7 +145,7 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info.layout, info.rows_per_image)
-                options.check(info.key, dims, dtype, layout, info.prefix, row.grids.get(info.key))
+                options.check(info.key, dims, dtype, layout, info.prefix, row.grids.get(info.key), info.queries)
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
         known = ResponseSize(outputs)

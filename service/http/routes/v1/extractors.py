@@ -25,7 +25,7 @@ from service.http.routing.queries import Route
 from service.http.state import Shared, State
 from service.schemas.problems import problem
 from service.schemas.specs import ExtractorSpec
-from service.schemas.v1.extractors import ExtractorDetail, ExtractorList
+from service.schemas.v1.extractors import ExtractorDetail, ExtractorList, OutputDetail
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
@@ -100,7 +100,10 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
             {"name": spec.name, "node": spec.node, "layout": spec.layout or None, "shape": spec.shape}
             for spec in description.inputs
         ],
-        "outputs": [asdict(output) for output in record.outputs],
+        "outputs": [
+            {name: value for name, value in asdict(output).items() if name in OutputDetail.model_fields}
+            for output in record.outputs
+        ],
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "sizes": [

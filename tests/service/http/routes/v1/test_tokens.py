@@ -87,6 +87,18 @@ def test_tokens_that_are_none_are_refused(client, made, query, said):
     assert (response.status_code, said in response.json()["detail"]) == (422, True), response.text
 
 
+def test_values_of_unknown_axes_are_refused(client):
+    """Rather than that one of the heads, or of a kernel's parts, is taken for a token."""
+    for node in ("blocks.2.attn.transpose", "blocks.0.attn.reshape"):
+        made = client.post(
+            "/v1/extractors?wait=60", json={"model": MODEL, "weights": "random", "return_nodes": {node: "out"}}
+        ).json()
+        assert "queries" not in made["outputs"][0]
+        refused = asked(client, made["id"], "?tokens=0")
+        assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor"), refused.text
+        assert "this node gives values of unknown axes of shape" in refused.json()["detail"]
+
+
 def test_values_without_tokens_and_pictures_are_refused(client, made, photos):
     for node, given in (("features.5", "NCHW"), ("flatten", "NC")):
         url = f"/v1/models/squeezenet1_1/features?weights=random&nodes={node}&tokens=0"

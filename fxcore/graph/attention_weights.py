@@ -1,0 +1,179 @@
+"""Which nodes give attention weights ``[…, queries, keys]``, and whether these are tokens or channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.passes.attention import ATTENTION, attention_weights, scaled_dot_product_weights
+
+_KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
+_MULTIPLIES = {"matmul", "bmm", "einsum"}
+_REORDERS = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "getattr"}
+_MOST_MOVES = 40
+_PASSED_ON = {"Dropout", "Identity", "dropout", "permute", "transpose", "contiguous", "to"}
+
+
+def called(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls, or of the class of its module."""
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        assert owner is not None
+        return type(owner.get_submodule(str(node.target))).__name__
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Return whether an annotated ``node`` gives attention weights ``[…, queries, keys]``, of tokens or of channels."""
+    return _makes_other_weights(node) or _of_softmax(node) is not None
+
+
+def is_attention_of_tokens(node: fx.Node) -> bool:
+    """Return whether an annotated ``node`` gives attention weights ``[…, queries, keys]`` of tokens to tokens.
+
+    Those of channels to channels, as of XCiT and DaViT, are not; nor are they where the graph does not show what they
+    weigh.
+
+    >>> from fxcore import model_graph
+    >>> graph = model_graph("timm.davit_tiny")
+    >>> is_attention_of_tokens(graph.by_name["stages.0.blocks.0.1.attn.softmax"])
+    False
+    """
+    if node.target is scaled_dot_product_weights:
+        weighed = _weighed(node.args[2] if len(node.args) > 2 else node.kwargs.get("value"), -1)
+    elif _makes_other_weights(node):
+        return True  # those of Swin's windows and of nn.MultiheadAttention
+    else:
+        weighed = _of_softmax(node)
+    if weighed is None:
+        return False
+    values, dim = weighed
+    return _channels_lie_along(values, dim)
+
+
+def last_is_channels(node: fx.Node) -> bool:
+    """Return whether a linear layer, or a normalization of the last axis, gives the value of ``node``."""
+    return called(node) in _KEEPS_LAST
+
+
+def _makes_other_weights(node: fx.Node) -> bool:
+    """Return whether ``attention_maps`` added ``node`` for weights that exist inside one call only."""
+    return bool(node.meta.get(ATTENTION)) and node.target is not attention_weights
+
+
+def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return what the result of a softmax over the last dimension is multiplied with, as :func:`_weighed` has it; None
+    of a node that does not give such a result."""
+    if node.target is attention_weights:
+        made = node.args[0]
+        return _of_softmax(made) if isinstance(made, fx.Node) else None
+    value = node.meta.get("value")
+    if not isinstance(value, Tensor) or called(node) not in ("softmax", "Softmax"):
+        return None
+    if node.op == "call_module":
+        owner = node.graph.owning_module
+        assert owner is not None
+        dim = getattr(owner.get_submodule(str(node.target)), "dim", None)
+    else:
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    return _multiplied(node) if dim in (-1, value.ndim - 1) else None
+
+
+def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return what ``weights`` are multiplied with, perhaps after a dropout, or a linear layer over the heads."""
+    for user in weights.users:
+        name = called(user)
+        if name in _MULTIPLIES:
+            equation, *factors = user.args if name == "einsum" else ("", *user.args)
+            if len(factors) != 2 or weights not in factors:
+                continue
+            place = factors.index(weights)
+            dim: int | None = -1 if place == 0 else -2
+            if name == "einsum":
+                dim = _free_dim(str(equation), place)
+            if (found := _weighed(factors[1 - place], dim)) is not None:
+                return found
+        passed = name in _PASSED_ON or (name == "Linear" and called(weights) == "permute")
+        if passed and (found := _multiplied(user)) is not None:
+            return found
+    return None
+
+
+def _free_dim(equation: str, place: int) -> int | None:
+    """Return the dimension of the other factor that the one at ``place`` of an einsum of two does not have."""
+    factors = equation.replace(" ", "").partition("->")[0].split(",")
+    if len(factors) != 2 or "." in equation:
+        return None
+    own = [dim for dim, letter in enumerate(factors[1 - place]) if letter not in factors[place]]
+    return own[0] - len(factors[1 - place]) if len(own) == 1 else None
+
+
+def _weighed(values: object, dim: int | None) -> tuple[fx.Node, int] | None:
+    """Return values that are weighed, and the dimension of theirs that stays as it is."""
+    return (values, dim) if isinstance(values, fx.Node) and dim is not None else None
+
+
+def _channels_lie_along(node: fx.Node, dim: int) -> bool:
+    """Return whether the last channels known above ``node`` lie along the dimension ``dim`` of its value.
+
+    The channels are numbered there, and the numbers go through the operations that lead to ``node``.
+    """
+    numbers = _numbered(node)
+    if not isinstance(numbers, Tensor) or numbers.ndim < 2:
+        return False
+    return bool((numbers.amax(dim) != numbers.amin(dim)).any())
+
+
+def _numbered(node: fx.Node) -> Any:
+    """Return the number of its channel at each place of the value of ``node``; None if unknown."""
+    way = [node]
+    while (start := _start(way[-1])) is None:
+        above = next((one for one in way[-1].all_input_nodes if one.meta.get("carries")), None)
+        if above is None or len(way) > _MOST_MOVES:
+            return None
+        way.append(above)
+    numbers: Any = start
+    for above, one in zip(way[:0:-1], way[-2::-1], strict=True):
+        numbers = _moved(one, above, numbers)
+        if numbers is None:
+            return None
+    return numbers
+
+
+def _start(node: fx.Node) -> Tensor | None:
+    """Return the numbers of the channels of a value whose axes are known."""
+    value, axes = node.meta.get("value"), node.meta.get("axes")
+    if not isinstance(value, Tensor):
+        return None
+    if last_is_channels(node):  # whatever the axes are taken to be
+        dim = value.ndim - 1
+    elif axes is not None and len(axes) == value.ndim and "C" in axes:
+        dim = axes.index("C")
+    else:
+        return None
+    along = [1] * value.ndim
+    along[dim] = value.shape[dim]
+    return torch.arange(value.shape[dim], dtype=torch.int32).reshape(along).expand(value.shape)
+
+
+def _moved(node: fx.Node, above: fx.Node, numbers: Any) -> Any:
+    """Return what ``node`` makes of the numbers of the node ``above``; None if unknown."""
+    value, before = node.meta.get("value"), above.meta.get("value")
+    alike = isinstance(value, Tensor) and isinstance(before, Tensor) and value.shape == before.shape
+    if alike and called(node) not in _REORDERS:
+        return numbers  # scaled, normalized, …
+    if node.op not in ("call_function", "call_method"):
+        return None
+
+    def given(one: fx.Node) -> Any:
+        return numbers if one is above else one.meta.get("value")
+
+    args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
+    try:
+        if callable(node.target):
+            return node.target(*args, **kwargs)
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    except (TypeError, RuntimeError, IndexError, AttributeError, ValueError):
+        return None

@@ -1,0 +1,100 @@
+"""Which values are attention weights, and of tokens or of channels: as the models' own code makes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore.graph.annotate import annotate
+from fxcore.graph.attention_weights import is_attention, is_attention_of_tokens
+from fxcore.passes.attention import attention_maps
+
+HEADS, SIZE = 2, 8
+
+
+class Attention(nn.Module):
+    """Attention of 8 tokens with heads of 8 channels, so that sizes do not tell tokens from channels."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.qkv = nn.Linear(HEADS * SIZE, 3 * HEADS * SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(x).reshape(-1, SIZE, 3, HEADS, SIZE)
+        if self.way == "XCiT":
+            q, k, v = qkv.permute(2, 0, 3, 4, 1).unbind(0)
+            return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)).softmax(-1) @ v
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.way == "fused":
+            return F.scaled_dot_product_attention(q, k, v)
+        if self.way == "fused channels":
+            return F.scaled_dot_product_attention(q.mT, k.mT, v.transpose(-1, -2))
+        if self.way == "DaViT":
+            return (q.transpose(-1, -2) @ k).softmax(dim=-1) @ v.transpose(-1, -2)
+        scores = q * SIZE**-0.5 @ k.transpose(-2, -1)
+        if self.way == "einsum":
+            return torch.einsum("bhij,bhjc->bihc", F.softmax(scores, dim=3), v)
+        if self.way == "over heads":
+            return scores.softmax(1) @ v
+        if self.way == "values first":
+            return v.transpose(-2, -1) @ scores.softmax(-1).transpose(-2, -1)
+        return scores.softmax(-1) @ (v + 1)
+
+
+@pytest.mark.parametrize(
+    ("way", "of"),
+    [
+        *((way, "tokens") for way in ("ViT", "fused", "einsum", "values first")),
+        *((way, "channels") for way in ("XCiT", "DaViT", "fused channels")),
+        ("over heads", None),
+    ],
+)
+def test_weights_of_tokens_and_of_channels(way: str, of: str | None) -> None:
+    opened = attention_maps(trace(Attention(way).eval()))
+    annotate(opened, [(SIZE, HEADS * SIZE)], torch.device("cpu"))
+    found = [node for node in opened.graph.nodes if is_attention(node)]
+    assert bool(found) == (of is not None)
+    assert {is_attention_of_tokens(node) for node in found} <= {of == "tokens"}
+    assert {tuple(node.meta["value"].shape) for node in found} <= {(1, HEADS, SIZE, SIZE)}
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes"),
+    [
+        ("timm.test_vit", {"blocks.0.attn.attention": True, "blocks.0.attn.reshape": False, "blocks.0.add": False}),
+        ("shufflenet_v2_x0_5", {"stage2.0.view": False}),
+    ],
+)
+def test_outputs_say_whether_they_are_of_tokens(model: str, nodes: dict[str, bool]) -> None:
+    _check(model, nodes)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "nodes"),
+    [
+        ("timm.xcit_nano_12_p16_224", {"blocks.0.attn.attention": False, "cls_attn_blocks.0.attn.attention": True}),
+        ("timm.davit_tiny", {"stages.0.blocks.0.1.attn.softmax": False, "stages.0.blocks.0.0.attn.attention": True}),
+        ("timm.cait_xxs24_224", {"blocks.0.attn.softmax": True, "blocks.0.attn.permute_1": False}),
+        ("timm.edgenext_xx_small", {"stages.1.blocks.1.xca.attention": False}),
+        ("timm.skresnet18", {"layer1.0.conv1.attn.softmax": False}),
+        ("timm.hiera_tiny_224", {"blocks.0.attn.attention": True}),
+        ("timm.swin_tiny_patch4_window7_224", {"layers.0.blocks.0.attn.softmax": True}),
+        ("timm.mvitv2_tiny", {"stages.0.blocks.0.attn.attention": True}),
+        ("mvit_v2_s", {"blocks.0.attn.softmax": True, "blocks.1.attn.attention": True}),
+        ("maxvit_t", {"blocks.0.layers.0.layers.window_attention.attn_layer.1.attention": True}),
+        ("swin_t", {"features.1.1.attn.attention": True}),
+    ],
+)
+def test_of_many_architectures(model: str, nodes: dict[str, bool]) -> None:
+    _check(model, nodes)
+
+
+def _check(model: str, nodes: dict[str, bool]) -> None:
+    graph = model_graph(model).with_nodes_of("attention_maps")
+    found = build_extractor(graph, load_model(get_model(model), "random"), {node: node for node in nodes}).outputs
+    assert {output.key: output.queries for output in found} == nodes
