@@ -237,10 +237,14 @@ def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) 
 
 
 def unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:
-    """Return the error for an output of one shape whose positions are of inputs ``[C, H, W]`` of different sizes."""
-    sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other))
+    """Return the error for an output of one shape whose positions are of inputs of different sizes, ``[C, H, W]`` or
+    others where the model begins at an inner node."""
+    if len(first) == 3:
+        sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other)) + " pixels"
+    else:
+        sizes = " and ".join(" x ".join(map(str, dims)) for dims in (first, other))
     return Ragged(
-        f"output {key!r} has positions of inputs of different sizes ({sizes} pixels), which are not of the same "
+        f"output {key!r} has positions of inputs of different sizes ({sizes}), which are not of the same "
         f"places, and cannot be one tensor; {_RAGGED}",
         key=key,
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fxcore.extractor import OutputInfo
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack, unlike_positions
@@ -99,7 +100,8 @@ def response_bytes(
     """
     total = 0
     # Grids of 4 x 6 and 6 x 4 positions have as many tokens, which are not of the same places.
-    unlike = runtime.description.spec.fit == "native" and not options.one_shape
+    native = runtime.description.spec.fit == "native"
+    infos = {info.key: info for info in runtime.outputs}
     first = _row_outputs(runtime, shapes[0], options)
     counts = Counter(shapes)
     if regions is not None:
@@ -110,7 +112,7 @@ def response_bytes(
         for key, (dims, size) in _row_outputs(runtime, shape, options).items():
             if dims != first[key][0]:
                 raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
-            if unlike and shape != shapes[0] and _has_positions(dims):
+            if shape != shapes[0] and _is_of_places(infos[key], dims, options, native):
                 raise unlike_positions(key, shapes[0][0], shape[0])
             total += rows * size
     if total > limit and not options.sent:
@@ -151,6 +153,18 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
         known = ResponseSize(outputs)
         runtime.response_sizes.put((shape, options), known)
     return known.outputs
+
+
+def _is_of_places(info: OutputInfo, dims: Sequence[int], options: FeatureOptions, native: bool) -> bool:
+    """Return whether a row of shape ``dims`` has values of single places, which are others in an input of another
+    size."""
+    if options.tokens is not None:
+        prefix = info.tokens.prefix if info.tokens is not None else info.prefix.count
+        if max(options.tokens) >= prefix:
+            return True
+        if not info.queries:
+            return False
+    return native and not options.one_shape and (info.queries or _has_positions(dims))
 
 
 def _has_positions(dims: Sequence[int]) -> bool:

@@ -201,6 +201,22 @@ def test_native_images_with_as_many_tokens_of_other_places(client):
     assert "(96 x 64 and 64 x 96 pixels)" in answer.json()["error"]
 
 
+@pytest.mark.parametrize("other", [(80, 120), (160, 80)])
+def test_native_images_give_the_tokens_that_stand_for_no_place(client, other):
+    """Token 7 is another place in each grid; the class token is none, and may be asked for alone."""
+    sent = {"images": [base64.b64encode(blank(*size)).decode() for size in ((120, 80), other)]}
+    url = "/v1/models/timm.test_vit/features?weights=random&nodes=norm&fit=native&image_size=64"
+    for query in ("&tokens=7", "&tokens=0,7", "&tokens=7&project=9"):
+        refused = client.post(url + query, json=sent)
+        assert (refused.status_code, refused.json()["type"]) == (422, "/problems/ragged"), refused.text
+        assert "not of the same places" in refused.json()["detail"]
+    found = outputs(client.post(url + "&tokens=0", json=sent))["norm"]
+    pooled = outputs(client.post(url + "&pool=cls", json=sent))["norm"]
+    assert torch.equal(torch.as_tensor(found)[:, 0], torch.as_tensor(pooled))
+    alike = {"images": sent["images"][:1] * 2}
+    assert outputs(client.post(url + "&tokens=7", json=alike))["norm"].shape == (2, 1, 64)
+
+
 def test_one_size_in_specs_and_queries(client, photos):
     """The id is a function of the spec alone: defaults and squares are written in one way."""
 
