@@ -7,6 +7,7 @@ import { short } from "./numbers.js"
 import { choosePatch, patchUnder } from "./patch.js"
 import { isStale } from "./reductions.js"
 import { stage } from "./stage.js"
+import { reason } from "./states.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 
@@ -50,7 +51,9 @@ export async function panel({ photo, preprocessing, label, caption, opacity, siz
   async function ask(other) {
     const mine = ++asked
     const same = JSON.stringify(other) === JSON.stringify(at)
-    const found = same ? now : await render(other, topic).catch((error) => { if (!isStale(error)) throw error })
+    const found = same ? now : await render(other, topic).catch((error) => {
+      if (!isStale(error) && mine === asked) readout.textContent = reason(error)
+    })
     if (!found || mine !== asked) return
     now = found
     at = other
