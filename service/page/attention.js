@@ -28,13 +28,15 @@ import { coloured } from "./views.js"
  * @typedef {object} Weights
  * @property {Answer} answer those shown first
  * @property {Patch | null} first the position whose weights these are; null where they are those of all
+ * @property {Patch | null} patch the chosen position
  * @property {Grid | null} grid
  * @property {import("./snippets.js").Request} request that gives them
- * @property {(patch: Patch | null) => Promise<Answer>} row those of another position
+ * @property {(patch: Patch) => Promise<Answer>} row those of another position
  * @property {() => Promise<any>} idle once all that were asked for have come
  */
 /** @typedef {import("./patch.js").Patch} Patch */
 
+const TRANSFORMS = ["attention_maps"]
 /** Weights of more bytes are asked for one query at a time: those of 1370 tokens and 6 heads are 45 MB, and a query's 33 kB. */
 const MOST_BYTES = 4e6
 /** How long the pointer rests on a position before the weights of its query are asked for, in milliseconds. */
@@ -104,25 +106,33 @@ async function editsBefore(all, model, weights) {
   return reaching(all, model, call).filter(({ node }) => itself || model.resolve(node)?.name !== call)
 }
 
+/** The extractor of the weights nearest to an answer; why not, where there are none. @param {Answer} answer @param {AbortSignal} signal @param {import("./size.js").Query} query */
+async function extractorOf({ model, node: name, photo, edits: all }, signal, query) {
+  const node = await attentionNear(model, model.resolve(name)?.name ?? name)
+  if (!node) return { note: `${model.name} has no attention.` }
+  const edits = await editsBefore(all, model, node)
+  if (all.length && !edits.length) return { note: `No edit changes the weights of ${node}; those after it may differ.` }
+  let made
+  do made = await makeExtractor(model, { nodes: [node], transforms: TRANSFORMS, query: fixedQuery(model, query, photo) }, signal)
+  while (made.state === "building") // which lists no outputs
+  return { node, edits, id: made.id, grid: /** @type {Grid | null} */ (made.outputs[0].attention), bytes: made.outputs[0].bytes_per_image }
+}
+
 /**
  * The attention weights of a photo: all of them, or where those are many the ones of a single query.
- * @param {Model} model @param {string} node @param {import("./photo.js").Photo} photo @param {Edit[]} edits @param {import("./place.js").Place} place
- * @param {AbortSignal} signal @param {import("./size.js").Query} query
+ * @param {Answer} of @param {Exclude<Awaited<ReturnType<typeof extractorOf>>, {note: string}>} made @param {Patch | null} patch the chosen position
+ * @param {import("./place.js").Place} place @param {AbortSignal} signal @param {import("./size.js").Query} query
  * @returns {Promise<Weights>}
  */
-async function weightsOf(model, node, photo, edits, place, signal, query) {
-  const transforms = ["attention_maps"], size = fixedQuery(model, query, photo)
-  let made
-  do made = await makeExtractor(model, { nodes: [node], transforms, query: size }, signal)
-  while (made.state === "building") // which lists no outputs
-  const { attention: grid, bytes_per_image: bytes } = made.outputs[0]
+async function weightsOf({ model, photo }, { node, edits, id, grid, bytes }, patch, place, signal, query) {
+  const size = fixedQuery(model, query, photo)
   /** @param {Patch | null} patch null for all */
-  const request = (patch) => requestOf(model, [node], photo, { transforms, id: made.id, edits,
-    query: { ...size, ...(patch ? { tokens: String(queryAt(grid, patch.row, patch.column, tokenOf(place, grid))[1]) } : {}) } })
+  const request = (patch) => requestOf(model, [node], photo, { transforms: TRANSFORMS, id, edits,
+    query: { ...size, ...(patch && grid ? { tokens: String(queryAt(grid, patch.row, patch.column, tokenOf(place, grid))[1]) } : {}) } })
   /** @type {Map<string, Promise<Answer>>} */ const coming = new Map()
   /** @param {Patch | null} patch */
   const ask = async (patch) => {
-    const wanted = request(patch), what = JSON.stringify([made.id, edits, wanted.query])
+    const wanted = request(patch), what = JSON.stringify([id, edits, wanted.query])
     const known = kept(what, photo, signal)
     if (known) return known
     const found = coming.get(what) ?? askFeatures(wanted, photo, "application/x-safetensors", signal).then((answer) =>
@@ -130,9 +140,9 @@ async function weightsOf(model, node, photo, edits, place, signal, query) {
     coming.set(what, found)
     return found.finally(() => coming.delete(what))
   }
-  const first = grid && bytes > MOST_BYTES ? patchOf(place.at, grid) : null
+  const first = bytes > MOST_BYTES ? patch : null
   const answer = await ask(first)
-  return { answer, grid, first, request: request(first), row: async (patch) => (first ? ask(patch ?? first) : answer), idle: () => Promise.allSettled([...coming.values()]) }
+  return { answer, grid, first, patch, request: request(first), row: async (other) => (first ? ask(other) : answer), idle: () => Promise.allSettled([...coming.values()]) }
 }
 
 /** The last request for the weights under a moving pointer, by topic. @type {Map<string, symbol>} */
@@ -156,22 +166,37 @@ async function resting(topic, idle) {
  */
 export async function attentionView(answers, place, go, signal, query) {
   /** @type {Weights[]} */ const found = []
-  const sides = await eachSide(answers, async (answer, i) => {
+  const extractors = answers.map((answer) => extractorOf(answer, signal, query))
+  const sides = await eachSide(answers, side)
+  const weights = found.filter(Boolean)
+  return { sides, choices: weights[0] ? await choicesOf(weights[0], place, go) : [], weights }
+
+  /** The chosen position, which is one of the first grid, in another. @param {Grid} grid */
+  async function chosenIn(grid) {
+    for (const one of extractors) {
+      const first = await one.then((made) => made.grid, () => null)
+      if (first) return patchAlike(patchOf(place.at, first), first, grid)
+    }
+    return null
+  }
+
+  /** @param {Answer} answer @param {number} i @returns {Promise<Side>} */
+  async function side(answer, i) {
     const { model } = answer
-    const node = await attentionNear(model, model.resolve(answer.node)?.name ?? answer.node)
-    if (!node) return { note: `${model.name} has no attention.` }
-    const edits = await editsBefore(answer.edits, model, node)
-    if (answer.edits.length && !edits.length) return { note: `No edit changes the weights of ${node}; those after it may differ.` }
-    const { answer: { shape, slot }, grid } = (found[i] = await weightsOf(model, node, answer.photo, edits, place, signal, query))
+    const made = await extractors[i]
+    if (made.note !== undefined) return { note: made.note }
+    const { node, grid: own } = made
+    const { answer: { shape, slot }, grid } = (found[i] = await weightsOf(answer, made, own && await chosenIn(own), place, signal, query))
     if (!grid) return { note: `The attention of ${node}, ${shape.join(" × ")}, has no known grid of positions.` }
-    const own = headOf(place, shape[shape.length - 3])
+    const head = headOf(place, shape[shape.length - 3])
     const token = tokenOf(place, grid)
-    const label = own === null ? "Mean of all heads" : `Head ${own}`
+    const label = head === null ? "Mean of all heads" : `Head ${head}`
     return {
       photo: answer.photo, model, edited: answer.edits.length > 0, node, label, caption: `${label} of ${node}`, size: grid, query: token === null,
       render: async (/** @type {import("./patch.js").Patch | null} */ patch, /** @type {string} */ topic) => {
-        const others = found.flatMap((one) => (one.grid ? { ...one, grid: one.grid, patch: patch && patchAlike(patch, grid, one.grid) } : []))
-        if (others.some(({ first, patch }) => first && patch && (patch.row !== first.row || patch.column !== first.column)))
+        const others = found.flatMap(({ patch: chosen, ...one }) => (one.grid && chosen
+          ? { ...one, grid: one.grid, patch: patch ? patchAlike(patch, grid, one.grid) : chosen } : []))
+        if (others.some(({ first, patch }) => first && (patch.row !== first.row || patch.column !== first.column)))
           await resting(topic, () => Promise.all(others.map(({ idle }) => idle())))
         const all = await Promise.all(others.map(async ({ row, grid, patch }, k) => {
           const { slot, shape } = await row(patch)
@@ -181,20 +206,19 @@ export async function attentionView(answers, place, go, signal, query) {
         return coloured(all[others.findIndex(({ answer }) => answer.slot === slot)], grid.width, range(...all))
       },
     }
-  })
-  const weights = found.filter(Boolean)
-  return { sides, choices: weights[0] ? await choicesOf(weights[0], place, go) : [], weights }
+  }
 }
 
 /** The chosen head; null for the mean of all, and where there is none of that number. @param {import("./place.js").Place} place @param {number} heads */
-function headOf({ head }, heads) {
-  const number = Number(head)
-  return head && Number.isInteger(number) && number >= 0 && number < heads ? number : null
-}
+const headOf = ({ head }, heads) => numberBelow(heads, head)
 
 /** The token before the grid that attends; null for a position. @param {import("./place.js").Place} place @param {Grid} grid */
-function tokenOf({ q }, { prefix }) {
-  return q !== undefined && Number(q) < prefix ? Number(q) : null
+const tokenOf = ({ q }, { prefix }) => numberBelow(prefix, q)
+
+/** @param {number} most @param {string | undefined} text of the URL */
+function numberBelow(most, text) {
+  const number = Number(text)
+  return text && Number.isInteger(number) && number >= 0 && number < most ? number : null
 }
 
 /**
@@ -202,7 +226,7 @@ function tokenOf({ q }, { prefix }) {
  * @param {Weights} weights @param {import("./place.js").Place} place
  * @param {(changes: Record<string, string | null>, replace?: boolean) => void} go
  */
-async function choicesOf({ answer: { model, node, slot, shape }, grid }, place, go) {
+async function choicesOf({ answer: { model, node, slot, shape }, grid, patch }, place, go) {
   const { names } = await attentionNodes(model)
   const at = names.indexOf(node)
   /** @param {string} text @param {string} label @param {number} step */
@@ -217,7 +241,7 @@ async function choicesOf({ answer: { model, node, slot, shape }, grid }, place, 
   const chosen = heads.includes(place.head) ? place.head : ""
   blocks.append(h("label", {}, "Head ", select("Head", [["", "Mean of all heads"], ...heads.map((i) => /** @type {[string, string]} */ ([i, `Head ${i}`]))], chosen, (head) => go({ head: head || null }, true))))
   /** @type {{entropy: number, values: Float32Array}[]} */
-  const found = await reduce("heads", { slot, grid, token, ...patchOf(place.at, grid) })
+  const found = await reduce("heads", { slot, grid, token, ...patch })
   const tiles = found.map(({ entropy, values }, i) => h("button", {
     type: "button", class: "tile", "data-head": i, "aria-pressed": String(chosen === String(i)), "aria-label": `Head ${i}, entropy ${entropy.toFixed(1)} bits`,
     onclick: () => go({ head: String(i) }, true),

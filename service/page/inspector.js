@@ -211,13 +211,14 @@ export class Inspector {
     if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
     /** What the numbers and the request below the maps are of. */
     let shown = this.#answers, request = /** @type {import("./request.js").Wanted} */ ({ node: first.node, transforms: [], id: null })
-    let heads = 0
+    let heads = 0, rows = /** @type {boolean[]} */ ([])
     try {
       if (view === "values") blocks.append(await valuesView(first, first.shape.length === 2 ? await categories(model) : []))
       else if (view === "attention") {
         const { elements, weights } = await this.#attention(place)
         rest = elements
         shown = weights.map(({ answer }) => answer)
+        rows = weights.map(({ first }) => first !== null)
         if (weights.length) {
           request = { node: shown[0].node, ...weights[0].request }
           heads = shown[0].shape.at(-3) ?? 0
@@ -233,8 +234,8 @@ export class Inspector {
     if (view !== "why") blocks.append(knobsView(editsOf(place), this.#knobs(view, request.node, heads), (changes) => this.go(changes)))
     blocks.append(...rest.slice(1))
     const several = severalModels(shown)
-    for (const { statistics, model, photo, node, edits } of shown) {
-      const title = view === "attention" ? `${request.query?.tokens ? "The query's" : "All"} weights of ${node}` : "All values"
+    for (const [i, { statistics, model, photo, node, edits }] of shown.entries()) {
+      const title = view === "attention" ? `${rows[i] ? "The query's" : "All"} weights of ${node}` : "All values"
       const of = several ? titleOf(model) : photo.name
       blocks.append(statisticsView(statistics, second ? `${title}: ${of}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}` : title))
     }

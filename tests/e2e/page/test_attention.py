@@ -108,6 +108,17 @@ def test_where_a_place_looks_in_a_shifted_window(open_server, visit):
 
 
 @pytest.mark.exhaustive
+def test_a_token_of_one_model_and_a_position_of_another_share_a_scale(open_server, visit):
+    page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}.norm1&v=attention&q=0&at=5,12&m2=swin_t&n2=features.5.3")
+    until(page, "document.querySelectorAll('.stages .scale-bar').length === 2")
+    first, second = (bar.locator("span").all_inner_texts() for bar in page.locator(".stages .scale-bar").all())
+    assert first == second
+    from_token = attention(open_server, VIT, f"{BLOCK}.attn.attention")[:, 0, 1:].mean(axis=0)
+    assert float(first[0]) <= from_token.min() + 1e-6
+    assert float(first[-1]) >= from_token.max() * 0.999
+
+
+@pytest.mark.exhaustive
 def test_a_model_without_attention_is_shown_by_its_channels(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}&v=attention")
     page.locator(".stage").wait_for()
