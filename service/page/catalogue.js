@@ -44,27 +44,43 @@ export async function showCatalogue(pane, before) {
   const tasks = h("div", { class: "row" })
   pane.replaceChildren(h("div", { class: "pane-head" }, search, tasks, count), results)
   const options = /** @type {Array<[string, string]>} */ ([["", "All sources"], ["torchvision", "torchvision"], ["packaged", "With weights"], ["own", "Own"]])
-  const sources = select("Source", options, source === "timm" ? "" : source, (value) => { source = value; show() })
+  const sources = select("Source", options, source, (value) => { source = value; show() })
+  const offer = h("option", { value: "timm", selected: source === "timm" }, "timm")
+  if (source === "timm") sources.append(offer)
   const kinds = select("Task", [["", "All tasks"], ...Object.entries(TASKS)], task, (value) => { task = value; show() })
   tasks.append(kinds, sources)
-  let timm = 0
+  /** How many models timm has, once they are counted. @type {number | null} */ let timm = null
   await show()
   await before
-  timm = (await listed("")).timm?.models ?? 0
-  if (!timm) return
-  sources.append(h("option", { value: "timm", selected: source === "timm" }, `timm (${timm})`))
+  if (!results.isConnected) return // a model was chosen meanwhile
+  await counted()
   await show()
+
+  /** Where timm's models cannot be counted, the list stays as it is. */
+  async function counted() {
+    timm ??= await listed("").then((all) => all.timm?.models ?? 0, () => null)
+    if (!timm) return
+    offer.textContent = `timm (${timm})`
+    if (!offer.isConnected) sources.append(offer)
+  }
 
   async function show() {
     const words = text.trim().toLowerCase().split(/\s+/)
     // timm's models are many: they are listed once they are searched for.
     const wanted = [text, task, source].join("\n")
+    const stale = () => wanted !== [text, task, source].join("\n") // more was typed meanwhile
     const models = source ? (await listed(source)).models : await withoutTimm()
-    const further = !source && text.trim() && timm
-    if (further) list(models, ", searching timm…")
-    const others = further ? (await listed("timm")).models : []
-    if (wanted !== [text, task, source].join("\n")) return // more was typed meanwhile
-    list([...models, ...others], !source && !further && timm ? `, and ${timm} of timm: search for them` : "")
+    if (stale()) return
+    const searched = !source && text.trim()
+    if (searched && timm === null) {
+      list(models, ", counting timm's models…")
+      await counted()
+      if (stale()) return
+    }
+    if (searched && timm) list(models, ", searching timm…")
+    const others = searched && timm ? (await listed("timm")).models : []
+    if (stale()) return
+    list([...models, ...others], !source && !searched && timm ? `, and ${timm} of timm: search for them` : "")
 
     /** @param {Entry[]} entries @param {string} more */
     function list(entries, more) {

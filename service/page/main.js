@@ -87,7 +87,9 @@ function showStart() {
   showWhere("")
   panes.features.replaceChildren()
   panes.graph.replaceChildren()
-  showCatalogue(panes.models, showWelcome(lost)).catch((error) => panes.models.replaceChildren(failure(error, ["Try again", () => show(place())])))
+  showCatalogue(panes.models, showWelcome(lost)).catch((error) => {
+    if (!model && !place().m) panes.models.replaceChildren(failure(error, ["Try again", () => show(place())]))
+  })
 }
 
 /** @param {boolean} lost whether the keyboard's focus is to go there */

@@ -37,6 +37,8 @@ export async function welcome(place, { go, take, remove }) {
   const known = new Set((await withoutTimm()).map((one) => one.name))
   const view = h("div", { class: "showcase", hidden: !known.has(TRAINED) })
   const starts = h("ul", { class: "plain-list starts" })
+  const rows = new Map(FIRST.map(([name, what]) => [name,
+    h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))]))
   begin(false)
   return {
     element: h("div", { class: "welcome" },
@@ -48,14 +50,19 @@ export async function welcome(place, { go, take, remove }) {
     /** Compute the first picture, then begin with timm's models too. @param {AbortSignal} signal */
     async picture(signal) {
       if (!view.hidden) await first(signal)
+      signal.throwIfAborted()
       begin(!!(await listed("")).timm)
     },
   }
 
-  /** @param {boolean} timm whether its models are served */
+  /** Those that are there already stay in the page, so that they keep the focus. @param {boolean} timm whether its models are served */
   function begin(timm) {
-    starts.replaceChildren(...FIRST.filter(([name]) => known.has(name) || (timm && name.startsWith("timm."))).map(([name, what]) =>
-      h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))))
+    let at = 0
+    for (const [name, row] of rows)
+      if (known.has(name) || (timm && name.startsWith("timm."))) {
+        if (starts.children[at] !== row) starts.insertBefore(row, starts.children[at] ?? null)
+        at++
+      }
   }
 
   /** @param {AbortSignal} signal */
