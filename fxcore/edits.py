@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError
-from fxcore.graph.attention_weights import is_attention, last_is_channels
 from fxcore.graph.cut import Part, identifier
+from fxcore.graph.row_axes import UNKNOWN, row_axes
 from fxcore.graph.tokens import TokenGrid, token_grid
 from fxcore.tracing.names import PATH
 
@@ -67,37 +68,45 @@ class EditedNode:
     Attributes:
         key: its name for the caller.
         name: its exact name.
-        axes: of one row, as :mod:`fxcore.graph.layout` has them, with ``K`` for windows, which are several an image;
-            None if unknown.
-        ndim: of one row, which is an image.
+        axes: of one row, as :func:`fxcore.graph.row_axes.row_axes` has them.
         grid: of its tokens, if they are on one.
         rows: rows of the value that belong to one image.
         usual: height and width of the model's input that it is described for.
-        channel_dim: the dimension of the channels of one row; None if there is none, or none is known.
     """
 
     key: str
     name: str
-    axes: str | None
-    ndim: int
+    axes: str
     grid: TokenGrid | None
     rows: int
     usual: tuple[int, int]
-    channel_dim: int | None
+
+    @property
+    def channel_dim(self) -> int | None:
+        """The dimension of the channels; None if there is none, or none is known."""
+        return self.axes.index("C") if "C" in self.axes else None
 
     @property
     def token_dim(self) -> int | None:
         """The dimension of the tokens; None if there is none, or none is known."""
-        if self.rows > 1 or self.ndim != 3 or self.axes is None or "L" not in self.axes:
-            return None
-        return self.axes.index("L")
+        return self.axes.index("L") if self.rows == 1 and len(self.axes) == 3 and "L" in self.axes else None
+
+    @property
+    def is_map(self) -> bool:
+        return self.rows == 1 and "H" in self.axes and "W" in self.axes
 
     def has_no(self, what: str, full: Sequence[int]) -> str:
-        """Return that a row of shape ``full`` has no ``what`` to select."""
-        if self.axes is None and self.channel_dim is None:
-            unknown = f"which axis of {self.key!r} has {what} is unknown: {_shown(full)}"
-            return f"{unknown}; scale or shift the whole value, or edit a map, tokens, a vector or attention weights"
-        return f"{self.key!r} has no {what} but {_shown(full)}"
+        """Return that a row of shape ``full`` has no ``what`` to select, and what it has."""
+        shown = " x ".join(map(str, full[1:]))
+        has = {"channels": self.channel_dim is not None, "tokens": self.token_dim is not None}
+        has["a box"] = self.is_map or self.grid is not None
+        others = " or ".join(one for one, there in has.items() if there and one != what)
+        advice = f"{f'select {others}, or ' if others else ''}scale or shift the whole value"
+        if UNKNOWN in self.axes:
+            axis = "axes a box is on" if what == "a box" else f"axis has {what}"
+            return f"it is unknown which {axis} in {self.key!r}, which is {shown}; {advice}"
+        kind = "is no map, nor tokens of a grid, but" if what == "a box" else f"has no {what} but"
+        return f"{self.key!r} {kind} {shown}; {advice}"
 
     def shape(self, dims: Sequence[int]) -> list[int]:
         """Return the shape of one row, from that of the value for one image."""
@@ -114,25 +123,8 @@ def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
     if not value.is_floating_point():
         kind = "quantized" if value.is_quantized else str(value.dtype).removeprefix("torch.")
         raise BadEdit(f"the values of {name!r} are {kind}; edit a node of floating-point numbers", name=name)
-    axes = node.meta.get("axes")
-    axes = None if axes is None or len(axes) != value.ndim else axes
-    if rows > 1 and axes is not None:
-        axes = "NK" + axes[1:]
     grid = token_grid(node) if rows == 1 and value.ndim == 3 else None
-    ndim = value.ndim + int(rows > 1)
-    return EditedNode(key, name, axes, ndim, grid, rows, usual, _channel_dim(node, axes, ndim))
-
-
-def _channel_dim(node: fx.Node, axes: str | None, ndim: int) -> int | None:
-    """Return the dimension of the channels of a row of ``ndim`` dimensions, if it is known: the heads of attention
-    weights, and the last one where a linear layer or a normalization of it writes or reads the value."""
-    if axes is not None:
-        return axes.index("C") if "C" in axes else None
-    own = ndim - int(node.meta["rows"] > 1)
-    if own > 3 and is_attention(node):
-        return ndim - 3
-    last = own == 2 or any(last_is_channels(one) for one in (node, *node.users))
-    return ndim - 1 if last and own > 1 else None
+    return EditedNode(key, name, row_axes(node), grid, rows, usual)
 
 
 def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx.Node]) -> None:
@@ -332,18 +324,13 @@ class _Selected:
         return _along(along, channel_dim, ndim)
 
 
-class numbered:
+@contextmanager
+def numbered(index: int) -> Iterator[None]:
     """Add the index of the edit to an error."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FxError):
-            raise BadEdit(f"edit {self.index}: {error.detail}", **{**error.extra, "edit": self.index}) from None
+    try:
+        yield
+    except FxError as error:
+        raise BadEdit(f"edit {index}: {error.detail}", **{**error.extra, "edit": index}) from None
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -392,15 +379,12 @@ def _box(
     node: EditedNode, box: Sequence[int], full: Sequence[int], size: tuple[int, int] | None
 ) -> dict[int, list[int]]:
     """Return the indices by dimension that a box selects."""
-    spatial = node.axes is not None and "H" in node.axes and "W" in node.axes
-    if spatial and node.rows == 1:
-        assert node.axes is not None
+    if node.is_map:
         height, width = (full[node.axes.index(axis)] for axis in "HW")
     elif node.grid is not None and (found := node.grid.at(size or node.usual, node.usual, full[1])) is not None:
         height, width = found
     else:
-        detail = f"{node.key!r} is no map, nor tokens of a grid, but {_shown(full)}: it takes no box"
-        raise BadEdit(f"{detail}; scale or shift the whole value")
+        raise BadEdit(node.has_no("a box", full))
     whole = len(box) == 4 and all(isinstance(one, Integral) for one in box)
     if not whole or not (0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height):
         raise BadEdit(
@@ -408,12 +392,7 @@ def _box(
             f"y2 <= {height}, whole numbers: the positions of {node.key!r}"
         )
     rows, columns = list(range(box[1], box[3])), list(range(box[0], box[2]))
-    if spatial:
-        assert node.axes is not None
+    if node.is_map:
         return {node.axes.index("H"): rows, node.axes.index("W"): columns}
     assert node.grid is not None
     return {1: [node.grid.prefix + y * width + x for y in rows for x in columns]}
-
-
-def _shown(full: Sequence[int]) -> str:
-    return " x ".join(map(str, full[1:]))

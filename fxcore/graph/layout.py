@@ -20,7 +20,7 @@ from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, PO
 TOKENS = "tokens"
 
 # Modules that take channels in dimension 1 only.
-_CHANNELS_FIRST = (
+CHANNELS_FIRST = (
     *(*ALL_CONVOLUTIONS, *POOLS, *BATCH_NORMS, *INSTANCE_NORMS),
     nn.GroupNorm,
     ops.Conv2dNormActivation,
@@ -30,7 +30,7 @@ _CHANNELS_FIRST = (
 # Of these, those that also take [N, C].
 _ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
 _CHANNELS_FIRST_AXES = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
-_FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
+FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
 # Most nodes between a windows partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40
 _PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
@@ -57,7 +57,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
     if node.meta.get("patches"):
         return "NLC"
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if isinstance(module, _CHANNELS_FIRST) or name in _FUNCTIONS_CHANNELS_FIRST:
+    if isinstance(module, CHANNELS_FIRST) or name in FUNCTIONS_CHANNELS_FIRST:
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _CHANNELS_FIRST_AXES.get(value.ndim)
     if value.ndim == 2:
         return "NC" if inputs else None

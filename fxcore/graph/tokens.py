@@ -51,7 +51,7 @@ class TokenGrid:
             usual: those of the input that this grid is of.
             length: how many tokens there are, with the prefix; None is returned where they are no such grid.
         """
-        height, width = int(size[0] // (usual[0] / self.height)), int(size[1] // (usual[1] / self.width))
+        height, width = size[0] * self.height // usual[0], size[1] * self.width // usual[1]
         return (height, width) if self.prefix + height * width == length else None
 
 

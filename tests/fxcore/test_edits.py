@@ -45,12 +45,14 @@ def images(graph: ModelGraph, rows: int) -> Tensor:
 
 
 def once_called(graph: ModelGraph) -> list[str]:
-    """Names of nodes with floating values, of modules that are called once, which a hook can edit."""
+    """Names of nodes with floating values, of modules that are called once, which a hook can edit, but for those inside
+    attention, whose axes are unknown."""
     calls = Counter(node.target for node in graph.graph.nodes if node.op == "call_module")
     found = []
     for name, node in graph.by_name.items():
         single = node.op == "call_module" and calls[node.target] == 1 and graph.extractable(node)
-        if single and node.meta["value"].is_floating_point() and node.meta["rows"] == 1:
+        known = not name.endswith(("attn.q_norm", "attn.k_norm"))
+        if single and known and node.meta["value"].is_floating_point() and node.meta["rows"] == 1:
             found.append(name)
     return found
 
@@ -58,7 +60,9 @@ def once_called(graph: ModelGraph) -> list[str]:
 def channels_of(graph: ModelGraph, name: str) -> int:
     node = graph.by_name[name]
     value, axes = node.meta["value"], node.meta.get("axes")
-    return axes.index("C") if axes and len(axes) == value.ndim else value.ndim - (3 if "softmax" in name else 1)
+    if axes and len(axes) == value.ndim:
+        return axes.index("C")
+    return value.ndim - (3 if name.endswith(("softmax", "attn_drop")) else 1)
 
 
 def hooked(model: nn.Module, graph: ModelGraph, edits: Sequence[Edit], x: Tensor) -> Tensor:
@@ -101,8 +105,7 @@ def test_equal_to_forward_hooks(name: str) -> None:
     compared = 0
     for node in randomly.sample(nodes, min(4, len(nodes))):
         other = randomly.choice(nodes)
-        if edited_node(node, graph.by_name[node], graph.input_size).channel_dim is None:
-            continue
+        assert edited_node(node, graph.by_name[node], graph.input_size).channel_dim == channels_of(graph, node), node
         channels = graph.by_name[node].meta["value"].shape[channels_of(graph, node)]
         some = randomly.sample(range(channels), channels // 2 + 1)
         edits = [
@@ -192,9 +195,10 @@ def swin(own_entry: Callable[[Callable[[], nn.Module]], ModelEntry]) -> tuple[Mo
     return model_graph(own_entry(build)), build()
 
 
-def test_the_channels_of_attention_weights_are_the_heads(swin: tuple[ModelGraph, nn.Module]) -> None:
+@pytest.mark.parametrize("end", ["softmax", "attn_drop"])
+def test_the_channels_of_attention_weights_are_the_heads(swin: tuple[ModelGraph, nn.Module], end: str) -> None:
     graph, model = swin
-    node, attention = "layers.0.blocks.1.attn.softmax", model.get_submodule("layers.0.blocks.1.attn")
+    node, attention = f"layers.0.blocks.1.attn.{end}", model.get_submodule("layers.0.blocks.1.attn")
     extractor = build_extractor(graph, model, {"end": "head.fc"}, edits={node: node})
     x = images(graph, 2)
     with pytest.raises(BadEdit, match=f"no channel 2 in {node}: it has 2"):
@@ -209,9 +213,9 @@ def test_the_channels_of_attention_weights_are_the_heads(swin: tuple[ModelGraph,
     assert torch.dist(found, plain) > 1e-3 * plain.norm()
 
 
-def test_windows_of_an_image_have_its_factors(swin: tuple[ModelGraph, nn.Module]) -> None:
+@pytest.mark.parametrize("node", ["layers.0.blocks.0.attn.proj", "layers.0.blocks.0.attn.proj_drop"])
+def test_windows_of_an_image_have_its_factors(swin: tuple[ModelGraph, nn.Module], node: str) -> None:
     graph, model = swin
-    node = "layers.0.blocks.0.attn.proj"
     assert graph.by_name[node].meta["rows"] == 4
     extractor = build_extractor(graph, model, {"end": "head.fc"}, edits={node: node})
     x = images(graph, 2)
@@ -291,10 +295,10 @@ def test_factors_of_several_requests_are_one_batch() -> None:
         (Edit("layer2", channels=[True]), "no channel True"),
         (Edit("layer2", channels=[]), "names no channel"),
         (Edit("layer2", channels=[1, 1]), "names channel 1 of layer2 twice"),
-        (Edit("layer2", tokens=[0]), "has no tokens but 128 x 8 x 8"),
+        (Edit("layer2", tokens=[0]), "has no tokens but 128 x 8 x 8; select channels or a box, or scale or"),
         (Edit("layer2", box=[0, 0, 9, 1]), "x1 < x2 <= 8"),
         (Edit("layer2", box=[3, 0, 3, 1]), "x1 < x2 <= 8"),
-        (Edit("fc", box=[0, 0, 1, 1]), "'fc' is no map"),
+        (Edit("fc", box=[0, 0, 1, 1]), "'fc' is no map, nor tokens of a grid, but 1000; select channels, or scale or"),
         (Edit("layer2", images=[2]), "no image 2 in the request: it has 2"),
         (Edit("layer2", scale=float("nan")), "scale nan is no finite number"),
         (Edit("layer2", shift=1e39), "no finite number of float32"),
@@ -330,3 +334,13 @@ def test_axes_of_an_unknown_layout_are_not_guessed(node: str, selected: dict[str
         extractor.factors([Edit(node, **selected)], x)
     with torch.no_grad():
         assert not extractor.module(x, *extractor.factors([Edit(node, scale=0)], x))["end"].any()
+
+
+def test_what_is_known_of_windows_is_advised(swin: tuple[ModelGraph, nn.Module]) -> None:
+    graph, model = swin
+    node = "layers.0.blocks.0.attn.proj"
+    extractor = build_extractor(graph, model, {"end": node}, edits={node: node})
+    for selected, axis in (({"tokens": [0]}, "axis has tokens"), ({"box": [0, 0, 1, 1]}, "axes a box is on")):
+        said = f"unknown which {axis} in '{node}', which is 4 x 16 x 8; select channels, or scale or shift the whole"
+        with pytest.raises(BadEdit, match=said):
+            extractor.factors([Edit(node, **selected)], images(graph, 1))

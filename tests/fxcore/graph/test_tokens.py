@@ -8,7 +8,7 @@ from torch import nn
 from fxcore import UserModel, build_extractor, load_model, model_graph
 from fxcore.errors import BadTensor
 from fxcore.graph.prefix_tokens import PrefixTokens
-from fxcore.graph.tokens import prefix_tokens, token_grid
+from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
 from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
 from tests.fxcore.model_list import SWEPT
@@ -124,6 +124,14 @@ def test_torchvisions():
     found = token_grid(model_graph("vit_b_32").by_name["encoder.ln"])
     assert (found.height, found.width, found.prefix, found.class_token) == (7, 7, 1, True)
     assert {n.name: n.tokens for n in model_graph("vit_b_32").nodes}["encoder.ln"] == found
+
+
+@pytest.mark.parametrize(("side", "cells"), [(100, 7), (224, 14)])
+def test_a_grid_at_its_own_size_is_itself(side, cells):
+    """Also where its positions do not divide the image."""
+    grid = TokenGrid("map", cells, cells, 1, True)
+    assert grid.at((side, side), (side, side), cells**2 + 1) == (cells, cells)
+    assert grid.at((2 * side, side), (side, side), 2 * cells**2 + 1) == (2 * cells, cells)
 
 
 def test_what_is_no_tokens_has_none():

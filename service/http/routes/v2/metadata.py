@@ -154,10 +154,17 @@ def _outputs(
         TensorMetadata(
             name=key,
             datatype=V2_NAMES[returned_dtype(made, dtype)],
-            shape=[-1, *(a if a == b else -1 for a, b in zip(shape, of_others[key][0], strict=True))],
+            shape=[-1, *_common(shape, of_others[key][0])],
         )
         for key, (shape, made) in values.items()
     ]
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return the sizes that two shapes share, -1 for others: all where one has a dimension more, for its windows."""
+    if len(one) != len(other):
+        return [-1] * len(one)
+    return [a if a == b else -1 for a, b in zip(one, other, strict=True)]
 
 
 _Shapes = list[tuple[int, ...]]

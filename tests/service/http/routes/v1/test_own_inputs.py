@@ -51,6 +51,16 @@ class Shuffled(nn.Module):
     def forward(self, x):
         return self.second(nn.functional.pixel_unshuffle(x, 2))
 
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        cells = self.first(x).unflatten(3, (-1, 4)).unflatten(2, (-1, 4))
+        return self.second(cells.permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, 8))
+
 class PositionalOnly(Net):
     def forward(self, x, /, mask=None):
         return super().forward(x) if mask is None else x * mask
@@ -66,6 +76,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "six": ("Net", {"channels": 6}),
     "mlp": ("Mlp", {}),
     "shuffled": ("Shuffled", {}),
+    "windows": ("Windows", {}),
     "bfloat16": ("Net", {"dtype": "bfloat16"}),
     "float16": ("Net", {"dtype": "float16"}),
     "float64": ("Net", {"dtype": "float64"}),
@@ -135,6 +146,16 @@ def test_tensors_give_the_modules_own_values(own: tuple[Client, ModuleType], nam
     assert described["inputs"][-1]["shape"] == [-1, channels, 32, 32]
     assert (len(described["inputs"]) == 2) == (channels in (1, 3))
     assert described["outputs"][-1]["datatype"] == V2.get(name, "FP32")
+
+
+def test_outputs_of_one_window_or_several(own: tuple[Client, ModuleType]) -> None:
+    """A larger map has several windows, and so its value one more dimension."""
+    client, _ = own
+    spec = {"model": "windows", "return_nodes": {"second": "end"}, "inputs": ["first"]}
+    made = client.post("/v1/extractors", json=spec).json()
+    described = client.get(f"/v2/models/{made['id']}").json()
+    assert described["inputs"] == [{"name": "first", "datatype": "FP32", "shape": [-1, 8, -1, -1]}]
+    assert described["outputs"] == [{"name": "end", "datatype": "FP32", "shape": [-1, -1, -1]}]
 
 
 @pytest.mark.parametrize("name", ["grey", "mlp", "shuffled", "float16", "keyword"])

@@ -1,0 +1,90 @@
+"""The axes of one image's row of a value, where its layout is unknown too: as far as what writes and reads it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, fx, nn
+
+from fxcore.graph.attention_weights import called, is_attention, last_is_channels
+from fxcore.graph.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
+from fxcore.layer_types import DROPOUTS
+
+UNKNOWN = "?"
+
+# What gives each element its own result, by the names of functions, methods and classes, in lower case.
+_ELEMENTWISE = {
+    *("add", "iadd", "sub", "isub", "mul", "imul", "truediv", "div", "neg", "clamp", "where"),
+    *("relu", "relu_", "relu6", "gelu", "gelutanh", "quickgelu", "silu", "swish", "mish", "hardmish", "elu", "prelu"),
+    *("hardswish", "hardsigmoid", "sigmoid", "tanh", "leakyrelu", "leaky_relu", "softplus"),
+    *("softmax", "identity", "dropout", "droppath", "drop_path", "stochasticdepth", "stochastic_depth", "layerscale"),
+    *("contiguous", "clone", "to", "float", "type_as", "_squeeze"),  # MViT's own squeezes only where it unsqueezed
+}
+
+
+def row_axes(node: fx.Node) -> str:
+    """Return the axes of a row, one letter for each dimension, of an annotated ``node`` whose value is a tensor.
+
+    Letters are those of :mod:`fxcore.graph.layout`, ``K`` for windows, which are several an image and get a dimension
+    of their own, ``Q`` and ``S`` for the queries and keys of attention weights, whose heads are the channels ``C``, and
+    ``?`` where the axis is unknown.
+
+    >>> from fxcore import model_graph
+    >>> graph = model_graph("vit_b_16")
+    >>> [row_axes(graph.by_name[name]) for name in ("conv_proj", "encoder.ln", "heads.head")]
+    ['NCHW', 'NLC', 'NC']
+    """
+    letters = _letters(node)
+    return f"{letters[:1]}K{letters[1:]}" if node.meta["rows"] > 1 else letters
+
+
+def _letters(node: fx.Node) -> str:
+    """Return the axes of the value itself."""
+    ndim: int = node.meta["value"].ndim
+    if ndim < 3:
+        return _known(node) or "NC"[:ndim]
+    alike = list(_alike(node))
+    for axes in map(_known, alike):
+        if axes is not None:
+            return axes
+    if ndim > 3 and any(map(is_attention, alike)):
+        return "N" + "K" * (ndim - 4) + "CQS"
+    beside = [one for same in alike for one in (same, *_readers(same))]
+    if any(map(last_is_channels, beside)):
+        return "N" + UNKNOWN * (ndim - 2) + "C"
+    if any(isinstance(_module(one), CHANNELS_FIRST) or called(one) in FUNCTIONS_CHANNELS_FIRST for one in beside):
+        return "NC" + UNKNOWN * (ndim - 2)
+    return "N" + UNKNOWN * (ndim - 1)
+
+
+def _known(node: fx.Node) -> str | None:
+    """Return the axes of the layout, if it is known."""
+    axes = node.meta.get("axes")
+    return axes if axes is not None and len(axes) == node.meta["value"].ndim else None
+
+
+def _alike(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield ``node`` and those that have its axes, the nearest first: values of its shape that elementwise operations
+    make of each other."""
+    waiting = [node]
+    for found in waiting:
+        yield found
+        above = found.all_input_nodes if _is_elementwise(found) else []
+        for one in (*above, *filter(_is_elementwise, found.users)):
+            value = one.meta.get("value")
+            if isinstance(value, Tensor) and value.shape == node.meta["value"].shape and one not in waiting:
+                waiting.append(one)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return the users of ``node`` that take it as their input, not as a weight."""
+    return [user for user in node.users if user.all_input_nodes[0] is node]
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    return called(node).lower() in _ELEMENTWISE or isinstance(_module(node), DROPOUTS)
+
+
+def _module(node: fx.Node) -> nn.Module | None:
+    owner = node.graph.owning_module
+    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
