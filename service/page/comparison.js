@@ -17,7 +17,7 @@ import { coloured } from "./views.js"
 /** @typedef {import("./place.js").Place} Place */
 /** @typedef {import("./photo.js").Photo} Photo */
 /** @typedef {(changes: Record<string, string | number | null>, replace?: boolean) => void} Go */
-/** @typedef {{model: Model | null, answer?: Answer, error?: unknown, large?: boolean}} Other what the chosen output is compared with; `large` where it waits for consent */
+/** @typedef {{model: Model | null, answer?: Answer, error?: unknown, large?: boolean, waiting?: HTMLElement}} Other what the chosen output is compared with; `large` where it waits for consent, `waiting` while it is computed */
 
 const MEANING = "Centred kernel alignment with a linear kernel (Kornblith et al., 2019): how alike the two maps tell the positions of this photo apart. " +
   "1: one is a rotation and scaling of the other. Channels need not correspond, nor be equally many. " +

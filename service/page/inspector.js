@@ -130,18 +130,30 @@ export class Inspector {
       if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
       if (place.n2 && !comparesModels(place)) pairs.push({ photo: first, name: place.n2 })
       const known = (/** @type {Model} */ other) => this.#offerOthers(model, place, other)
-      const [attention, other, ...answers] = await Promise.all([attentionNodes(model), otherOutput(model, place, first, (one) => this.runs(one), known, stop.signal),
+      const compared = otherOutput(model, place, first, (one) => this.runs(one), known, stop.signal)
+      compared.catch(() => {}) // where the first fails, nothing waits for it
+      const [attention, ...answers] = await Promise.all([attentionNodes(model),
         ...pairs.map(({ photo, name, edits }) => features(model, name, photo, stop.signal, sizeQuery(place), edits))])
-      if (stop.signal.aborted) return
-      this.#hasAttention = attention.names.length > 0
-      this.#other = other
-      this.#answers = other?.answer ? [...answers, other.answer] : answers
-      this.#answered = this.#requested
-      this.#times++
-      clearTimeout(late)
-      this.#describe(model, name, answers[0])
-      await this.#show()
-      this.#predict(stop.signal)
+      const arrive = async (/** @type {import("./comparison.js").Other | null} */ other) => {
+        if (stop.signal.aborted) return
+        this.#hasAttention = attention.names.length > 0
+        this.#other = other
+        this.#answers = other?.answer ? [...answers, other.answer] : answers
+        this.#answered = this.#requested
+        this.#times++
+        clearTimeout(late)
+        waiting.remove()
+        this.body.classList.remove("waiting")
+        this.#describe(model, name, answers[0])
+        await this.#show()
+        this.#predict(stop.signal)
+      }
+      // The first maps do not wait for those of another model, which may have to be downloaded.
+      const soon = await Promise.race([compared, new Promise((resolve) => setTimeout(resolve, PROGRESS_DELAY))])
+      if (soon !== undefined) return await arrive(soon)
+      const what = `Computing ${place.n2 ?? name} of ${place.m2 || model.name}${place.w2 ? ` ${place.w2}` : ""}`
+      const [other] = await Promise.all([compared, arrive({ model: null, waiting: this.#progress(what) })])
+      await arrive(other)
     } catch (error) {
       if (stop.signal.aborted) return
       this.#requested = ""
@@ -163,7 +175,7 @@ export class Inspector {
 
   /** Say what classifiers see in the photos, after their first maps are shown. @param {AbortSignal} signal */
   async #predict(signal) {
-    const several = severalModels(this.#answers)
+    const several = severalModels(this.#answers), times = this.#times
     /** @type {Map<string, {model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}>} */ const subjects = new Map()
     for (const { model, photo } of this.#answers) subjects.set(`${titleOf(model)} ${photo.name}`, { model, photo, edits: [] })
     const [{ model: first, photo }] = this.#answers
@@ -178,7 +190,7 @@ export class Inspector {
     // It says less than the maps do: where it cannot be had, they stay alone.
     const found = await Promise.all([...subjects.values()].map(({ model, photo, edits }) =>
       predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, title: several ? titleOf(model) : "", named: named(model) }))).catch(() => [])
-    if (!signal.aborted) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
+    if (!signal.aborted && times === this.#times) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
   /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
@@ -356,7 +368,8 @@ export class Inspector {
   }
 
   /** Why the other model has no output to compare with. @param {import("./comparison.js").Other} other */
-  #unanswered({ model, error, large }) {
+  #unanswered({ model, error, large, waiting }) {
+    if (waiting) return waiting
     const again = () => {
       this.#requested = ""
       this.refresh()
