@@ -50,6 +50,8 @@ export function comparisonChoice(model, place, own, go) {
 }
 
 let lists = 0
+/** Whether the meaning of the numbers is shown; kept while other maps are chosen. */
+let explained = false
 
 /** The choice of another model, and of its weights and node once it is known. @param {Model} model @param {Place} place @param {Model | null} other @param {Go} go */
 export function otherChoices(model, place, other, go) {
@@ -60,7 +62,10 @@ export function otherChoices(model, place, other, go) {
   const field = (label, value, placeholder, chosen) => {
     const names = h("datalist", { id: `choices-${++lists}` })
     const input = h("input", { type: "search", list: names.id, value, placeholder, "aria-label": label, autocomplete: "off", spellcheck: "false",
-      onchange: () => chosen(input.value.trim()) })
+      onchange: () => {
+        input.defaultValue = input.value // it is no longer being typed
+        chosen(input.value.trim())
+      } })
     return { input, names, offer: (/** @type {string[]} */ all) => names.replaceChildren(...all.map((name) => h("option", { value: name }))) }
   }
   const nodes = field("Node to compare with", place.n2 ?? "", other ? `at ${nodeAlike(model, place.n ?? "", other)}, or another node` : "", (n2) => go({ n2: n2 || null }))
@@ -69,9 +74,14 @@ export function otherChoices(model, place, other, go) {
   if (place.m2 === undefined) return at
   const models = field("Model to compare with", place.m2, "Name of a model", (m2) => go({ m2, w2: null, n2: null }))
   models.input.addEventListener("focus", async () => {
-    const whole = await listed("")
-    models.offer([...whole.models, ...(whole.timm ? (await listed("timm")).models : [])].map(({ name }) => name))
-  }, { once: true })
+    if (models.names.children.length) return
+    try {
+      const whole = await listed("")
+      models.offer([...whole.models, ...(whole.timm ? (await listed("timm")).models : [])].map(({ name }) => name))
+    } catch {
+      // A name can be typed without them; they are asked for again at the next focus.
+    }
+  })
   return [models.input, models.names, ...(other ? [select("Weights to compare with", weightOptions(other), other.weights, (w2) => go({ w2 }))] : []), ...at]
 }
 
@@ -154,5 +164,6 @@ export function acrossView(one, other, view, { y }, go) {
   }, () => {})
   const scales = h("button", { type: "button", "aria-pressed": String(y === "own"), onclick: () => go({ y: y === "own" ? null : "own" }, true) }, "Each its own scale")
   const choice = ["channels", "mean"].includes(view) ? scales : ""
-  return [h("div", { class: "row between" }, h("details", { class: "dim likeness" }, numbers, h("p", {}, MEANING)), choice)]
+  const details = h("details", { class: "dim likeness", open: explained, ontoggle: () => (explained = details.open) }, numbers, h("p", {}, MEANING))
+  return [h("div", { class: "row between" }, details, choice)]
 }

@@ -1,9 +1,9 @@
 // Keeps the keyboard's focus where a part of the page is replaced.
 
-const FOCUSABLE = "button, select, input, canvas[tabindex], pre[tabindex]"
+const FOCUSABLE = "button, select, input, summary, canvas[tabindex], pre[tabindex]"
 
-/** @param {Element} element a canvas has no identity but its order: its label changes with what it shows */
-const known = (element) => element.tagName + (element instanceof HTMLCanvasElement ? "" : element.getAttribute("aria-label") ?? element.textContent)
+/** @param {Element} element a canvas and a summary have no identity but their order: their text changes with what they show */
+const known = (element) => element.tagName + (element.matches("canvas, summary") ? "" : element.getAttribute("aria-label") ?? element.textContent)
 
 /**
  * Replace the contents of `part`, and move the focus to the element that corresponds to the focused one.

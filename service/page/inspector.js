@@ -77,9 +77,9 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.said, this.body, this.foot)
-    const picker = model.takesPhotos && node ? await photoPicker(model, place, this.go, this.take, this.remove, sizeChoices(model, place, this.go), this.further) : ""
+    const picker = model.takesPhotos && node ? await photoPicker(model, place, this.go, this.take, this.remove, sizeChoices(model, place, this.go), this.further) : () => ""
     if (this.#place !== place) return
-    keepFocus(this.picker, () => this.picker.replaceChildren(picker))
+    if (!this.#typing(place)) keepFocus(this.picker, () => this.picker.replaceChildren(picker()))
     this.#offerOthers(model, place)
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.m2 ?? "", place.w2 ?? "", place.z ?? "", place.f ?? "", place.e ?? ""].join("\n")
     const known = wanted === this.#requested
@@ -168,9 +168,14 @@ export class Inspector {
     }
   }
 
+  /** Whether text in a field of the comparison is not chosen yet: a field that is moved or replaced would choose or lose it. @param {Place} place */
+  #typing({ m2, w2 }) {
+    return Boolean(m2 !== undefined || w2) && [...this.further.querySelectorAll("input")].some((input) => input.value !== input.defaultValue)
+  }
+
   /** The choice of another model. @param {Model} model @param {Place} place @param {Model | null} [other] once it is known */
   #offerOthers(model, place, other = this.#other?.model ?? null) {
-    keepFocus(this.further, () => this.further.replaceChildren(...otherChoices(model, place, other, this.go)))
+    if (!this.#typing(place)) keepFocus(this.further, () => this.further.replaceChildren(...otherChoices(model, place, other, this.go)))
   }
 
   /** Say what classifiers see in the photos, after their first maps are shown. @param {AbortSignal} signal */

@@ -19,10 +19,12 @@ const SIDE = 44
  * @param {(photo: Photo) => void} remove
  * @param {HTMLElement | string} sizes the choices of the input's size
  * @param {HTMLElement} further choices of what is compared with
+ * @returns {Promise<() => HTMLElement>} which puts `further` there
  */
 export async function photoPicker(model, place, go, take, remove, sizes, further) {
   const own = await ownPhotos()
-  return h("div", { class: "picker" }, await photoChoices(place, go, take, remove),
+  const photos = await photoChoices(place, go, take, remove)
+  return () => h("div", { class: "picker" }, photos,
     h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparisonChoice(model, place, own, go)), further, sizes)
 }
 

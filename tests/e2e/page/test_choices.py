@@ -30,6 +30,29 @@ def test_every_word_of_a_search_is_looked_for_in_all_sources(open_server, visit)
 
 
 @pytest.mark.exhaustive
+def test_the_list_stays_where_timm_cannot_be_counted_and_a_search_asks_for_its_count_again(open_server, visit):
+    tab = visit(open_server.url)
+    held = []
+    tab.page.route("**/v1/models", lambda route: held.append(route))
+    page = tab.go()
+    page.get_by_role("link", name="resnet18").first.wait_for()
+    page.get_by_label("Search models").fill("patch16 vit")
+    page.locator(".count", has_text="counting timm's models…").wait_for()
+    for route in held:
+        route.abort()
+    page.locator(".count", has_text="0 models").and_(page.locator(":not(:has-text('counting'))")).wait_for()
+    page.unroute("**/v1/models")
+    assert page.locator(".failure").count() == 0
+    page.get_by_label("Search models").fill("patch16")
+    page.get_by_role("link", name="timm.vit_tiny_patch16_224").wait_for()
+    page.get_by_label("Source").select_option("timm")
+    page.get_by_role("link", name="timm.vit_tiny_patch16_224").click()
+    page.get_by_role("link", name="All models").click()
+    page.get_by_role("heading", name="Look inside a vision model").wait_for()
+    assert page.get_by_label("Source").input_value() == "timm"
+
+
+@pytest.mark.exhaustive
 def test_the_keyboard_goes_on_at_what_is_shown_next(open_server, visit):
     page = visit(open_server.url).go()
 

@@ -178,7 +178,14 @@ def test_what_cannot_be_compared_with_is_said_beside_the_maps(open_server, visit
     page.route("**/models/swin_t/features?*", lambda route: held.append(route))
     page.get_by_label("Model to compare with").fill("swin_t")
     page.get_by_label("Model to compare with").press("Enter")
-    page.get_by_text("Computing C4 of resnet18").wait_for()
+    page.get_by_text("Computing C4 of swin_t").wait_for()
+    page.locator('.stage[aria-label="Heat-map of C4 over chelsea.jpg"]').wait_for()  # which does not wait for it
+    page.get_by_label("Node to compare with").press_sequentially("C3")  # not chosen yet
+    page.get_by_role("button", name="Expand all").evaluate("button => button.click()")  # which moves no focus
+    until(page, "location.hash.includes('o=')")
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.activeElement.value") == "C3"
+    page.get_by_label("Node to compare with").fill("")
     page.get_by_role("button", name="Cancel").click()
     page.get_by_text("Cancelled.").wait_for()
     page.unroute("**/models/swin_t/features?*")
