@@ -527,6 +527,19 @@ async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, 
             assert ids(url) == {known.id, record.id}
 
 
+async def test_a_store_that_was_repaired_is_not_called_damaged(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_DAMAGE_SECONDS", 2 * PATIENCE)
+    Store(str(tmp_path)).open()
+    mark = tmp_path / "store.json"
+    whole = mark.read_text()
+    mark.write_text("{")
+    async with engine(extractors=str(tmp_path)) as one:
+        mark.write_text(whole)
+        await until(lambda: one.readiness() == (True, "ready"))
+
+
 async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url, max_stored_extractors=3) as one:
