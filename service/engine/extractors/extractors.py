@@ -110,10 +110,12 @@ class Extractors:
         stored = Stored(id=made.id, spec=spec, return_nodes=made.return_nodes, fingerprint=made.fingerprint)
         store, owner = self._sharing.store, record.id
         try:
-            if name is not None:
-                await self._sharing.read(store.check_name, name, record.id, self._gives_up)
             # What the store has needs no thread that writes, nor a store that can be written.
             there = not self._sharing.is_written(made.id) and await self._sharing.read(store.has, made.id)
+            if name is not None or not there:
+                await self._sharing.read(store.count)
+            if name is not None:
+                await self._sharing.read(store.check_name, name, record.id, self._gives_up)
             created = not there and await self._sharing.write(made.id, store.save, stored, keep)
             record.saved = True  # whatever comes of its name
             if created:

@@ -78,6 +78,15 @@ class Objects:
             for folder in ("parts", *folders):
                 Path(self._root, folder).mkdir(parents=True, exist_ok=True)
 
+    def prune_parts(self, seconds: float) -> None:
+        """Remove what writers that died on a local disk left more than ``seconds`` ago."""
+        if self._local:
+            before = time.time() - seconds
+            for part in Path(self._root, "parts").iterdir():
+                with suppress(FileNotFoundError):
+                    if part.stat().st_mtime < before:
+                        part.unlink()
+
     def names_in(self, folder: str) -> list[str]:
         """Return names of the objects in ``folder``; none if there is no such folder."""
         try:

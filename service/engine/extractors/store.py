@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,6 +38,7 @@ _FOLDERS = "specs", "names", "named", "marks"
 _PAGE = 50
 _ATTEMPTS = 40
 _DEAD_SECONDS = 60.0
+_PART_SECONDS = 24 * 3600.0
 _COUNT_SECONDS, _RECOUNT_SECONDS = 60.0, 2.0
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -77,6 +79,7 @@ class Store:
         self._limit = limit
         self._extractors = self._names = 0
         self._counted = -_COUNT_SECONDS
+        self._counting = threading.Lock()
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
     def open(self) -> None:
@@ -106,10 +109,11 @@ class Store:
             )
 
     def probe(self) -> None:
-        """Write something, and remove it."""
+        """Write something, and remove it, and what writers that died left a day ago."""
         self.check()  # else the folders would be made again where a store was taken away
         with self._objects.errors("written"):
             self._objects.make_folders(*_FOLDERS)
+            self._objects.prune_parts(_PART_SECONDS)
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
             self._objects.create(probe, {})
             self._objects.remove(probe)
@@ -140,6 +144,24 @@ class Store:
                 return str(entry["id"])
         self.check()  # else a store that is gone looks empty
         return None
+
+    def count(self) -> None:
+        """Count the extractors and names, if that is due: once a minute, and sooner where the store seems full.
+
+        What is saved and named is held against the last count. Listing thousands takes seconds: one thread counts.
+        """
+        with self._counting:
+            full = self._extractors >= self._limit or self._names >= NAMES_PER_EXTRACTOR * self._limit
+            before = self._counted
+            if time.monotonic() - before < (_RECOUNT_SECONDS if full else _COUNT_SECONDS):
+                return
+            self._counted = time.monotonic()
+        try:
+            with self._objects.errors("read"):
+                self._extractors, self._names = (len(self._objects.names_in(kind)) for kind in ("specs", "named"))
+        except StoreError:
+            self._counted = before
+            raise
 
     def save(self, stored: Stored, asked_for: bool = True) -> bool:
         """Create an extractor unless it exists; whether this created it. A damaged object is replaced.
@@ -176,8 +198,7 @@ class Store:
         """
         owner = self.find(name)
         if owner is None:
-            with self._objects.errors("read"):
-                self._require_room("names", NAMES_PER_EXTRACTOR * self._limit)
+            self._require_room("names", NAMES_PER_EXTRACTOR * self._limit)
         elif owner != id and not gives_up(owner, name):
             raise NameTaken(name, owner)
 
@@ -186,20 +207,30 @@ class Store:
         listed = f"named/{id}.{name}.json"
         with self._objects.errors("written"):
             self._names += self._objects.create(listed, {})
-            for _ in range(_ATTEMPTS):
-                if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
-                    if self.get(id) is None:  # deleted meanwhile, perhaps before its name was there to be removed
-                        self._free(name, id)
-                    return id
-                entry = self._entry(name)
-                if entry is None:
-                    continue
-                if entry["id"] == id:
-                    return id
-                if self.get(entry["id"]) is not None and not gives_up(entry["id"], name):
-                    self._objects.remove(listed)
-                    return str(entry["id"])
-                self._free(name, entry["id"])
+            try:
+                owner = self._take(name, id, gives_up)
+            except Exception:
+                with suppress(Exception):  # the name may have become its own all the same
+                    entry = self._entry(name)
+                    if entry is None or entry["id"] != id:
+                        self._objects.remove(listed)
+                raise
+            if owner != id:
+                self._objects.remove(listed)
+            return owner
+
+    def _take(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
+        for _ in range(_ATTEMPTS):
+            if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
+                if self.get(id) is None:  # deleted meanwhile, perhaps before its name was there to be removed
+                    self._free(name, id)
+                return id
+            entry = self._entry(name)
+            if entry is None:
+                continue
+            if entry["id"] == id or (self.get(entry["id"]) is not None and not gives_up(entry["id"], name)):
+                return str(entry["id"])
+            self._free(name, entry["id"])
         raise StoreError(f"the name {name} in {self.url} is being freed by another process")
 
     def delete(self, id: str) -> None:
@@ -265,15 +296,7 @@ class Store:
             return False
 
     def _require_room(self, kind: str, limit: int) -> None:
-        """Check that there are fewer extractors, or names, than ``limit``.
-
-        They are counted once a minute, and before the store is called full.
-        """
-        full = self._extractors >= self._limit or self._names >= NAMES_PER_EXTRACTOR * self._limit
-        if time.monotonic() - self._counted >= (_RECOUNT_SECONDS if full else _COUNT_SECONDS):
-            self._extractors = len(self._objects.names_in("specs"))
-            self._names = len(self._objects.names_in("named"))
-            self._counted = time.monotonic()
+        """Check that there are fewer extractors, or names, than ``limit``."""
         count = self._extractors if kind == "extractors" else self._names
         if count >= limit:
             raise StoreFull(kind, count, limit)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -180,6 +181,36 @@ def test_one_that_frees_a_name_late_leaves_its_next_owner(url: str, monkeypatch:
     assert one.find("r18") == IDS[1]
 
 
+def test_a_claim_that_fails_lists_no_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it had the name, or was given it all the same."""
+    store = opened(url)
+    put(store, IDS[0])
+    put(store, IDS[1])
+    create = Objects.create
+    files, root = _files(url)
+
+    def fails(objects: Objects, path: str, content: dict[str, Any]) -> bool:
+        if path == "names/late.json":
+            create(objects, path, content)
+        if path.startswith("names/"):
+            raise OSError("cut off")
+        return create(objects, path, content)
+
+    claim(store, "r18", IDS[0])
+    monkeypatch.setattr(Objects, "create", fails)
+    for name in ("new", "late", "r18"):
+        with pytest.raises(StoreError, match="cut off"):
+            claim(store, name, IDS[0])
+    monkeypatch.setattr(Objects, "create", create)
+    monkeypatch.setattr(Store, "_free", lambda *args: None)  # another process is at it
+    with pytest.raises(StoreError, match="is being freed"):
+        claim(store, "r18", IDS[1], failed=IDS[0])
+    assert {path.rpartition("/")[2] for path in files.find(f"{root}/named")} == {
+        f"{IDS[0]}.late.json",
+        f"{IDS[0]}.r18.json",
+    }
+
+
 def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     for store, id in zip(stores, IDS, strict=False):
@@ -293,6 +324,55 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         later.probe()
         assert later.save(extractor(IDS[1]))
         assert not list((disk.path / "store/parts").iterdir())
+
+
+def test_what_writers_that_died_left_goes_after_a_day(tmp_path: Path) -> None:
+    store = opened(str(tmp_path))
+    for name, age in (("old", 25 * 3600), ("new", 23 * 3600)):
+        (tmp_path / "parts" / name).write_text("{")
+        os.utime(tmp_path / "parts" / name, (time.time() - age,) * 2)
+    store.probe()
+    assert [part.name for part in (tmp_path / "parts").iterdir()] == ["new"]
+
+
+def test_one_thread_counts_and_no_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = opened(str(tmp_path), limit=2), opened(str(tmp_path))
+    put(other, IDS[0])
+    put(other, IDS[1])
+    names_in, begun, resume = Objects.names_in, threading.Event(), threading.Event()
+
+    def slow(objects: Objects, folder: str) -> list[str]:
+        assert not begun.is_set() or resume.is_set()
+        begun.set()
+        assert resume.wait(60)
+        return names_in(objects, folder)
+
+    monkeypatch.setattr(Objects, "names_in", slow)
+    with ThreadPoolExecutor(1) as pool:
+        counting = pool.submit(one.count)
+        assert begun.wait(60)
+        one.count()
+        assert one.save(extractor(IDS[2]))  # of what is known so far
+        one.check_name("r18", IDS[2], never)
+        resume.set()
+        counting.result()
+    with pytest.raises(StoreFull, match="3 extractors"):
+        one.save(extractor(IDS[3]))
+
+
+def test_a_count_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("cut off")
+
+    store = opened(str(tmp_path), limit=1)
+    put(opened(str(tmp_path)), IDS[0])
+    with monkeypatch.context() as broken:
+        broken.setattr(Objects, "names_in", fail)
+        with pytest.raises(StoreError, match="cut off"):
+            store.count()
+    store.count()
+    with pytest.raises(StoreFull, match="1 extractor"):
+        store.save(extractor(IDS[1]))
 
 
 @pytest.mark.parametrize("name", ["../specs/x", "..", "/etc/passwd", "a/b", "", "x" * 129, "caf\u00e9", "a\0b"])
