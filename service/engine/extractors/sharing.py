@@ -187,10 +187,10 @@ class Sharing:
             self._unavailable = away.extra["reason"]
             self._up.set(0)
             return
-        if self._unavailable is not None:
-            self._damaged = -math.inf, None  # it may have been what kept the store from being read
-            if self.was_read:
-                log.warning("the store of extractors %s is back", self.store.url)
+        if self._unavailable is not None and self.was_read:
+            log.warning("the store of extractors %s is back", self.store.url)
+        if self._unavailable is not None and self._unavailable == self._damaged[1]:
+            self._damaged = -math.inf, None  # its mark was, and is not any more
         self._unavailable, self.was_read = None, True
         self._up.set(1)
         if self._unwritable is not None:
