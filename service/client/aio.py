@@ -190,10 +190,19 @@ class AsyncExtractor(BaseExtractor):
         Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
         """
         one_by_one = not self.one_size or preprocess == "none"
+        chosen = None if tokens is None else list(tokens)
         parts = await asyncio.to_thread(
-            split_call, images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
+            split_call,
+            images,
+            self.rows(pool, project, chosen),
+            MAX_BODY_BYTES,
+            one_by_one,
+            boxes,
+            points,
+            masks,
+            edits,
         )
-        query = feature_query(pool, dtype, normalize, preprocess, tokens, roi_size=roi_size, project=project, seed=seed)
+        query = feature_query(pool, dtype, normalize, preprocess, chosen, roi_size=roi_size, project=project, seed=seed)
         return await self._call(parts, query, as_torch)
 
     async def attributions(

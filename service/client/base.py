@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,12 +89,17 @@ class BaseExtractor:
         shapes = [output["shape"] for output in self.outputs]  # unknown before the server has built it
         return bool(shapes) and not any(shape is None or None in shape[1:] for shape in shapes)
 
-    def rows(self, pool: str, project: int | None) -> int:
+    def rows(self, pool: str, project: int | None, tokens: Sequence[int] | None = None) -> int:
         """Number of images to send per request."""
-        bytes_per_image = sum(int(output["bytes_per_image"] or 0) for output in self.outputs)
+        bytes_per_image = 0.0
+        for output in self.outputs:
+            shape = output["shape"] or []
+            there = shape[-2] if len(shape) > 2 else None  # tokens, or queries of attention weights
+            kept = len(tokens) / there if tokens and there else 1.0
+            bytes_per_image += int(output["bytes_per_image"] or 0) * kept
         if pool != "none" or project is not None or not bytes_per_image:
             return MAX_ROWS
-        return max(1, min(MAX_ROWS, MAX_RESPONSE_BYTES // bytes_per_image))
+        return max(1, min(MAX_ROWS, int(MAX_RESPONSE_BYTES / bytes_per_image)))
 
 
 def feature_query(
@@ -102,7 +107,7 @@ def feature_query(
     dtype: Dtype | None,
     normalize: str | None,
     preprocess: str,
-    tokens: Iterable[int] | None,
+    tokens: Sequence[int] | None,
     **numbers: int | None,
 ) -> dict[str, str]:
     """Query parameters of a feature request, without those at their defaults."""

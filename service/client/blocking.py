@@ -248,8 +248,11 @@ class Extractor(BaseExtractor):
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        parts = split_call(images, self.rows(pool, project), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits)
-        query = feature_query(pool, dtype, normalize, preprocess, tokens, roi_size=roi_size, project=project, seed=seed)
+        chosen = None if tokens is None else list(tokens)
+        parts = split_call(
+            images, self.rows(pool, project, chosen), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
+        )
+        query = feature_query(pool, dtype, normalize, preprocess, chosen, roi_size=roi_size, project=project, seed=seed)
         return self._call(parts, query, as_torch)
 
     def attributions(

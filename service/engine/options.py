@@ -234,11 +234,20 @@ class FeatureOptions:
         over = (infinite & tensor.isfinite()).reshape(len(cast), -1).any(dim=1)
         return cast, over if over.any() else None
 
-    def ways_to_shrink(self, images: int, outputs: int) -> list[str]:
-        """Options and habits, not in use already, that would make the response smaller."""
+    def ways_to_shrink(self, images: int, outputs: int, choosable: bool = False) -> list[str]:
+        """Options and habits, not in use already, that would make the response smaller.
+
+        Args:
+            images, outputs: how many the response has.
+            choosable: whether each output has tokens, or queries, to choose.
+        """
         ways = []
         if not self.one_shape:
-            ways += ["pool=avg", "project=4096"]
+            ways += ["tokens=0"] if choosable and self.tokens is None else []
+            ways += ["pool=avg"] if self.tokens is None else []
+            ways += ["project=4096"]
+        if self.tokens is not None and len(self.tokens) > 1:
+            ways.append("fewer tokens")
         if self.pool == "roi":
             ways.append("roi_size=1")
         if self.pool in KINDS:

@@ -82,8 +82,8 @@ class InferRequest(BaseModel):
     """An inference request.
 
     Supported parameters: ``binary_data_output``; ``timeout`` in microseconds; ``pool``, ``project``, ``seed``,
-    ``dtype``, ``normalize`` and ``preprocess`` as in feature requests of ``/v1``; and ``weights`` if a model is named
-    instead of an extractor.
+    ``tokens``, ``dtype``, ``normalize`` and ``preprocess`` as in feature requests of ``/v1``; and ``weights`` if a
+    model is named instead of an extractor.
     """
 
     id: str | None = Field(default=None, max_length=4096, examples=["42"])

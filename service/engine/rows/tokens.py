@@ -10,6 +10,9 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
 
+LONG = 64
+"""Tokens of a request beyond which its options are kept in no cache, which counts all of them alike."""
+
 _OF_TOKENS = (TOKENS, "NWLC")
 
 

@@ -48,7 +48,12 @@ def _pooling(text: object) -> str:
 _Pooling = Annotated[str, BeforeValidator(_pooling), WithJsonSchema({"type": "string", "pattern": POOL_PATTERN})]
 
 
-def _tokens(text: object) -> tuple[int, ...]:
+def listed_tokens(text: object) -> tuple[int, ...]:
+    """Return the tokens of ``0,57``.
+
+    Raises:
+        PydanticCustomError: it is no such text.
+    """
     found = text.split(",") if isinstance(text, str) else []
     if not all(one.isascii() and one.isdigit() and len(one) < 8 for one in found) or not 0 < len(found) <= MAX_TOKENS:
         raise PydanticCustomError(
@@ -61,8 +66,8 @@ def _tokens(text: object) -> tuple[int, ...]:
 
 _Tokens = Annotated[
     tuple[int, ...],
-    BeforeValidator(_tokens),
-    WithJsonSchema({"type": "string", "pattern": "^[0-9]{1,7}(,[0-9]{1,7})*$"}),
+    BeforeValidator(listed_tokens),
+    WithJsonSchema({"type": "string", "pattern": f"^[0-9]{{1,7}}(,[0-9]{{1,7}}){{0,{MAX_TOKENS - 1}}}$"}),
 ]
 
 

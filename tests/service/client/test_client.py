@@ -432,3 +432,11 @@ def test_the_images_of_edits_are_those_of_each_request():
         split_call([b"image"] * 6, 4, MB, edits=[{"node": "layer3", "images": [6]}])
     with pytest.raises(ValueError, match="edits need image files"):
         split_call(np.zeros((2, 3, 8, 8), np.float32), 4, MB, edits=edits)
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(None, 1), ([0], 16), (range(100), 7)])
+def test_chosen_tokens_let_more_images_go_together(tokens, rows):
+    """Of attention weights of 90 MB an image, a hundred queries of a thousand are 9 MB."""
+    output = {"shape": [None, 23, 1000, 1000], "bytes_per_image": 90_000_000}
+    extractor = BaseExtractor({"id": "x", "fingerprint": "f", "outputs": [output]}, None)
+    assert extractor.rows("none", None, tokens) == rows

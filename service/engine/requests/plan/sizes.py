@@ -16,6 +16,7 @@ from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
+from service.engine.rows.tokens import LONG, has_tokens
 from service.engine.runtime.runtime import Runtime
 from service.problems import RequestTooLarge, ResponseTooLarge
 
@@ -118,7 +119,9 @@ def response_bytes(
     if total > limit and not options.sent:
         raise RequestTooLarge(total, limit)
     if total > limit:
-        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first)))
+        kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
+        choosable = all(has_tokens(*kind) for kind in kinds)
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first), choosable))
     return total
 
 
@@ -139,7 +142,8 @@ def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: Fea
 def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
     """key → shape and bytes of one row of the response; cached for recent shapes and options."""
     runtime = runtime.at(shape)
-    known = runtime.response_sizes.get((shape, options))
+    many = options.tokens is not None and len(options.tokens) > LONG  # too large a key
+    known = None if many else runtime.response_sizes.get((shape, options))
     if known is None:
         row = row_size(runtime, shape)
         outputs = {}
@@ -151,7 +155,8 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
                 dims, dtype = options.finished(dims, dtype, layout)
                 outputs[info.key] = dims, _bytes(dims, dtype)
         known = ResponseSize(outputs)
-        runtime.response_sizes.put((shape, options), known)
+        if not many:
+            runtime.response_sizes.put((shape, options), known)
     return known.outputs
 
 

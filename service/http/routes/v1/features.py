@@ -21,6 +21,7 @@ from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Reservation
+from service.engine.rows.tokens import LONG
 from service.http.access.callers import caller_of
 from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
@@ -339,9 +340,8 @@ _sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictiona
 def _options_of(query: FeatureQuery) -> FeatureOptions:
     roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
     seed = query.seed if query.project is not None else 0
-    return _options(
-        query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed, query.tokens
-    )
+    make = _options if query.tokens is None or len(query.tokens) <= LONG else _options.__wrapped__
+    return make(query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed, query.tokens)
 
 
 @functools.lru_cache(_CACHED_OPTIONS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from fastapi import Request, Response
+from pydantic_core import PydanticCustomError
 
 from fxcore.models.entry import ModelEntry
 from service import problems
@@ -27,6 +28,7 @@ from service.http.routing.declared import declares
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
 from service.http.state import State, state_of
 from service.schemas.specs import MAX_NAME_LENGTH
+from service.schemas.v1.features import listed_tokens
 from service.schemas.v2 import InferRequest, InferResponse
 
 _BODY = body(
@@ -183,8 +185,13 @@ def _requested_outputs(
 
 
 def _options(payload: v2.Request) -> FeatureOptions:
+    given = {name: payload.parameters[name] for name in NAMES if name in payload.parameters}
     try:
-        return FeatureOptions(**{name: payload.parameters[name] for name in NAMES if name in payload.parameters})
+        if "tokens" in payload.parameters:
+            given["tokens"] = listed_tokens(payload.parameters["tokens"])
+        return FeatureOptions(**given)
+    except PydanticCustomError as error:
+        raise problems.InvalidRequest(f"parameter 'tokens': {error.message()}") from error
     except ValueError as error:
         raise problems.InvalidRequest(f"parameter {error}") from error
 
@@ -209,7 +216,7 @@ def _check_query(request: Request) -> None:
             raise problems.InvalidRequest(detail)
 
 
-_PARAMETERS = frozenset({*NAMES, "weights", "timeout", "binary_data_output"})
+_PARAMETERS = frozenset({*NAMES, "tokens", "weights", "timeout", "binary_data_output"})
 
 
 def _encoding(request: Request) -> str:

@@ -1,6 +1,7 @@
 """tokens=…, against what forward hooks on timm's own model see; and what is refused."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from fxcore import get_model, load_model
 from fxcore.photos import photos
+from service.http.routes.v1.features import _options
 
 MODEL, BLOCK = "timm.test_vit", "blocks.0"
 WEIGHTS = f"{BLOCK}.attn.attention"
@@ -69,8 +71,45 @@ def test_a_row_is_answered_where_all_would_be_too_large(make_client):
     client = make_client(max_response_bytes=40_000)
     spec = {"model": MODEL, "weights": "random", "return_nodes": [WEIGHTS], "transforms": ["attention_maps"]}
     id = client.post("/v1/extractors?wait=60", json=spec).json()["id"]
-    assert asked(client, id).status_code == 413
+    whole = asked(client, id)
+    assert (whole.status_code, whole.json()["ways"][0]) == (413, "tokens=0")
+    many = asked(client, id, "?tokens=" + ",".join(map(str, range(60))))
+    assert (many.status_code, many.json()["ways"][:2]) == (413, ["project=4096", "fewer tokens"])
     assert len(asked(client, id, "?tokens=0", "application/x-safetensors").content) < 40_000
+
+
+def test_v2_takes_them_as_a_parameter(client, made):
+    pixels = {"name": "x", "datatype": "UINT8", "shape": list(PIXELS.shape), "data": PIXELS.ravel().tolist()}
+
+    def inferred(parameters, query=""):
+        sent = {"inputs": [pixels], "outputs": [{"name": "tokens"}], "parameters": parameters}
+        return client.post(f"/v2/models/{made}/infer{query}", json=sent)
+
+    response = inferred({"tokens": "57,0"})
+    assert response.status_code == 200, response.text
+    (found,) = response.json()["outputs"]
+    expected = arrays(asked(client, made, "?tokens=57,0"))["tokens"]
+    np.testing.assert_allclose(np.reshape(found["data"], found["shape"]), expected, rtol=1e-6)
+    for refused in (inferred({"tokens": "-1"}), inferred({"tokens": 3}), inferred({}, "?tokens=3")):
+        assert (refused.status_code, "tokens" in refused.json()["error"]) == (400, True), refused.text
+
+
+def test_long_lists_are_kept_in_no_cache(client, made):
+    runtime = client.run(client.app.state.fxserve.engine.extractors.look_up(made)).runtime
+    for count, more in ((64, True), (65, False)):
+        before = runtime.response_sizes.bytes, _options.cache_info().currsize
+        arrays(asked(client, made, "?tokens=" + ",".join(["5"] * count)))
+        after = runtime.response_sizes.bytes, _options.cache_info().currsize
+        assert [new > old for new, old in zip(after, before, strict=True)] == [more, more]
+
+
+def test_the_document_says_how_many_there_may_be(client):
+    document = client.get("/openapi.json").json()
+    parameters = document["paths"]["/v1/extractors/{extractor}/features"]["post"]["parameters"]
+    (tokens,) = (one["schema"] for one in parameters if one["name"] == "tokens")
+    pattern = (tokens.get("anyOf") or [tokens])[0]["pattern"]
+    assert re.search(pattern, ",".join(["7"] * 1024))
+    assert not re.search(pattern, ",".join(["7"] * 1025))
 
 
 @pytest.mark.parametrize(
