@@ -91,7 +91,7 @@ class Runtimes:
                 record.build = None
         if runtime is not None:
             record.state, record.failures = "ready", 0
-            if kept and not record.deleted:
+            if kept and self._records.get(record.id) is record:  # else no eviction would find it
                 record.runtime = runtime
             else:
                 runtime.retire()

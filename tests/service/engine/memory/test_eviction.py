@@ -229,6 +229,19 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
         assert (await running.features(record, tensors(1))).images == 1
 
 
+async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngine, jpegs: list[bytes]) -> None:
+    async with engine() as running:
+        record = await built(running)
+        held = running.runtimes.eviction.bytes()
+        running.runtimes.unload(record)
+        running.records.remove(record)
+        assert (await running.features(record, jpegs)).images == 3
+        assert record.runtime is None
+        other = await built(running)
+        assert other is not record
+        assert running.runtimes.eviction.bytes() == held
+
+
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), PATIENCE)
