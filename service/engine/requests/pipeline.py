@@ -154,7 +154,7 @@ class Pipeline:
         sized = await self._sizes(runtime, plan, options, regions)
         matrices = {}
         if options.project is not None:
-            lengths = projected_lengths(runtime, plan.shapes, options)
+            lengths = await in_pool(self._intake, projected_lengths, runtime, plan.shapes, options)
             matrices = await self._projections.get(lengths, options.project, options.seed)
         at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
         factors = await in_pool(self._intake, EditFactors, runtime, edits, plan.shapes) if edits else None
