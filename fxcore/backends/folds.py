@@ -124,14 +124,22 @@ def _shared_fold(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Mod
 def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
     if isinstance(first, nn.Sequential):
         sequence, pairs = fused_sequence(first)
-        return sequence.to(memory_format=torch.channels_last) if pairs else None
+        return _channels_last(sequence) if pairs else None
     if norm is None:
         return PackedConv2d(first) if can_be_packed(first) else None
     affine = affine_of_module(norm)
     if affine is None or not is_convolution(first) or affine.scale.numel() != first.out_channels:
         return None
-    fold = fused_module(first, affine).to(memory_format=torch.channels_last)
+    fold = _channels_last(fused_module(first, affine))
     return PackedConv2d(fold) if can_be_packed(fold) else fold
+
+
+def _channels_last(module: nn.Module) -> nn.Module:
+    """``module``, its 2D weights channels_last; ``to`` raises where it has 3D ones too."""
+    for parameter in module.parameters():
+        if parameter.ndim == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return module
 
 
 def _shared_parameter(tensor: Tensor) -> nn.Parameter | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
@@ -146,3 +147,11 @@ def test_int8_is_for_cpus_and_smaller_than_float32(extractor: Build, batch: torc
     with pytest.raises(LoweringFailed, match="calibrate"):
         BACKENDS["eager"].lower(made.module, (batch,), Options(precision="int8"))
     assert BACKENDS["eager"].unavailable(CPU, "bfloat16") is None
+
+
+def test_sequences_of_3d_convolutions() -> None:
+    """Only 2D weights have the format channels_last."""
+    graph = model_graph("s3d")
+    made = build_extractor(graph, load_model(get_model("s3d"), "random"), graph.resolve(["features.3"]))
+    x = torch.rand(1, 3, 14, 64, 64)
+    assert verify(made.module, BACKENDS["eager"].lower(made.module, (x,), Options()), x).relative < 1e-5
