@@ -8,6 +8,7 @@ import linecache
 import sys
 from collections.abc import Callable
 
+import torch
 from torch.fx import graph_module
 
 LIVE_ACTIVATIONS = 3
@@ -39,6 +40,8 @@ def give_back() -> None:
     ``M_MMAP_THRESHOLD``, up to 32 MiB), so that most weights end up in the heap, of which it only returns the end.
     """
     gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
     _forget_sources()
     trim = _of_libc("malloc_trim")
     if trim is not None:

@@ -80,7 +80,7 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
     """
     check_threads(_CHILD_THREADS)
     # One thread, since the parent may be serving requests.
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_MODULE_LOADING": "LAZY"} | dict(environment)
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment)
     variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(

@@ -39,5 +39,5 @@ def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
 
     On a CPU that is OpenVINO alone: inductor was not faster where both were measured, and compiles for minutes.
     """
-    likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"], BACKENDS["inductor"]]
+    likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"]]
     return [backend for backend in likely if backend.unavailable(device, precision) is None]

@@ -30,9 +30,7 @@ def compile_package(program: Any, path: Path, options: Mapping[str, Any]) -> Non
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
 
 
-def load_package(path: str, device: torch.device) -> Callable[..., Any]:
-    """Load a package to run it on ``device``."""
-    run: Callable[..., Any] = torch._inductor.aoti_load_package(
-        path, device_index=-1 if device.index is None else device.index
-    )
+def load_package(path: str) -> Callable[..., Any]:
+    """Load a package to run it."""
+    run: Callable[..., Any] = torch._inductor.aoti_load_package(path)
     return run

@@ -69,7 +69,7 @@ def compiled(
     Raises:
         LoweringFailed: the child failed, took too long, or was cancelled; or the artifact cannot be loaded.
     """
-    settings: dict[str, Any] = {"backend": backend, "threads": options.threads, "device": str(options.device), **job}
+    settings: dict[str, Any] = {"backend": backend, "threads": options.threads, **job}
     calibration = options.calibration if options.precision == "int8" else ()
     key = _key(module, settings, [*example, *(x for row in calibration for x in row)], packages)
     with lowering(backend), contextlib.ExitStack() as stack:

@@ -38,7 +38,6 @@ class Options:
     """Options of a lowering.
 
     Attributes:
-        device: the device that it will run on.
         precision: ``float32``, ``bfloat16``, ``float16``; or ``int8``, for which the module itself is float32.
         threads: CPU threads that one call may use.
         cache: folder for compiled artifacts; None: they are not cached.
@@ -47,7 +46,6 @@ class Options:
         cancelled: once set, a long lowering ends early with :class:`LoweringFailed`.
     """
 
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: str = "float32"
     threads: int = 1
     cache: Path | None = None

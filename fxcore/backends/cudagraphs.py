@@ -3,22 +3,29 @@
 Graphs are captured for some sizes up to ``LARGEST`` rows (:func:`captured_size`), each at its first use; other batches
 are padded to the next of them. Larger batches, and other image sizes than the example's, run eagerly.
 
-A capture fails if another thread synchronises the device or captures at the same time, and that thread's call fails
-too: one thread must call all graphs of a process.
+All graphs of a device compute in the same memory, as only one is replayed at a time and its outputs are copied. So one
+thread must call all graphs of a process, which captures need too.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.backend import Inputs, Options, lowering
+from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering
 from fxcore.backends.eager import EagerModule
+from fxcore.backends.folds import WeakCache
+from fxcore.errors import summarize
+from fxcore.tracing.fake_tensors import fake_failure
 
 LARGEST = 64
 
-Captured = tuple[torch.cuda.CUDAGraph, list[Tensor], dict[str, Tensor]]
-"""A graph, the tensors that it reads, and those that it writes."""
+_ALIGNED = 256
+"""Bytes; kernels that read vectors need 16, and the allocator gives multiples of 512."""
 
 
 class CudaGraphs:
@@ -33,57 +40,114 @@ class CudaGraphs:
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> GraphedModule:
         with lowering(self.name):
-            return GraphedModule(EagerModule(module), example)
+            eager = EagerModule(module)
+            failure = fake_failure(eager, example)
+            # A capture that fails leaves torch's allocator and random generator of the device unusable.
+            if failure is not None and failure.needs_values:
+                why = f"it reads values on the host: {summarize(failure.error)}"
+                raise LoweringFailed(f"a CUDA graph cannot be captured of this model, since {why}", backend=self.name)
+            return GraphedModule(eager, example)
+
+
+class Captured(NamedTuple):
+    """A graph, the tensors that it reads, those that it writes, and the memory that it computes in.
+
+    The last field is freed first: a pool cannot be used again once no graph is left in it.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: dict[str, Tensor]
+    scratch: Scratch
 
 
 class GraphedModule:
     """A :class:`~fxcore.backends.backend.Lowered` that replays captured passes."""
 
+    grown = 0
+
     def __init__(self, eager: EagerModule, example: Inputs) -> None:
         self._eager = eager
         self._row = [(tuple(x.shape[1:]), x.dtype) for x in example]
-        self._graphs: dict[int, Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
-        self._pool_bytes = 0
+        self._captured: dict[int, Captured] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         rows = inputs[0].shape[0]
         if rows > LARGEST or [(tuple(x.shape[1:]), x.dtype) for x in inputs] != self._row:
             return self._eager(*inputs)
         size = captured_size(rows)
-        if size not in self._graphs:
-            self._graphs[size] = self._capture(size, inputs[0].device)
-        graph, static, outputs = self._graphs[size]
+        if size not in self._captured:
+            self._captured[size] = self._capture(size, inputs[0].device)
+        graph, static, outputs, _ = self._captured[size]
         for place, value in zip(static, inputs, strict=True):
             place[:rows].copy_(value, non_blocking=True)
         graph.replay()
-        # The next replay overwrites the graph's outputs. Padding rows are dropped; an output may have k rows an image.
+        # Padding rows are dropped; an output may have k rows an image.
         return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages()
 
-    @property
-    def grown(self) -> int:
-        # A list: another thread may capture meanwhile.
-        inputs = sum(place.nbytes for _, static, _ in list(self._graphs.values()) for place in static)
-        return inputs + self._pool_bytes
-
     def _capture(self, size: int, device: torch.device) -> Captured:
-        static = [torch.zeros(size, *shape, dtype=dtype, device=device) for shape, dtype in self._row]
-        # Other threads may use the device meanwhile (uploads); only this thread's calls must be capturable.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        scratch = _scratches.get_or_make(device, lambda: Scratch(device))
+        assert scratch is not None
+        inputs = scratch.inputs.tensors([((size, *shape), dtype) for shape, dtype in self._row], device)
+        for x in inputs:
+            x.zero_()
+        scratch.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(scratch.stream):
             for _ in range(3):  # libraries choose kernels and allocate workspaces in the first passes
-                self._eager(*static)
-        torch.cuda.current_stream(device).wait_stream(stream)
+                values = self._eager(*inputs)
+        torch.cuda.current_stream(device).wait_stream(scratch.stream)
+        places = scratch.outputs.tensors([(tuple(value.shape), value.dtype) for value in values.values()], device)
+        outputs = dict(zip(values, places, strict=True))
+        del values
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._eager(*static)
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        self._pool_bytes = sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._pool)
-        return graph, static, outputs
+        try:
+            # Other threads may use the device meanwhile (uploads); only this thread's calls must be capturable.
+            with torch.cuda.graph(graph, scratch.pool, scratch.stream, capture_error_mode="thread_local"):
+                for key, value in self._eager(*inputs).items():
+                    outputs[key].copy_(value)
+        except BaseException:
+            scratch.pool = torch.cuda.graph_pool_handle()  # that one may have no graph
+            raise
+        return Captured(graph, inputs, outputs, scratch)
+
+
+class Memory:
+    """Memory that the graphs of a device share, of the size that the largest of them needs."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensors(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
+        """Return tensors of these shapes and dtypes, which overlap with all that were returned before.
+
+        Graphs that were captured before it grew go on in the smaller memory.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+        if self._bytes.nbytes < starts[-1]:
+            self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=device)
+        return [
+            self._bytes[start : start + size].view(dtype).view(shape)
+            for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)
+        ]
+
+
+class Scratch:
+    """What all graphs of a device compute in, for as long as there is one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.inputs = Memory()
+        self.outputs = Memory()
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_scratches: WeakCache[Scratch] = WeakCache()
 
 
 def captured_size(rows: int) -> int:

@@ -77,16 +77,10 @@ def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs], 
 
 
 def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder: Path) -> None:
-    device = torch.device(job["device"])
     torch.set_num_threads(job["threads"])  # is written into the generated code
-    options = {"freezing": True}
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = job["tf32"]
-        options |= {"max_autotune": True}
-    program = exported(module.to(device), tuple(x.to(device) for x in example))
+    program = exported(module, example)
     with torch.no_grad():
-        aoti.compile_package(program, folder / "model.pt2", options)
+        aoti.compile_package(program, folder / "model.pt2", {"freezing": True})
 
 
 if __name__ == "__main__":

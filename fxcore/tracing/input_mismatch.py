@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, fx, nn
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS
 from fxcore.tensors import dtype_name
+from fxcore.tracing.fake_tensors import fake_failure
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
@@ -54,24 +54,12 @@ def explain_mismatch(function: Callable[..., Any], inputs: tuple[Any, ...]) -> I
 
 def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
     """Run ``module`` on fake tensors to see whether it fails by shapes and dtypes alone; None if it does not."""
-    try:
-        from torch._subclasses import fake_tensor  # slow to import, and private
-    except ImportError:
-        return None
     locator = _Locator(module) if isinstance(module, fx.GraphModule) else None
-    logger = logging.getLogger(fake_tensor.__name__)
-    quiet, logger.disabled = logger.disabled, True  # it logs what it raises
-    try:
-        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs]
-            (module if locator is None else locator.run)(*fakes)
+    failure = fake_failure(module if locator is None else locator.run, inputs)
+    if failure is None or failure.unknown:
         return None
-    except _RAISED as failure:
-        # An operator that needs values, or has no shape function.
-        if isinstance(failure, NotImplementedError) or type(failure).__module__ == fake_tensor.__name__:
-            return None
-    finally:
-        logger.disabled = quiet
+    if not isinstance(failure.error, _RAISED):
+        raise failure.error
     given = [_shown(value) for value in inputs]
     node = public_name(locator.node) if locator is not None else None
     expected = None if locator is None else _takes(locator.called)

@@ -42,10 +42,10 @@ class Server:
         self.log = home / f"server-{self.port}.log"
         self.http = httpx.Client(base_url=self.url, timeout=300)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FXSERVE_")}
-        environment |= {"FXSERVE_LOWERING": "false"}
+        environment |= {"FXSERVE_LOWERING": "false", "FXSERVE_DEVICE": "cpu"}
         environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
         # Whether or not this machine has a network, the servers have none.
-        environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9", "FXSERVE_DEVICE": "cpu"}
+        environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9"}
         self._environment = environment
         self.begin()
 

@@ -20,7 +20,7 @@ from tests.e2e.conftest import Server, servers, until
 
 LOSES = 1001.0
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the device that the model seems to lose is here")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 MODEL = f"""
 import torch
@@ -29,6 +29,9 @@ from torch import Tensor, nn
 @torch.fx.wrap
 def lose(x: Tensor) -> Tensor:
     if not x.is_meta and {LOSES} in x[:, 0, 0, 0].tolist():
+        if x.is_cuda:
+            x.new_zeros(1)[x.new_full((1,), 10**9, dtype=torch.long)]  # a kernel that fails: the device is lost
+            torch.cuda.synchronize()
         # CUDA answers every later call with this too; here torch.cuda.synchronize fails as it does then.
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     return x
@@ -90,23 +93,27 @@ def features(server: Server, mark: float) -> httpx.Response:
     )
 
 
-def test_a_lost_device_ends_the_process(start: Callable[..., Server], models: Path) -> None:
-    server = start(models_dir=models, max_batch=1)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_lost_device_ends_the_process(device: str, start: Callable[..., Server], models: Path) -> None:
+    server = start(models_dir=models, max_batch=1, device=device)
     assert features(server, 1).status_code == 200
     with ThreadPoolExecutor(9) as pool:
         lost = pool.submit(features, server, LOSES)
         others = [pool.submit(features, server, float(i)) for i in range(8)]
     answer = lost.result()
     assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
-    assert "illegal memory access" in answer.json()["detail"]
+    assert ("illegal memory access" if device == "cpu" else "device-side assert") in answer.json()["detail"]
     assert {response.result().status_code for response in others} <= {200, 503}
     assert server.process.wait(60) == DEVICE_LOST
     assert "the process ends with status" in server.log.read_text()
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_lost_its_device_is_replaced(start_workers: Callable[..., Workers], models: Path) -> None:
-    server = start_workers(models_dir=models)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def test_a_process_that_lost_its_device_is_replaced(
+    device: str, start_workers: Callable[..., Workers], models: Path
+) -> None:
+    server = start_workers(models_dir=models, device=device)
     until(lambda: server.total_ready() == 2)
     first = server.processes()
     assert features(server, LOSES).status_code == 503

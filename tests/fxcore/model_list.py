@@ -172,6 +172,7 @@ def filled(name: str, *, shrink: bool = False) -> nn.Module:
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None:
             module.running_mean = torch.empty(module.num_features).uniform_(-0.1, 0.1, generator=generator)
             module.running_var = torch.empty(module.num_features).uniform_(0.5, 2, generator=generator)
+            module.num_batches_tracked = torch.zeros((), dtype=torch.long)
             if module.weight is not None:
                 # Near one, so that the signal is still there after a hundred layers.
                 module.weight.data.uniform_(0.8, 1.2, generator=generator)

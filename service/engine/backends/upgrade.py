@@ -321,4 +321,4 @@ class Upgrade:
     def _options(self) -> Options:
         settings = self._tools.settings
         precision = self._runtime.description.spec.precision
-        return Options(self._tools.device, precision, settings.compute_threads, settings.cache_dir)
+        return Options(precision, settings.compute_threads, settings.cache_dir)

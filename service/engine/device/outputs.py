@@ -74,7 +74,7 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 def finish(
     outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a batch's outputs with ``options`` applied, by key, on the CPU; and their overflows, as in
+    """Return a batch's outputs with ``options`` applied, by key, on the device; and their overflows, as in
     :class:`Finished`.
 
     Args:
@@ -89,9 +89,9 @@ def finish(
         if options.wants(key):
             chosen = values if rows is None else values[rows]
             made, over = options.finish(chosen, layout, prefix, *_regions_of(items, key), matrices)
-            finished[key] = _on_cpu(made)
+            finished[key] = made
             if over is not None:
-                overflows[key] = over.cpu()
+                overflows[key] = over
     return finished, overflows
 
 
@@ -107,11 +107,3 @@ def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapG
         return (), None
     placed = [regions.placed[row][key] for item in items if (regions := item.job.regions) for row in item.rows]
     return placed, first.grids[items[0].rows.start][key]
-
-
-def _on_cpu(values: Tensor) -> Tensor:
-    """``values.cpu()``, which is skipped on the CPU because it releases the GIL even then.
-
-    Values are made contiguous on their device, which is many times faster there than on the CPU.
-    """
-    return values.contiguous().cpu() if values.device.type != "cpu" else values

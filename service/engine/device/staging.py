@@ -19,6 +19,11 @@ from service.engine.threads import alone
 LARGEST = 64 * 1024**2
 """Maximum bytes that are kept for each input of a model; larger batches are allocated."""
 
+_OUTPUTS = -1
+"""The place of outputs in the memory, beside those of inputs."""
+
+_ALIGNED = 64
+
 _COPIED_WITH_GIL = 1024**2
 """Maximum bytes that are copied while holding the GIL, which is quicker than getting it back."""
 
@@ -51,6 +56,27 @@ class Staging:
             self._ready(place, self._joined(place, tensors), decoder, dtype)
             for place, tensors in enumerate(zip(*parts, strict=True))
         )
+
+    def on_host(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``values`` on the CPU, contiguous where they were on another device; valid until the next call.
+
+        Copies into pinned memory are four times as fast as into other memory (an H100, 12 MB).
+        """
+        if self._device.type == "cpu":
+            return list(values)
+        starts = [0]
+        for value in values:
+            starts.append(starts[-1] + -(-value.nbytes // _ALIGNED) * _ALIGNED)
+        if starts[-1] > LARGEST:
+            return [value.contiguous().cpu() for value in values]
+        memory, _ = self._taken(_OUTPUTS, torch.uint8, torch.Size((starts[-1],)))
+        copies = []
+        for start, value in zip(starts, values, strict=False):
+            copy = memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
+            # Made contiguous on the device, which is many times faster there than on the CPU.
+            copies.append(copy.copy_(value.contiguous(), non_blocking=True))
+        torch.cuda.current_stream(self._device).synchronize()
+        return copies
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` lies in the reused memory, so that the next batch overwrites it."""

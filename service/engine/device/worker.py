@@ -24,7 +24,6 @@ from service.engine.device.outputs import Finished, OutputRows, by_options, deli
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.errors import is_out_of_memory, is_shortage, shortage
-from service.engine.options import FeatureOptions
 from service.engine.rows.shapes import by_image, row_layout
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import compute_on
@@ -167,8 +166,10 @@ class DeviceWorker:
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
-            # The traceback holds every tensor of the failed forward pass.
-            log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=True)
+            # The traceback holds every tensor of the failed forward pass, in what keeps log records too: where memory
+            # is short, it must not.
+            wanted = not is_out_of_memory(raised)
+            log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
             error = raised.with_traceback(None)
         if error is None:
             # Outside the try: once a row is delivered, its batch must not be computed again.
@@ -224,19 +225,31 @@ class DeviceWorker:
             return []
         with torch.inference_mode():
             values = self._forward(runtime, run, items)
-            finished = [self._finished(values, *group) for group in by_options(items)]
+            groups = by_options(items)
+            made = [finish(values, options, group, rows) for options, group, rows in groups]
             del values
+            finished = self._on_host([group for _, group, _ in groups], made)
         spent = time.monotonic() - started
         for job in {item.job for item in items}:
             job.computed += spent
         return finished
 
-    def _finished(
-        self, values: Sequence[OutputRows], options: FeatureOptions, items: list[Item], rows: list[int] | None
-    ) -> Finished:
-        outputs, overflows = finish(values, options, items, rows)
-        borrowed = frozenset(key for key, one in outputs.items() if self._staging.owns(one))
-        return Finished(items, outputs, borrowed, overflows)
+    def _on_host(
+        self, groups: Sequence[list[Item]], made: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]
+    ) -> list[Finished]:
+        """Return what :func:`finish` made of each group, on the CPU."""
+        copies = iter(
+            self._staging.on_host(
+                [one for outputs, overflows in made for one in (*outputs.values(), *overflows.values())]
+            )
+        )
+        finished = []
+        for items, (outputs, overflows) in zip(groups, made, strict=True):
+            outputs = {key: next(copies) for key in outputs}
+            overflows = {key: next(copies) for key in overflows}
+            borrowed = frozenset(key for key, one in outputs.items() if self._staging.owns(one))
+            finished.append(Finished(items, outputs, borrowed, overflows))
+        return finished
 
     def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
         """Return the outputs of ``run`` for a batch."""

@@ -51,7 +51,7 @@ def test_cuda_graphs(extractor: Build, batch: torch.Tensor) -> None:
 
     module = copy.deepcopy(extractor("resnet18", "layer1", "layer4").module).cuda()
     x = batch.cuda()
-    lowered = BACKENDS["cudagraphs"].lower(module, (x[:2],), Options(device=torch.device("cuda")))
+    lowered = BACKENDS["cudagraphs"].lower(module, (x[:2],), Options())
     for inputs in (x[:1], x[:3], x, x[:1, :, :160, :160]):
         assert verify(module, lowered, inputs).relative < 1e-4
 

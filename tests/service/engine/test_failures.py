@@ -126,7 +126,10 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
-async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Exception) -> None:
+async def test_out_of_memory_halves_the_batch(
+    engine: MakeEngine, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what keeps log records keeps none of the batch's tensors, which a traceback holds."""
     async with engine() as running:
         record = await built(running)
         expected = (await running.features(record, tensors(*range(6)))).outputs
@@ -140,6 +143,7 @@ async def test_out_of_memory_halves_the_batch(engine: MakeEngine, error: Excepti
         watched.fault = fault
         response = (await running.features(record, tensors(*range(6)))).outputs
         assert watched.sizes == [6, 3, 1, 2, 3, 1, 2]
+        assert not any(record.exc_info for record in caplog.records)
         for key in expected:
             assert_close(response[key], expected[key], rtol=1e-5, atol=1e-5)
         fits = 0

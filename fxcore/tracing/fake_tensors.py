@@ -1,0 +1,57 @@
+"""Runs on tensors that have shapes, dtypes and devices, and no values.
+
+torch's are private, and slow to import. The only file that uses them: where they are missing, nothing is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_MODULE = "torch._subclasses.fake_tensor"
+_NEED_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+class Failure(NamedTuple):
+    """What a function raised on fake tensors.
+
+    Attributes:
+        error: the exception.
+        needs_values: whether it read a value, or the shape of a result depends on one.
+        unknown: whether that says nothing of real tensors: an operator needs values or has no shape function.
+    """
+
+    error: Exception
+    needs_values: bool
+    unknown: bool
+
+
+def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Failure | None:
+    """Return what ``function(*inputs)`` raises where tensors have no values; None if nothing."""
+    try:
+        from torch._subclasses import fake_tensor
+    except ImportError:
+        return None
+    try:
+        with _quiet(), fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            function(*[mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs])
+        return None
+    except Exception as error:
+        kind = type(error)
+        needs_values = kind.__module__ == _MODULE and kind.__name__ in _NEED_VALUES
+        return Failure(error, needs_values, isinstance(error, NotImplementedError) or kind.__module__ == _MODULE)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """It logs what it raises."""
+    logger = logging.getLogger(_MODULE)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

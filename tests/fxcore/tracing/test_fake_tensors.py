@@ -1,0 +1,34 @@
+"""What a function needs of its inputs beside shapes, dtypes and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxcore.tracing.fake_tensors import fake_failure
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [lambda x: x * x.amax().item(), lambda x: x[x > 0], lambda x: x if x.sum() > 0 else -x, lambda x: x.tolist()],
+)
+def test_values_that_are_read(reads: Callable[[Tensor], object]) -> None:
+    failure = fake_failure(reads, (torch.rand(2, 3),))
+    assert failure is not None
+    assert failure.needs_values
+    assert failure.unknown
+
+
+def test_shapes_that_do_not_match() -> None:
+    failure = fake_failure(torch.matmul, (torch.rand(2, 3), torch.rand(2, 3)))
+    assert failure is not None
+    assert not failure.needs_values
+    assert not failure.unknown
+
+
+def test_nothing() -> None:
+    weight = torch.rand(3, 4)  # a real one
+    assert fake_failure(lambda x: x.relu() @ weight, (torch.rand(2, 3),)) is None
