@@ -105,7 +105,7 @@ def main() -> None:
     settings = Settings()
     every = settings.compute_threads
     on_cuda = runtime.description.device != "cpu"
-    sizes = (1,) if options.latency else (1, 4, 8, 16, 32, *((128,) if on_cuda else ()))
+    sizes = (1,) if options.latency else (8, 32, 128) if on_cuda else (1, 4, 8, 16, 32)
 
     def measure(setup: tuple[int, int, int]) -> float:
         """Measure images/s."""
@@ -114,6 +114,8 @@ def main() -> None:
         return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
     splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
+    if on_cuda:
+        splits = [(decoders, 1) for decoders in (1, 4, 8, 16) if decoders <= every]
     setups = [(size, *split) for split in splits for size in sizes]
     best = max(setups, key=measure)
     how = "batch {}, {} decoding, {} computing".format(*best)

@@ -125,6 +125,10 @@ class Ceiling:
         return rate
 
 
+def _path() -> str:
+    return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @contextlib.contextmanager
 def ceiling(
     spec: Mapping[str, object], seconds: float, settle: float, pooled: bool = False, latency: bool = False
@@ -134,7 +138,7 @@ def ceiling(
     command += ["--seconds", str(seconds), "--settle", str(settle)]
     command += [*(["--pooled"] if pooled else []), *(["--latency"] if latency else [])]
     # As the service sets for itself before torch is loaded.
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "PYTHONPATH": _path(), "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
