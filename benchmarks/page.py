@@ -6,7 +6,8 @@
 - ``start``: from opening the page of a server that has just become ready to the first picture.
 - ``tree``: the longest that the page is blocked while the expanded tree of a large model is walked and searched.
 - ``attention``: from choosing the attention of DINOv2-S at 518 x 518, beside the maps of its last block, to its
-  picture; first, and then for other photos.
+  picture; first, and then for other photos, each once all that the page asked for before has come and the server
+  compiles nothing.
 - ``pca``: the principal components of a map of 256 x 200 x 304.
 
 It needs Playwright (``pip install 'fxserve[test]'``).
@@ -20,12 +21,13 @@ import shutil
 import statistics
 from collections.abc import Callable
 
-from playwright.sync_api import Browser, Page, sync_playwright
-from servers import fxserve
+from playwright.sync_api import Browser, Page, Request, sync_playwright
+from servers import Server, fxserve
 
 WAIT = 300_000  # milliseconds
 LARGE = ("mvit_v2_s", "densenet201", "timm.vit_large_patch16_224")
 DINO = "m=timm.vit_small_patch14_dinov2&n=blocks.11&w=random"
+PHOTOS = ("chelsea", "rocket", "coffee", "astronaut")
 # Tasks of the main thread of 50 ms and more, which is what browsers report.
 WATCH = """() => {
   window.blocked = []
@@ -103,15 +105,34 @@ def attention(browser: Browser, rounds: int) -> None:
     """The attention of DINOv2-S for another photo than the one before."""
     with fxserve() as server:
         page = tab(browser, server.port)
+        under_way = requests(page)
         page.goto("/")
         taken = []
-        for photo in ("chelsea", "rocket", "coffee", "astronaut"):
-            page.evaluate(SHOW, [f"{DINO}&p={photo}", ".grid .tile canvas"])
-            page.wait_for_load_state("networkidle")
-            taken.append(page.evaluate(SHOW, [f"{DINO}&p={photo}&v=attention", f'.stage[aria-label*="{photo}"]']))
+        for photo in PHOTOS:
+            with page.expect_request_finished(lambda request: "features" in request.url):
+                page.evaluate(SHOW, [f"{DINO}&p={photo}", ".grid .tile canvas"])
+            rest(page, server, under_way)
+            taken.append(page.evaluate(SHOW, [f"{DINO}&p={photo}&v=attention", ".grid.heads canvas"]))
         page.close()
     report("attention of DINOv2-S, first", taken[:1])
     report("attention of DINOv2-S, warm", taken[1:])
+
+
+def requests(page: Page) -> set[Request]:
+    """Return the requests that are under way, now and later."""
+    under_way: set[Request] = set()
+    page.on("request", lambda request: under_way.add(request))
+    page.on("requestfinished", lambda request: under_way.discard(request))
+    page.on("requestfailed", lambda request: under_way.discard(request))
+    return under_way
+
+
+def rest(page: Page, server: Server, under_way: set[Request]) -> None:
+    """Wait until a second has passed in which the page waited for nothing and the server compiled nothing."""
+    quiet = 0
+    while quiet < 10:
+        page.wait_for_timeout(100)
+        quiet = 0 if under_way or server.process.children() else quiet + 1
 
 
 def pca(browser: Browser, rounds: int) -> None:
