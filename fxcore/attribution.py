@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
-from fxcore.graph.tokens import TokenGrid
+from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.pooling import as_maps
 
 Back = Callable[..., Mapping[str, Tensor]]

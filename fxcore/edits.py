@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from fxcore.errors import FxError
 from fxcore.graph.cut import Part, identifier
 from fxcore.graph.row_axes import UNKNOWN, row_axes
-from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tracing.names import PATH
 
 

@@ -16,15 +16,15 @@ from torch import Tensor, fx, nn
 
 from fxcore.edits import BadEdit, Edit, EditedNode, PlannedFactors, edited_node, insert_edits
 from fxcore.errors import BadArgument
-from fxcore.graph.attention_grid import AttentionGrid, attention_grid
 from fxcore.graph.attention_weights import is_attention_of_tokens
 from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
-from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
-from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
+from fxcore.graph.tokens.attention_grid import AttentionGrid, attention_grid
+from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens.token_grid import TokenGrid, prefix_tokens, token_grid
 from fxcore.passes.base import APPLIED
 from fxcore.passes.functionalize import functionalize
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype

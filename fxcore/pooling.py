@@ -19,8 +19,8 @@ from torchvision.ops import roi_align
 from fxcore.errors import BadTensor
 from fxcore.graph.head_pooling import DISTILLED
 from fxcore.graph.layout import TOKENS
-from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
-from fxcore.graph.tokens import TokenGrid
+from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens.token_grid import TokenGrid
 
 Method = Literal["avg", "max", "gem", "cls"]
 METHODS: tuple[Method, ...] = get_args(Method)

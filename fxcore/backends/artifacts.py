@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore import process
+from fxcore.backends import process
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering, tensors_of
 
 

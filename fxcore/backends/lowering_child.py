@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcore import process
-from fxcore.backends import aoti
+from fxcore.backends import aoti, process
 from fxcore.backends.backend import Inputs
 from fxcore.backends.ir import converted
 

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
+from fxcore.backends.process import check_threads
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
-from fxcore.process import check_threads
 
 _MAX_KNOWN_SHAPES = 64
 

@@ -75,7 +75,8 @@ def export(
 ) -> bytes:
     """Export ``extractor`` to the bytes of one file. It does not change, and other threads may run it meanwhile.
 
-    All formats but ``fx`` are written in a child process (:mod:`fxcore.process`), which takes seconds to start.
+    All formats but ``fx`` are written in a child process (:mod:`fxcore.backends.process`), which takes seconds to
+    start.
 
     Args:
         extractor: an extractor, or a graph module of tensors, such as

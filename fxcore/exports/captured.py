@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore import process
+from fxcore.backends import process
 from fxcore.exports.description import description_json
 from fxcore.exports.subject import CannotExport, Subject
 

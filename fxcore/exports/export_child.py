@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxcore import process
+from fxcore.backends import process
 from fxcore.exports import captured
 from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.analysis.verify import flat
+from fxcore.backends.process import holds_int8
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graph.annotate import observe
 from fxcore.passes.base import applied, fork
 from fxcore.photos import check_rows, photos
-from fxcore.process import holds_int8
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.interpreter import Inputs, positional, require_graph
 from fxcore.tracing.names import public_name

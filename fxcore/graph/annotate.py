@@ -15,8 +15,8 @@ from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph import layout
-from fxcore.graph.patches import patches_of
-from fxcore.graph.prefix_tokens import ADDS_PREFIX, adds_prefix
+from fxcore.graph.tokens.patches import patches_of
+from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.nesting import map_tensors
 from fxcore.tracing.interpreter import Interpreter, on_device
 
@@ -95,8 +95,8 @@ def annotate(
     - ``value``: the value for one image: a meta tensor, a quantized tensor on ``device``, or whatever the node returns;
     - ``rows``: how many rows of the first dimension belong to one image; 0 where that dimension does not grow with the
       batch; absent for values that are not tensors;
-    - ``patches``: see :mod:`fxcore.graph.patches`;
-    - ``adds_prefix``: see :func:`fxcore.graph.prefix_tokens.adds_prefix`;
+    - ``patches``: see :mod:`fxcore.graph.tokens.patches`;
+    - ``adds_prefix``: see :func:`fxcore.graph.tokens.prefix_tokens.adds_prefix`;
     - ``axes``: see :mod:`fxcore.graph.layout`;
     - ``carries``: whether the value holds any tensor;
     - ``many``: see :data:`MANY`;

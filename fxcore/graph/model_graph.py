@@ -23,7 +23,7 @@ from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_
 from fxcore.graph.head_pooling import attention_pools
 from fxcore.graph.levels import Level, find_levels
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
-from fxcore.graph.prefix_tokens import DECLARED
+from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
 from fxcore.models.entry import RANDOM, ModelEntry

@@ -6,7 +6,7 @@ import math
 
 from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
-from fxcore.graph.tokens import token_grid
+from fxcore.graph.tokens.token_grid import token_grid
 
 
 def multiple_of(graph: ModelGraph) -> int:

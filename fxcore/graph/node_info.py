@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import channels_of, stride_of
-from fxcore.graph.tokens import TokenGrid, token_grid
+from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.graph.head_pooling import declared_pooling
-from fxcore.graph.prefix_tokens import PrefixTokens, declared_prefix
+from fxcore.graph.tokens.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.tracing.frozen import made_constants

@@ -29,8 +29,9 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import functional as F
 
 from fxcore.errors import BadTensor
-from fxcore.images import deep_png, gif, resizing
+from fxcore.images import resizing
 from fxcore.images.files import damaged, open_image, open_within_limit, plain_jpeg_header
+from fxcore.images.formats import deep_png, gif
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 from fxcore.images.resizing import Pixels

@@ -13,12 +13,12 @@ import PIL.TiffImagePlugin
 from PIL import features
 
 from fxcore.errors import BadArgument, BadImage, ImageTooLarge
-from fxcore.images import avif
-from fxcore.images.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
-from fxcore.images.containers import stripped
-from fxcore.images.kinds import described
-from fxcore.images.opening import opened, over_limit, recognized
-from fxcore.images.orientation import orientation
+from fxcore.images.formats import avif
+from fxcore.images.formats.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
+from fxcore.images.formats.containers import stripped
+from fxcore.images.formats.kinds import described
+from fxcore.images.formats.opening import opened, over_limit, recognized
+from fxcore.images.formats.orientation import orientation
 from fxcore.quiet import quiet
 
 _HAS_AVIF = "avif" in features.modules and features.check("avif")
@@ -113,7 +113,7 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
 
     Raises:
         BadImage: not an image in one of :data:`FORMATS`, a JPEG with over :data:`MAX_SCANS` scans, or a file over the
-            limits of :mod:`fxcore.images.containers`.
+            limits of :mod:`fxcore.images.formats.containers`.
         ImageTooLarge: it has more than ``max_pixels``.
     """
     plain = plain_jpeg_header(data, max_pixels)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxcore.errors import BadMask
-from fxcore.images.opening import opened
+from fxcore.images.formats.opening import opened
 
 _ONE_CHANNEL = ("1", "L", "P", "I", "I;16")
 """Pillow's modes of PNG files that have one value a pixel."""

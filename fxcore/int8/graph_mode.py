@@ -1,8 +1,8 @@
 """Quantization by torch.ao's FX graph mode. No other module imports torch.ao.
 
-Only :mod:`fxcore.int8.quantize` imports it, where :mod:`fxcore.torch_ao` says that torch.ao is available. Graph mode
-works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on ResNets ("Input partition has more than one
-output node"), and without a compiler is slower than float32.
+Only :mod:`fxcore.int8.quantize` imports it, where :mod:`fxcore.models.torch_ao` says that torch.ao is available. Graph
+mode works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on ResNets ("Input partition has more than
+one output node"), and without a compiler is slower than float32.
 """
 
 from __future__ import annotations

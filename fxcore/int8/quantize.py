@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fxcore import torch_ao
 from fxcore.errors import FxError, summarize
 from fxcore.int8.report import LayerError, layer_errors
+from fxcore.models import torch_ao
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.keep_float import KEPT
 from fxcore.tracing.input_mismatch import explain_mismatch

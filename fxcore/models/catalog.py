@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from fxcore import torch_ao
 from fxcore.errors import BadArgument, FxError, UnknownModel, Unsupported
+from fxcore.models import torch_ao
 from fxcore.models.entry import ModelEntry
 from fxcore.models.packaged_models import PackagedEntry, packaged_models
 from fxcore.models.timm_models import PREFIX, TimmEntry, imported, timm_model, timm_models

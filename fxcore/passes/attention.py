@@ -113,7 +113,8 @@ def attention_maps(module: fx.GraphModule) -> int:
     ============================  ============================================================
 
     ``L`` includes the tokens before the patches (class token, registers): see
-    :func:`fxcore.graph.tokens.token_grid`. The last dimension sums to one. The outputs of the graph stay the same.
+    :func:`fxcore.graph.tokens.token_grid.token_grid`. The last dimension sums to one. The outputs of the graph stay
+    the same.
 
     >>> import torch
     >>> from fxcore import trace

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore.graph.layout import TOKENS
-from fxcore.graph.tokens import TokenGrid
+from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.pooling import as_maps

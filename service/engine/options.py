@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxcore.errors import BadBox, BadMask, BadPoint, BadTensor, FxError
 from fxcore.graph.head_pooling import DISTILLED
-from fxcore.graph.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.pooling import (
     MapGrid,
     channel_dim,

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fxcore.process import check_threads
+from fxcore.backends.process import check_threads
 from service.engine.errors import as_exception
 from service.settings import Settings
 

@@ -6,7 +6,7 @@ from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
 from fxcore.graph.head_pooling import DISTILLED
-from fxcore.graph.prefix_tokens import PrefixTokens
+from fxcore.graph.tokens.prefix_tokens import PrefixTokens
 from fxcore.pooling import METHODS, MapGrid, channel_dim, pool, pool_masks, pool_points, pool_regions, pooled_shape
 
 SHAPES = {

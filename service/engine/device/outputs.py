@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxcore.graph.prefix_tokens import PrefixTokens
+from fxcore.graph.tokens.prefix_tokens import PrefixTokens
 from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions

@@ -15,7 +15,7 @@ from fxcore import ModelEntry, ModelGraph, get_model, load_model, model_graph
 from fxcore.errors import BadTensor
 from fxcore.extractor import build_extractor, whole_module
 from fxcore.graph.multiples import multiple_of
-from fxcore.graph.tokens import token_grid
+from fxcore.graph.tokens.token_grid import token_grid
 from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.weights import sized_model
 

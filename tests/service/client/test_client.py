@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxcore import open_image
-from fxcore.images import deep_png
+from fxcore.images.formats import deep_png
 from service.client import exceptions, flows
 from service.client.base import BaseExtractor
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep

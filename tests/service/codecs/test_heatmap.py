@@ -8,7 +8,7 @@ import PIL.Image
 import pytest
 import torch
 
-from fxcore.graph.tokens import TokenGrid
+from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.models.catalog import get_model
 from service.codecs import heatmap
 from service.problems import NoHeatMap

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.images.decoding import decode
-from fxcore.images.deep_png import is_deep
 from fxcore.images.files import Header, has_plain_header, image_header
+from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
 from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from fastapi import Request, Response
 from torch import Tensor
 
-from fxcore.graph.tokens import TokenGrid
+from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.images.files import image_header
 from fxcore.images.preprocessing import Preprocessing
 from service import problems

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torchvision.models.swin_transformer import shifted_window_attention
 
-from fxcore.graph.tokens import token_grid
+from fxcore.graph.tokens.token_grid import token_grid
 from fxcore.passes.attention import ATTENTION, window_attention
 
 

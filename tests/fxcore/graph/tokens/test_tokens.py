@@ -7,8 +7,8 @@ from torch import nn
 
 from fxcore import UserModel, build_extractor, load_model, model_graph
 from fxcore.errors import BadTensor
-from fxcore.graph.prefix_tokens import PrefixTokens
-from fxcore.graph.tokens import TokenGrid, prefix_tokens, token_grid
+from fxcore.graph.tokens.prefix_tokens import PrefixTokens
+from fxcore.graph.tokens.token_grid import TokenGrid, prefix_tokens, token_grid
 from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
 from tests.fxcore.model_list import SWEPT

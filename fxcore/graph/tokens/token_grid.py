@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from fxcore.graph.patches import MAX_PREFIX, is_class_token
-from fxcore.graph.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens.patches import MAX_PREFIX, is_class_token
+from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, PrefixTokens
 from fxcore.passes.attention import ATTENTION
 from fxcore.tracing.names import MODULE, PATH
 

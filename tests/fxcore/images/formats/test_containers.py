@@ -18,8 +18,8 @@ import pytest
 
 from fxcore import open_image
 from fxcore.errors import BadImage
-from fxcore.images.containers import MAX_PIECES, MAX_SEGMENTS, stripped
 from fxcore.images.files import image_size
+from fxcore.images.formats.containers import MAX_PIECES, MAX_SEGMENTS, stripped
 from tests import hostile_images
 from tests.hostile_images import photo, png, saved
 

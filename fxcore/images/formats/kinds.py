@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 
-from fxcore.images.containers import tiff_values
+from fxcore.images.formats.containers import tiff_values
 
 _CONVERT = "convert it to JPEG, PNG or WebP"
 _TENSOR = "send its pixels as a tensor (application/x-npy), or save it with 8 or 16 bits per sample"

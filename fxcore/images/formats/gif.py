@@ -11,7 +11,7 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-from fxcore.images.opening import opened
+from fxcore.images.formats.opening import opened
 from fxcore.quiet import quiet
 
 SIGNATURES = (b"GIF87a", b"GIF89a")
@@ -28,7 +28,7 @@ def decode(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
     """Decode the first frame to ``[H, W, 3]``. Colours past the end of their table are black.
 
     Args:
-        data: a file whose metadata has been stripped (:func:`fxcore.images.containers.stripped`).
+        data: a file whose metadata has been stripped (:func:`fxcore.images.formats.containers.stripped`).
         size: height and width of the canvas, at least those of the frame with its place.
 
     Raises:

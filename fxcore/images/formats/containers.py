@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
-from fxcore.images.orientation import orientation
+from fxcore.images.formats.orientation import orientation
 
 MAX_PIECES = 16_384
 """Maximum chunks of a PNG or WebP, and blocks before a GIF's first image: enough for 64 MiB in chunks of 4 KiB."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fxcore.images.opening import opened
+from fxcore.images.formats.opening import opened
 from fxcore.quiet import quiet
 
 _SIGNATURE = b"\x89PNG"

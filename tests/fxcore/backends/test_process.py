@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import os, subprocess, time
-from fxcore import process
+from fxcore.backends import process
 
 def work(folder):
     compiler = subprocess.Popen(["sleep", "1000"])  # as inductor runs a C++ compiler
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 PARENT = """
 from pathlib import Path
-from fxcore import process
+from fxcore.backends import process
 
 process.run("program", Path("making"), {})
 """

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 from fxcore import model_graph
-from fxcore.graph.attention_grid import attention_grid
+from fxcore.graph.tokens.attention_grid import attention_grid
 
 
 @pytest.mark.parametrize(

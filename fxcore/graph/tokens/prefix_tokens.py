@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
-from fxcore.graph.patches import is_class_token
+from fxcore.graph.tokens.patches import is_class_token
 
 DECLARED = "declared_prefix"
 """Key in a node's ``meta`` of the :class:`PrefixTokens` that its model declares, or None."""
