@@ -43,17 +43,14 @@ class CudaGraphs:
             eager = EagerModule(module)
             failure = fake_failure(eager, example)
             # A capture that fails leaves torch's allocator and random generator of the device unusable.
-            if failure is not None and failure.needs_values:
-                why = f"it reads values on the host: {summarize(failure.error)}"
-                raise LoweringFailed(f"a CUDA graph cannot be captured of this model, since {why}", backend=self.name)
+            if failure is not None:
+                why = f"it reads values on the host, or has operations that torch does not know: {summarize(failure)}"
+                raise LoweringFailed(f"a CUDA graph cannot be captured of this model: {why}", backend=self.name)
             return GraphedModule(eager, example)
 
 
 class Captured(NamedTuple):
-    """A graph, the tensors that it reads, those that it writes, and the memory that it computes in.
-
-    The last field is freed first: a pool cannot be used again once no graph is left in it.
-    """
+    """A graph, the tensors that it reads, those that it writes, and the memory that it computes in."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -79,11 +76,13 @@ class GraphedModule:
         if size not in self._captured:
             self._captured[size] = self._capture(size, inputs[0].device)
         graph, static, outputs, _ = self._captured[size]
-        for place, value in zip(static, inputs, strict=True):
-            place[:rows].copy_(value, non_blocking=True)
-        graph.replay()
-        # Padding rows are dropped; an output may have k rows an image.
-        return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
+        with torch.inference_mode():
+            for place, value in zip(static, inputs, strict=True):
+                place[:rows].copy_(value, non_blocking=True)
+                place[rows:].zero_()  # else what another extractor's inputs are as this dtype
+            graph.replay()
+            # Padding rows are dropped; an output may have k rows an image.
+            return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages()
@@ -103,19 +102,20 @@ class GraphedModule:
         outputs = dict(zip(values, places, strict=True))
         del values
         graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(device)
         try:
             # Other threads may use the device meanwhile (uploads); only this thread's calls must be capturable.
             with torch.cuda.graph(graph, scratch.pool, scratch.stream, capture_error_mode="thread_local"):
                 for key, value in self._eager(*inputs).items():
                     outputs[key].copy_(value)
         except BaseException:
-            scratch.pool = torch.cuda.graph_pool_handle()  # that one may have no graph
+            torch.cuda.set_stream(current)  # which torch leaves at the capture's
             raise
         return Captured(graph, inputs, outputs, scratch)
 
 
 class Memory:
-    """Memory that the graphs of a device share, of the size that the largest of them needs."""
+    """Memory that the graphs of a device share, of the size that the largest so far needs."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -145,6 +145,10 @@ class Scratch:
         self.outputs = Memory()
         self.pool: Any = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Never replayed: a pool cannot be used again once no graph is left in it.
+        self._first = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._first, self.pool, self.stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)
 
 
 _scratches: WeakCache[Scratch] = WeakCache()

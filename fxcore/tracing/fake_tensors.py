@@ -8,29 +8,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 _MODULE = "torch._subclasses.fake_tensor"
-_NEED_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
-class Failure(NamedTuple):
-    """What a function raised on fake tensors.
-
-    Attributes:
-        error: the exception.
-        needs_values: whether it read a value, or the shape of a result depends on one.
-        unknown: whether that says nothing of real tensors: an operator needs values or has no shape function.
-    """
-
-    error: Exception
-    needs_values: bool
-    unknown: bool
-
-
-def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Failure | None:
+def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Exception | None:
     """Return what ``function(*inputs)`` raises where tensors have no values; None if nothing."""
     try:
         from torch._subclasses import fake_tensor
@@ -41,9 +26,13 @@ def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Failure
             function(*[mode.from_tensor(value) if isinstance(value, Tensor) else value for value in inputs])
         return None
     except Exception as error:
-        kind = type(error)
-        needs_values = kind.__module__ == _MODULE and kind.__name__ in _NEED_VALUES
-        return Failure(error, needs_values, isinstance(error, NotImplementedError) or kind.__module__ == _MODULE)
+        return error
+
+
+def needs_values(failure: Exception) -> bool:
+    """Return whether what :func:`fake_failure` found says nothing of real tensors: an operator needs values, or has no
+    shape function."""
+    return isinstance(failure, NotImplementedError) or type(failure).__module__ == _MODULE
 
 
 @contextlib.contextmanager

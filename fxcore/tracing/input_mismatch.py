@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS
 from fxcore.tensors import dtype_name
-from fxcore.tracing.fake_tensors import fake_failure
+from fxcore.tracing.fake_tensors import fake_failure, needs_values
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
@@ -56,10 +56,10 @@ def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> B
     """Run ``module`` on fake tensors to see whether it fails by shapes and dtypes alone; None if it does not."""
     locator = _Locator(module) if isinstance(module, fx.GraphModule) else None
     failure = fake_failure(module if locator is None else locator.run, inputs)
-    if failure is None or failure.unknown:
+    if failure is None or needs_values(failure):
         return None
-    if not isinstance(failure.error, _RAISED):
-        raise failure.error
+    if not isinstance(failure, _RAISED):
+        raise failure
     given = [_shown(value) for value in inputs]
     node = public_name(locator.node) if locator is not None else None
     expected = None if locator is None else _takes(locator.called)

@@ -51,6 +51,29 @@ def test_answers_stay_when_others_run(model: torch.nn.Module) -> None:
             assert (value - expected[key]).abs().max() < 1e-4 * expected[key].abs().max()
 
 
+def test_padding_holds_nothing_of_others(model: torch.nn.Module) -> None:
+    """Where the rows are indices: those of another extractor's memory would be out of range, and lose the device."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output({"y": graph.call_module("table", (graph.call_method("long", (x,)),))})
+    table = torch.fx.GraphModule({"table": torch.nn.Embedding(4, 8).to(CUDA)}, graph)
+    given = torch.randint(4, (8, 3), device=CUDA).float()
+    looked_up = BACKENDS["cudagraphs"].lower(table, (given[:2],), Options())
+    _, other = lowered(model, "layer1")
+    for _ in range(2):
+        other(1e9 * torch.rand(8, 3, 224, 224, device=CUDA))
+        assert torch.equal(looked_up(given[:5])["y"], table(given[:5])["y"])
+
+
+def test_used_again_after_the_last_was_dropped(model: torch.nn.Module) -> None:
+    for _ in range(3):
+        module, run = lowered(model, "layer2")
+        x = torch.rand(2, 3, 224, 224, device=CUDA)
+        assert verify(module, run, x).relative < 1e-4
+        del module, run
+        give_back()
+
+
 def test_captured_beside_loading(model: torch.nn.Module) -> None:
     """Other threads load models, free them, and read values meanwhile."""
     ended = threading.Event()
