@@ -138,6 +138,7 @@ def test_what_cannot_be_attributed_is_said(client: Client, query: str, slug: str
     assert said in response.json()["detail"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="int8 is on CPUs only")
 def test_int8_is_refused(client: Client) -> None:
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C3"], "precision": "int8"}
     id = client.post("/v1/extractors?wait=0", json=spec).json()["id"]
