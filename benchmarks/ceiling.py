@@ -113,9 +113,10 @@ def main() -> None:
         ceiling = Ceiling(runtime, photos.jpegs(), options.pooled, decoders, threads)
         return 1000 / ceiling.latency(options.seconds) if options.latency else ceiling.rate(size, options.seconds)
 
-    splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
     if on_cuda:
         splits = [(decoders, 1) for decoders in (1, 4, 8, 16) if decoders <= every]
+    else:
+        splits = sorted({(1, 1), (1, every), (settings.decode_threads, every)})
     setups = [(size, *split) for split in splits for size in sizes]
     best = max(setups, key=measure)
     how = "batch {}, {} decoding, {} computing".format(*best)

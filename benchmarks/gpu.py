@@ -32,7 +32,7 @@ from fxcore.backends import BACKENDS, Options
 from fxcore.models.weights import load_model
 
 NODES = {"resnet50": ["layer3", "layer4"], "vit_b_16": ["encoder.layers.encoder_layer_5", "encoder.ln"]}
-INPUT = {"resnet50": "x", "vit_b_16": "x"}
+INPUT = "x"
 PRECISIONS = {"float32": torch.float32, "TF32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WAYS = ("eager", "cudagraphs")
 BATCHES = (1, 4, 16, 32, 64, 256)
@@ -99,7 +99,7 @@ def over_http(model: str, precision: str, processes: Sequence[int], seconds: flo
         with servers.fxserve(max_inflight=512, max_inflight_bytes=16 * 1024**3, workers=workers) as server:
             spec = {"model": model, "weights": "random", "precision": precision, "backend": "auto"}
             path, backend = extractor(server, {**spec, "return_nodes": NODES[model]}, 30)
-            empty, _ = extractor(server, {**spec, "return_nodes": [INPUT[model]], "backend": "eager"}, 0)
+            empty, _ = extractor(server, {**spec, "return_nodes": [INPUT], "backend": "eager"}, 0)
             _warm(server.port, path, workers)
             for connections in SINGLE:
                 found = load.run(server.port, _requests(server.port, path, 1), connections, seconds, 1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -65,3 +67,13 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     # By NumPy: each call into torch releases the GIL and has to acquire it again.
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
+
+
+def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
+    """Return where blocks of ``sizes`` bytes begin, one after another, each at a multiple of ``alignment``; and the
+    bytes of all.
+
+    >>> offsets([100, 0, 64], 64)
+    [0, 128, 128, 192]
+    """
+    return list(accumulate((-(-size // alignment) * alignment for size in sizes), initial=0))

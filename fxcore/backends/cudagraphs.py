@@ -20,6 +20,7 @@ from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering
 from fxcore.backends.eager import EagerModule
 from fxcore.backends.folds import WeakCache
 from fxcore.errors import summarize
+from fxcore.tensors import offsets
 from fxcore.tracing.fake_tensors import fake_failure
 
 LARGEST = 64
@@ -126,9 +127,7 @@ class Memory:
         Graphs that were captured before it grew go on in the smaller memory.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGNED) * _ALIGNED)
+        starts = offsets(sizes, _ALIGNED)
         if self._bytes.nbytes < starts[-1]:
             self._bytes = torch.empty(starts[-1], dtype=torch.uint8, device=device)
         return [

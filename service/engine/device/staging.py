@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxcore.images.decoding import Decoder
-from fxcore.tensors import raw_bytes
+from fxcore.tensors import offsets, raw_bytes
 from service.engine.threads import alone
 
 LARGEST = 64 * 1024**2
@@ -64,9 +64,7 @@ class Staging:
         """
         if self._device.type == "cpu":
             return list(values)
-        starts = [0]
-        for value in values:
-            starts.append(starts[-1] + -(-value.nbytes // _ALIGNED) * _ALIGNED)
+        starts = offsets((value.nbytes for value in values), _ALIGNED)
         if starts[-1] > LARGEST:
             return [value.contiguous().cpu() for value in values]
         memory, _ = self._taken(_OUTPUTS, torch.uint8, torch.Size((starts[-1],)))

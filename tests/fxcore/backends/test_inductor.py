@@ -1,4 +1,4 @@
-"""Inductor: the same values, and a clear word where there is no compiler. CUDA graphs: where there is CUDA."""
+"""Inductor: the same values, and a clear word where there is no compiler. CUDA graphs: what needs no GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options, faster_than_eager
-from fxcore.backends.cudagraphs import captured_size
+from fxcore.backends.cudagraphs import Memory, captured_size
 from tests.fxcore.backends.conftest import Build
 
 CPU = torch.device("cpu")
@@ -45,15 +45,23 @@ def test_what_is_tried_on_cpu() -> None:
     assert "CUDA device" in str(BACKENDS["cudagraphs"].unavailable(CPU, "float32"))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_graphs(extractor: Build, batch: torch.Tensor) -> None:
-    import copy
+def test_not_on_a_gpu() -> None:
+    assert "for CPUs" in str(BACKENDS["inductor"].unavailable(torch.device("cuda"), "float32"))
 
-    module = copy.deepcopy(extractor("resnet18", "layer1", "layer4").module).cuda()
-    x = batch.cuda()
-    lowered = BACKENDS["cudagraphs"].lower(module, (x[:2],), Options())
-    for inputs in (x[:1], x[:3], x, x[:1, :, :160, :160]):
-        assert verify(module, lowered, inputs).relative < 1e-4
+
+def test_memory_that_graphs_share() -> None:
+    """Each asks for tensors of its own shapes; what is captured stays where it is when the memory grows."""
+    memory = Memory()
+    small, bits = memory.tensors([((2, 3), torch.float32), ((5,), torch.bool)], CPU)
+    small.fill_(1.5)
+    bits.fill_(True)
+    (again,) = memory.tensors([((2, 3), torch.float32)], CPU)
+    assert again.data_ptr() == small.data_ptr()
+    assert torch.equal(small, torch.full((2, 3), 1.5))
+    (large,) = memory.tensors([((1000,), torch.float64)], CPU)
+    large.zero_()
+    assert torch.equal(small, torch.full((2, 3), 1.5))
+    assert memory.tensors([((2, 3), torch.float32)], CPU)[0].data_ptr() == large.data_ptr()
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16)])
