@@ -1,16 +1,20 @@
-"""A real S3 server."""
+"""A real S3 server, and a store on it or in a folder."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
+
+from service.engine.extractors import extractors, sharing
+from tests.service.engine.running import PATIENCE
 
 
 class AtomicPuts:
@@ -47,3 +51,22 @@ def bucket() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy disk may take seconds for what takes none."""
+    monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", PATIENCE)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was read is relied on, as two seconds later."""
+    monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.exhaustive)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    return str(tmp_path / "store")

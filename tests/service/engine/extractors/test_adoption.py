@@ -1,0 +1,204 @@
+"""Extractors and names that another process made, of an engine over the same store."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxcore.errors import UnknownWeights
+from service.engine.extractors import extractors, resolving, sharing, store
+from service.engine.extractors.store import Store
+from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
+from tests.service.engine.extractors.shared_store import Held, ids
+from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
+
+
+async def test_a_name_that_moves_while_another_process_looks_it_up(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds later it names the extractor that the store says, though the one that had it exists again."""
+    url = str(tmp_path / "store")
+    resolve = resolving.resolve
+    begun, resume = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        if not begun.is_set():
+            begun.set()
+            assert resume.wait(PATIENCE)
+        return resolve(*args)
+
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        first, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        monkeypatch.setattr(resolving, "resolve", slow)
+        looking = asyncio.create_task(other.extractors.look_up("x"))
+        await until(begun.is_set)
+        await one.extractors.delete(first.id)
+        again, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        second, _ = await one.extractor(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
+        resume.set()
+        await looking
+        assert again.id == first.id
+        monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
+        assert (await other.extractors.look_up("x")).id == second.id
+
+
+async def test_an_adoption_goes_on_when_its_request_leaves(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        held = Held(monkeypatch, resolving, "resolve")
+        looking = asyncio.create_task(other.extractors.look_up(record.id))
+        await until(held.begun.is_set)
+        looking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await looking
+        held.resume.set()
+        await until(lambda: other.records.get(record.id) is not None)
+
+
+async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        assert other._sharing is not None
+        find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
+
+        async def noted(*args: Any) -> str | None:
+            found.append(await find(*args))
+            return found[-1]
+
+        def fail(*args: object) -> None:
+            resolved.append(args)
+            assert resume.wait(PATIENCE)
+            raise UnknownWeights("these weights are on another machine")
+
+        monkeypatch.setattr(other._sharing, "find", noted)
+        monkeypatch.setattr(resolving, "resolve", fail)
+        looking = [asyncio.create_task(other.extractors.look_up(record.id)) for _ in range(8)]
+        await until(lambda: len(found) == len(looking))
+        resume.set()
+        said = await asyncio.gather(*looking, return_exceptions=True)
+        assert [type(each) for each in said] == [NotReady] * 8
+        assert len(resolved) == 1
+
+
+async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a request for its nodes made it known first."""
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        read = Held(monkeypatch, Store, "get", call=1)  # the first call finds that there is one
+        named = Held(monkeypatch, Store, "find", lambda store, key: key == "x")
+        looking = asyncio.create_task(other.extractors.look_up(record.id))
+        await until(read.begun.is_set)
+        await built(other)
+        read.resume.set()
+        await until(named.begun.is_set)
+        await other.extractors.delete(record.id)
+        named.resume.set()
+        with pytest.raises(UnknownExtractor):
+            await looking
+        assert other.records.list() == []
+        assert (await other.extractor(spec()))[1]
+
+
+async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        slow = Held(monkeypatch, Store, "save")
+        with monkeypatch.context() as hasty:
+            hasty.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
+            record = await built(one)
+        slow.resume.set()
+        await until(lambda: ids(url) == {record.id})
+        await other.extractor(spec(name="x"), PATIENCE, keep=True)
+        await until(lambda: one.readiness()[1] == "ready")
+        assert await one.extractors.look_up("x") is record
+        await other.extractors.delete("x")
+        with pytest.raises(UnknownExtractor):
+            await one.extractors.look_up(record.id)
+
+
+async def test_a_name_that_cannot_be_given_leaves_an_extractor_saved(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+) -> None:
+    def fail(*args: object) -> None:
+        raise store.StoreError("no")
+
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
+        folder.rename(aside)
+        record = await built(one)
+        aside.rename(folder)
+        await until(lambda: one.readiness()[1] == "ready")
+        with monkeypatch.context() as broken:
+            broken.setattr(Store, "claim", fail)
+            with pytest.raises(NotReady):
+                await one.extractor(spec(name="x"), keep=True)
+        await other.extractors.delete(record.id)
+        with pytest.raises(UnknownExtractor):
+            await one.extractors.look_up(record.id)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_an_id_given_as_a_name_lets_a_reader_make_nothing(
+    engine: MakeEngine, tmp_path: Path, shared: bool
+) -> None:
+    async with engine() as elsewhere:
+        id = (await elsewhere.extractor(spec()))[0].id
+    async with engine(**{"extractors": str(tmp_path / "store")} if shared else {}) as one:
+        await one.extractor(spec(nodes=["features.3"], name=id), PATIENCE, keep=True)
+        with pytest.raises(Forbidden):
+            await one.extractor(spec(), build=False)
+        assert len(one.records.list()) == 1
+
+
+async def test_of_several_that_want_one_name_the_others_are_built_without_it(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, together = Store.find, threading.Barrier(3)
+
+    def at_once(store: Store, key: str) -> str | None:
+        found = find(store, key)
+        if key == "x":
+            together.wait(PATIENCE)
+        return found
+
+    url = str(tmp_path / "store")
+    monkeypatch.setattr(Store, "find", at_once)
+    async with engine(extractors=url) as one, engine(extractors=url) as two, engine(extractors=url) as three:
+        engines = (one, two, three)
+        wanted = [spec(nodes=[f"features.{number}"], name="x") for number in (2, 3, 4)]
+        given = await asyncio.gather(
+            *(each.extractor(kind, keep=True) for each, kind in zip(engines, wanted, strict=True)),
+            return_exceptions=True,
+        )
+        assert [type(each) for each in given].count(NameTaken) == 2
+        records = [record for each in engines for record in each.records.list()]
+        await until(lambda: [record.state for record in records] == ["ready"] * 3)
+        assert [record.name for record in records].count("x") == 1
+
+
+async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "NAMES_PER_EXTRACTOR", 0)
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one:
+        with pytest.raises(StoreFull, match="names"):
+            await one.extractor(spec(name="x"), keep=True)
+        assert ids(url) == set()

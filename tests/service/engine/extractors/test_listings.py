@@ -1,0 +1,65 @@
+"""Lists of what a store has, beside other reads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.engine.extractors.store import Store, Stored
+from tests.service.engine.running import PATIENCE, MakeEngine, spec, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
+
+
+async def test_listings_take_turns_and_keep_no_read_waiting(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path))
+    store.open()
+    ids = [f"{number:012x}" for number in range(120)]
+    for id in ids:
+        store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
+    pages, gate, begun = Store.pages, threading.Event(), []
+
+    def held(store: Store) -> Any:
+        begun.append(store)
+        assert gate.wait(PATIENCE)
+        yield from pages(store)
+
+    monkeypatch.setattr(Store, "pages", held)
+    async with engine(extractors=str(tmp_path)) as running:
+        listings = [asyncio.create_task(running.extractors.elsewhere()) for _ in range(8)]
+        await until(lambda: begun)
+        assert running._sharing is not None
+        assert await asyncio.gather(*map(running._sharing.find, ids[:8])) == ids[:8]
+        assert len(begun) == 1
+        gate.set()
+        for listed in await asyncio.gather(*listings):
+            assert [stored.id for stored, _ in listed] == ids
+
+
+async def test_listings_that_hang_keep_nothing_else_waiting(
+    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), []
+
+    def hang(store: Store) -> Any:
+        begun.append(store)
+        assert gate.wait(2 * PATIENCE)
+        yield []
+
+    async with engine(extractors=str(tmp_path / "store")) as one:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        monkeypatch.setattr(Store, "pages", hang)
+        leaving = [asyncio.create_task(one.extractors.elsewhere()) for _ in range(8)]
+        for listing in leaving:
+            await until(lambda: begun)
+            listing.cancel()
+            await asyncio.sleep(0.01)  # the next one begins
+        assert one._sharing is not None
+        assert await one._sharing.find(record.id) == record.id
+        gate.set()
