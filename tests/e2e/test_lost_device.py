@@ -63,9 +63,12 @@ class Workers(Server):
 
     def processes(self) -> set[int]:
         """Those that serve."""
-        children = psutil.Process(self.process.pid).children()
-        alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
-        return {child.pid for child in alive if "spawn_main" in " ".join(child.cmdline())}
+        found = set()
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile; a zombie is one of these
+                if "spawn_main" in " ".join(child.cmdline()):
+                    found.add(child.pid)
+        return found
 
 
 @pytest.fixture(scope="module")

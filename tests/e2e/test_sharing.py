@@ -41,8 +41,8 @@ class Workers(Server):
         """The server processes that live."""
         found = []
         for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if "resource_tracker" not in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one of these
+                if "resource_tracker" not in " ".join(child.cmdline()):
                     found.append(child.pid)
         return found
 
