@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import load
@@ -37,6 +37,7 @@ NODES = {
     "resnet50": "layer3:C4,layer4:C5",
     "vit_b_16": "encoder.layers.encoder_layer_5:half,encoder.ln:tokens",
     "swin_t": "features.5:C4,features.7:C5",
+    "timm.vit_small_patch14_dinov2": "blocks.5:half,norm:tokens",
 }
 # Path and encoding of each peer's requests, as in its documentation.
 PEERS = {
@@ -56,7 +57,8 @@ class Case:
         width: width of the photographs in pixels; peers are measured with 500 only.
         latency: compare p50 instead of the rate.
         longer: factor of the duration, for slow requests.
-        of_peer: required ratio to the peers.
+        of_peer: required ratio to the peers, which compute in bfloat16 too (autocast) where fxserve does.
+        of_float32: required ratio to fxserve itself in float32, which is measured with it.
         of_ceiling: required ratio to the in-process measurement, which is skipped without it.
     """
 
@@ -70,6 +72,7 @@ class Case:
     latency: bool = False
     longer: int = 1
     of_peer: float | None = None
+    of_float32: float | None = None
     of_ceiling: float | None = None
 
     def spec(self, backend: str) -> dict[str, Any]:
@@ -82,6 +85,11 @@ class Case:
             "backend": "openvino" if self.precision == "int8" else backend,
         }
 
+    @property
+    def by_peers(self) -> bool:
+        """Whether peers, which serve torchvision's models, are measured."""
+        return self.images == 1 and self.width == 500 and not self.model.startswith("timm.")
+
 
 CASES = (
     Case("mobilenet-32", "mobilenet_v3_small", 32, of_peer=4.0, of_ceiling=0.85),
@@ -93,6 +101,10 @@ CASES = (
     Case("resnet50-int8-8", "resnet50", 8, precision="int8", of_peer=6.0),
     Case("vit-8", "vit_b_16", 8, longer=4, of_peer=1.5),
     Case("swin-8", "swin_t", 8, longer=2, of_peer=1.5),
+    Case("resnet50-bfloat16-8", "resnet50", 8, precision="bfloat16", of_peer=1.3, of_float32=1.8),
+    Case("vit-bfloat16-8", "vit_b_16", 8, precision="bfloat16", longer=2, of_peer=1.3, of_float32=1.8),
+    Case("swin-bfloat16-8", "swin_t", 8, precision="bfloat16", longer=2, of_peer=1.3, of_float32=1.8),
+    Case("dinov2-bfloat16-4", "timm.vit_small_patch14_dinov2", 4, precision="bfloat16", longer=3, of_float32=1.8),
     Case("resnet50-multipart-32", "resnet50", 1, images=32, query="?pool=avg", longer=4, of_ceiling=0.9),
 )
 _TURNS = 5
@@ -113,9 +125,11 @@ class Benchmark:
         self.options = options
         self.files = photos.jpegs()
         self.rows: list[tuple[str, ...]] = []
-        self._peers: dict[tuple[str, str, int], Load] = {}
+        self._peers: dict[tuple[str, str, str, int], Load] = {}
 
     def case(self, case: Case) -> None:
+        if case.of_float32 is not None:
+            return self.narrow(case)
         # In turns, since the machine's speed varies over time. For latencies, turns are short and close together; for
         # rates they are longer, since requests in flight at the end of a turn are not counted.
         parts = _LATENCY_PARTS if case.latency else 1
@@ -130,10 +144,7 @@ class Benchmark:
         result = sorted((mine for mine, _ in turns), key=lambda mine: mine.rate)[len(turns) // 2]
         say(f"{case.name}: fxserve ({backend}) {shown(result, case.images)}")
         self._row(case, f"fxserve, {backend}", result, result)
-        if case.images == 1 and case.width == 500:
-            for peer in self.options.peers:
-                if (found := self._peer(peer, case)) is not None:
-                    self._row(case, peer, found, result)
+        self._of_peers(case, result)
         if ceiling is None:
             return
         rate = statistics.median(most for _, most in turns)
@@ -146,6 +157,28 @@ class Benchmark:
         p50 = f"{1000 / rate:.1f}" if case.latency else ""
         who = f"in-process, {ceiling.backend}"
         self.rows.append((case.name, who, f"{rate:.1f}", p50, "", f"{ratio:.2f}", bar))
+
+    def narrow(self, case: Case) -> None:
+        """Compare a precision with float32, both of one server, in turns."""
+        wide, settle = replace(case, precision="float32"), self.options.settle
+        with servers.fxserve() as server:
+            ways = [(one, *extractor(server, one.spec(self.options.backend), settle)) for one in (case, wide)]
+            turns = [
+                [self._load(server, path, one, self.options.seconds / 2) for one, path, _ in ways]
+                for _ in range(_TURNS)
+            ]
+        results = [sorted(own, key=lambda one: one.rate)[_TURNS // 2] for own in zip(*turns, strict=True)]
+        ratio = statistics.median(mine.rate / exact.rate for mine, exact in turns)
+        for (one, _, backend), found in zip(ways, results, strict=True):
+            say(f"{case.name}: fxserve ({backend}, {one.precision}) {shown(found)}")
+            ratio_and_bar = ("", "") if one is case else (f"{ratio:.2f}", f"≥ {case.of_float32}")
+            self.rows.append((case.name, f"fxserve {one.precision}, {backend}", *figures(found, 1), *ratio_and_bar))
+        self._of_peers(case, results[0])
+
+    def _of_peers(self, case: Case, mine: Load) -> None:
+        for peer in self.options.peers if case.by_peers else ():
+            if (found := self._peer(peer, case)) is not None:
+                self._row(case, peer, found, mine)
 
     def protocol(self) -> None:
         """Compare ``/v2`` with ``/v1``: the same images, the same outputs as raw tensors."""
@@ -246,17 +279,19 @@ class Benchmark:
         return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for data in files]
 
     def _peer(self, name: str, case: Case) -> Load | None:
-        key = (name, case.model, case.connections)
+        # Peers have no int8 of their own.
+        precision = "bfloat16" if case.precision == "bfloat16" else "float32"
+        key = (name, case.model, precision, case.connections)
         if key not in self._peers:
             path, how = PEERS[name]
             bodies = [photos.multipart([d]) if how == "multipart" else (d, "image/jpeg") for d in self.files]
             try:
-                with servers.peer(name, case.model, NODES[case.model]) as server:
+                with servers.peer(name, case.model, NODES[case.model], precision) as server:
                     server.wait("POST", path, content=bodies[0][0], headers={"content-type": bodies[0][1]})
                     requests = [load.http(server.port, path, body, kind) for body, kind in bodies]
-                    for connections in {c.connections for c in CASES if c.model == case.model and c.images == 1}:
+                    for connections in {c.connections for c in CASES if c.model == case.model and c.by_peers}:
                         if connections == case.connections or self._asked(case.model, connections):
-                            self._peers[name, case.model, connections] = load.run(
+                            self._peers[name, case.model, precision, connections] = load.run(
                                 server.port,
                                 requests,
                                 connections,

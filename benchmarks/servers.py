@@ -97,10 +97,10 @@ def fxserve(**settings: object) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def peer(name: str, model: str, nodes: str) -> Iterator[Server]:
-    """Run ``peers/<name>.py``, serving ``nodes`` (``node:key,node:key``) of ``model``."""
+def peer(name: str, model: str, nodes: str, precision: str = "float32") -> Iterator[Server]:
+    """Run ``peers/<name>.py``, serving ``nodes`` (``node:key,node:key``) of ``model`` in float32 or bfloat16."""
     port = free_port()
-    server = Server([sys.executable, str(HERE / "peers" / f"{name}.py"), model, nodes, str(port)], port)
+    server = Server([sys.executable, str(HERE / "peers" / f"{name}.py"), model, nodes, str(port), precision], port)
     try:
         yield server
     finally:

@@ -150,6 +150,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 "Location",
                 "Retry-After",
                 "Server-Timing",
+                "X-Fxserve-Note",
                 "X-Fxserve-Weights",
                 "X-Request-ID",
             ),

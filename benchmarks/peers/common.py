@@ -19,7 +19,7 @@ WAIT_SECONDS = 0.01
 
 
 def arguments() -> tuple[str, dict[str, str], int]:
-    """The model, node → key, and the port, as :func:`benchmarks.servers.peer` gives them."""
+    """The model, node → key, and the port, as :func:`benchmarks.servers.peer` gives them before the precision."""
     model, nodes, port = sys.argv[1:4]
     return model, dict(pair.split(":") for pair in nodes.split(",")), int(port)
 
@@ -31,6 +31,7 @@ class Features:
         torch.manual_seed(0)
         self._module = create_feature_extractor(torchvision.models.get_model(model, weights=None).eval(), nodes)
         self._transform = transform(model)
+        self._bfloat16 = sys.argv[4] == "bfloat16"
 
     def decode(self, data: bytes) -> Tensor:
         return decode(self._transform, data)
@@ -38,7 +39,8 @@ class Features:
     @torch.inference_mode()
     def compute(self, batch: Tensor) -> list[dict[str, Tensor]]:
         """``[N, 3, H, W]`` → the outputs of each image."""
-        outputs = self._module(batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
+            outputs = self._module(batch)
         return [{key: value[i : i + 1] for key, value in outputs.items()} for i in range(len(batch))]
 
 

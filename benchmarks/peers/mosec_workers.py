@@ -43,7 +43,7 @@ class Inference(Worker):
 
 
 if __name__ == "__main__":
-    os.environ["BENCHMARK_PEER"] = " ".join(sys.argv[1:4])
+    os.environ["BENCHMARK_PEER"] = " ".join(sys.argv[1:5])
     sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(port), "--timeout", "60000", "--log-level", "warning"]
     server = Server()
     server.append_worker(Preprocess, num=2)

@@ -21,11 +21,21 @@ from fxcore.backends.cudagraphs import CudaGraphs
 from fxcore.backends.eager import Eager
 from fxcore.backends.inductor import Inductor
 from fxcore.backends.openvino import OpenVINO
+from fxcore.backends.processor import computes_bfloat16
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Eager(), OpenVINO(), CudaGraphs(), Inductor())}
 """All backends by name."""
 
-__all__ = ["BACKENDS", "Backend", "Lowered", "LoweringFailed", "Options", "faster_than_eager", "first_choice"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Lowered",
+    "LoweringFailed",
+    "Options",
+    "faster_than_eager",
+    "first_choice",
+    "why_slower_than_float32",
+]
 
 
 def first_choice(device: torch.device, precision: str) -> Backend:
@@ -41,3 +51,10 @@ def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
     """
     likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"]]
     return [backend for backend in likely if backend.unavailable(device, precision) is None]
+
+
+def why_slower_than_float32(device: torch.device, precision: str) -> str | None:
+    """Return a clause that says why ``device`` takes longer in ``precision`` than in float32; None if it does not."""
+    if device.type == "cpu" and precision == "bfloat16" and not computes_bfloat16():
+        return "this processor has no bfloat16 (AVX-512 BF16 or AMX), so bfloat16 takes longer here than float32"
+    return None

@@ -1,25 +1,38 @@
-"""Convert exported programs to OpenVINO's intermediate representation, in float or, by NNCF, in int8."""
+"""Convert modules to OpenVINO's intermediate representation, in float or, by NNCF, in int8."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxcore.backends.backend import Inputs
 
 
-def converted(program: Any, module: nn.Module, calibration: Sequence[Inputs] = ()) -> Any:
-    """Convert ``program`` to an ``openvino.Model``.
+def converted(
+    module: nn.Module,
+    example: Inputs,
+    export: Callable[[nn.Module, Inputs], Any],
+    calibration: Sequence[Inputs] = (),
+) -> Any:
+    """Convert ``module`` to an ``openvino.Model`` whose inputs and outputs have the module's dtypes.
 
     Args:
-        program: the ``torch.export.ExportedProgram`` of ``module``.
+        module: has float32 weights afterwards. Batch norms are folded in the dtype of the weights, which in a narrow
+            one loses digits and divides by zero.
+        export: makes a ``torch.export.ExportedProgram`` of a module and its inputs.
         calibration: inputs, one row each; with them the model is quantized to int8, with ranges taken from them.
     """
     from fxcore.backends.openvino_package import openvino
 
-    model = openvino.convert_model(program)
+    narrow = {x.dtype for x in example} & {torch.bfloat16, torch.float16}
+    if narrow:
+        module, example = module.float(), tuple(x.float() if x.dtype in narrow else x for x in example)
+    model = openvino.convert_model(export(module, example))
+    if narrow:
+        model = _with_types(model, openvino.Type.bf16 if torch.bfloat16 in narrow else openvino.Type.f16)
     if not calibration:
         return model
     import nncf
@@ -31,3 +44,15 @@ def converted(program: Any, module: nn.Module, calibration: Sequence[Inputs] = (
         subset_size=len(calibration),
         model_type=nncf.ModelType.TRANSFORMER if attention else None,
     )
+
+
+def _with_types(model: Any, narrow: Any) -> Any:
+    """``model`` with inputs and outputs of the type ``narrow`` where they are float32."""
+    from fxcore.backends.openvino_package import openvino
+
+    given = openvino.preprocess.PrePostProcessor(model)
+    for ports, port in ((model.inputs, given.input), (model.outputs, given.output)):
+        for place, one in enumerate(ports):
+            if one.element_type == openvino.Type.f32:
+                port(place).tensor().set_element_type(narrow)
+    return given.build()

@@ -71,7 +71,7 @@ def exported(module: nn.Module, example: Inputs) -> Any:
 def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> None:
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(exported(module, example), module, calibration)
+    model = converted(module, example, exported, calibration)
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 

@@ -1,4 +1,4 @@
-"""OpenVINO on the CPU: float32, and int8 through NNCF.
+"""OpenVINO on the CPU: float32, bfloat16 where the processor has it, and int8 through NNCF.
 
 OpenVINO reads inputs from and writes outputs to torch's memory, without a copy.
 """
@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.process import check_threads
+from fxcore.backends.processor import computes_bfloat16
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
 
@@ -54,10 +55,11 @@ _OBJECTS = 512 * 1024
 """Estimated bytes of a compiled model beside weights and values: its graph, generated code, stacks of threads."""
 
 Shapes = tuple[torch.Size, ...]
+Settings = dict[str, Any]
 
 
 class OpenVINO:
-    """OpenVINO's CPU plugin, in float32 and int8; needs the extra ``openvino``."""
+    """OpenVINO's CPU plugin, in float32, bfloat16 and int8; needs the extra ``openvino``."""
 
     name = "openvino"
 
@@ -68,8 +70,10 @@ class OpenVINO:
             return f"openvino runs on the CPU, not on {device}"
         if precision == "int8" and importlib.util.find_spec("nncf") is None:
             return "int8 needs nncf; install fxserve[openvino]"
-        if precision not in ("float32", "int8"):
-            return f"openvino serves float32 and int8, not {precision}"
+        if precision == "bfloat16" and not computes_bfloat16():
+            return "openvino serves bfloat16 only where the processor has it (AVX-512 BF16 or AMX)"
+        if precision not in ("float32", "bfloat16", "int8"):
+            return f"openvino serves float32, bfloat16 and int8, not {precision}"
         return None
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> OpenVINOModule:
@@ -85,7 +89,7 @@ class OpenVINO:
             example,
             options,
             packages,
-            lambda folder: OpenVINOModule(folder / "model.xml", places, usual, options.threads),
+            lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
             int8=int8,
         )
 
@@ -115,23 +119,25 @@ class OpenVINOModule:
         path: of the model in OpenVINO's format.
         places: see :func:`~fxcore.backends.backend.distinct_outputs`.
         usual: shape of one row of each input; fixed models are compiled for such rows only.
-        threads: CPU threads that one call may use.
+        settings: of the compiler.
     """
 
     recalled = False
 
-    def __init__(self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], threads: int) -> None:
+    def __init__(self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], settings: Settings) -> None:
         from fxcore.backends.openvino_package import openvino
 
-        self._tensor = openvino.Tensor
+        self._openvino = openvino
         self._places = places
         core = openvino.Core()
         core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
         model = _with_images_channels_last(core.read_model(path))
         self._channels_last = [_is_channels_last(x) for x in model.inputs]
-        settings = _settings(threads)
+        threads = settings["INFERENCE_NUM_THREADS"]
         check_threads(THREADS_EACH + threads)  # OpenVINO spins forever if it cannot start its threads
         self._compiled = core.compile_model(model, "CPU", settings)
+        self._taken = [x.element_type for x in self._compiled.inputs]
+        self._made = [x.element_type for x in self._compiled.outputs]
         self._any_size = Resident(self._compiled)
         RESIDENTS.add(self._any_size)
         self._bytes = path.with_suffix(".bin").stat().st_size
@@ -157,7 +163,11 @@ class OpenVINOModule:
             self._run_known(known, given, arrays)
         else:
             arrays = self._run(shapes, given)
-        return by_key(self._places, [torch.from_numpy(array) for array in arrays], inputs)
+        outputs = [torch.from_numpy(array) for array in arrays]
+        for place, made in enumerate(self._made):
+            if made == self._openvino.Type.bf16:
+                outputs[place] = outputs[place].view(torch.bfloat16)
+        return by_key(self._places, outputs, inputs)
 
     def storages(self) -> dict[int, int]:
         return {id(self): self._bytes + int(self._bytes * _PACKED) + _OBJECTS}
@@ -200,15 +210,15 @@ class OpenVINOModule:
     def _run_known(self, known: _Compiled, given: list[NDArray[Any]], arrays: list[NDArray[Any]]) -> None:
         """Run a model whose outputs' sizes are known, so that it writes them to ``arrays``."""
         request = known.resident.request
-        self._share(request.set_input_tensor, given)
-        self._share(request.set_output_tensor, arrays)
+        self._share(request.set_input_tensor, given, self._taken)
+        self._share(request.set_output_tensor, arrays, self._made)
         request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
         RESIDENTS.ran(known.resident, known.scratch)
 
     def _run(self, shapes: Shapes, given: list[NDArray[Any]]) -> list[NDArray[Any]]:
         """Run the model of dynamic size, copy its outputs, and remember their sizes unless they depend on values."""
         request = self._compiled.create_infer_request()
-        self._share(request.set_input_tensor, given)
+        self._share(request.set_input_tensor, given, self._taken)
         request.infer(share_outputs=True)
         arrays = [tensor.data.copy() for tensor in request.output_tensors]
         scratch = int(self._scratch * sum(x.size for x in given))
@@ -222,14 +232,16 @@ class OpenVINOModule:
     def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
         """Return the inputs as the model takes them, in torch's memory where it has that layout."""
         # By NumPy: each call into torch releases the GIL and has to wait for it again.
-        arrays = [(x.detach() if x.requires_grad else x).numpy() for x in inputs]
+        arrays = [_bits(x.detach() if x.requires_grad else x).numpy() for x in inputs]
         placed = zip(arrays, self._channels_last, strict=True)
         return [np.ascontiguousarray(array.transpose(0, 2, 3, 1) if last else array) for array, last in placed]
 
-    def _share(self, set_tensor: Callable[[int, Any], None], arrays: Sequence[NDArray[Any]]) -> None:
-        """Make ``arrays`` the inputs or outputs of a request, without a copy."""
-        for place, array in enumerate(arrays):
-            set_tensor(place, self._tensor(array, shared_memory=True))
+    def _share(
+        self, set_tensor: Callable[[int, Any], None], arrays: Sequence[NDArray[Any]], types: Sequence[Any]
+    ) -> None:
+        """Make ``arrays`` of ``types`` the inputs or outputs of a request, without a copy."""
+        for place, (array, of) in enumerate(zip(arrays, types, strict=True)):
+            set_tensor(place, self._openvino.Tensor(array, self._openvino.Shape(array.shape), of))
 
 
 class _FixedModels:
@@ -243,7 +255,7 @@ class _FixedModels:
         stored: bytes of the model's weights.
     """
 
-    def __init__(self, core: Any, model: Any, settings: dict[str, Any], usual: Shapes, stored: int) -> None:
+    def __init__(self, core: Any, model: Any, settings: Settings, usual: Shapes, stored: int) -> None:
         self._core = core
         self._model = model
         self._settings = settings
@@ -294,14 +306,19 @@ def _rows_of_a_part(row_bytes: int, threads: int) -> int:
     return rows if rows >= threads else sys.maxsize
 
 
-def _settings(threads: int) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": "f32",
+def _bits(x: Tensor) -> Tensor:
+    """``x``, or a bfloat16's bits as the dtype that OpenVINO has them in too: NumPy has none."""
+    return x.view(torch.float16) if x.dtype == torch.bfloat16 else x
+
+
+def _settings(options: Options) -> Settings:
+    settings: Settings = {
+        "INFERENCE_PRECISION_HINT": "bf16" if options.precision == "bfloat16" else "f32",
         "PERFORMANCE_HINT": "LATENCY",
-        "INFERENCE_NUM_THREADS": threads,
+        "INFERENCE_NUM_THREADS": options.threads,
         "ENABLE_CPU_PINNING": False,  # decoders share these cores
     }
-    if threads == 1:
+    if options.threads == 1:
         settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
     return settings
 

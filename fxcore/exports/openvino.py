@@ -15,7 +15,7 @@ def export_openvino(extractor: Captured) -> bytes:
     """Return the bytes of the zip; inputs and outputs have the extractor's names."""
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(exported(extractor.module, extractor.inputs), extractor.module, extractor.calibration)
+    model = converted(extractor.module, extractor.inputs, exported, extractor.calibration)
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})

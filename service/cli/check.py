@@ -15,7 +15,7 @@ import PIL
 import PIL.features
 import torch
 
-from fxcore.backends import BACKENDS, faster_than_eager
+from fxcore.backends import BACKENDS, faster_than_eager, why_slower_than_float32
 from fxcore.images.files import FORMATS
 from service.engine.description import PRECISIONS
 from service.engine.placement import pick_device
@@ -55,6 +55,7 @@ def findings(settings: Settings) -> list[Finding]:
         *_threads(settings),
         *_memory(settings),
         *_backends(settings, device),
+        _bfloat16(device),
         *_decoders(),
         *_folders(settings),
     ]
@@ -124,6 +125,13 @@ def _backends(settings: Settings, device: torch.device) -> Iterator[Finding]:
             "serves first" if name == "eager" else "replaces eager if faster" if name in candidates else "if requested"
         )
         yield Finding(f"backend {name}", ", ".join(supported), f"{role}; {why}" if why else role)
+
+
+def _bfloat16(device: torch.device) -> Finding:
+    slower = why_slower_than_float32(device, "bfloat16")
+    if slower is not None:
+        return Finding("bfloat16", "slow", slower)
+    return Finding("bfloat16", "fast", "precision=bfloat16 is the first thing to try for speed, for ViTs above all")
 
 
 def _decoders() -> Iterator[Finding]:

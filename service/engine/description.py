@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 
+from fxcore.backends import why_slower_than_float32
 from fxcore.images.decoding import Decoder
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
@@ -73,6 +74,11 @@ class Description:
     def takes_images(self) -> bool:
         """Whether it takes single images."""
         return not self.begins_at and self.preprocessing.takes_images and len(self.inputs) == 1
+
+    @cached_property
+    def note(self) -> str | None:
+        """What its clients should know of its speed on this machine."""
+        return why_slower_than_float32(torch.device(self.device), self.spec.precision)
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Return shapes of one row of each input, for the usual image size."""

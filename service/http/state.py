@@ -126,10 +126,13 @@ class State:
         scope[STAGE_TIMES] = milliseconds
         if self.traces is not None:
             self.traces.stages(milliseconds)
-        return {
+        headers = {
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
             "X-Fxserve-Weights": _percent_encoded(record.description.weights),
         }
+        if record.description.note is not None:
+            headers["X-Fxserve-Note"] = record.description.note
+        return headers
 
     def trace_in(self, caller: Caller) -> RunInThread:
         """Return what runs the tracing of a request: the threads that build, so that no look-up delays inference.

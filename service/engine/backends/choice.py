@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice
+from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice, why_slower_than_float32
 from fxcore.models.entry import ModelEntry
 from service.engine.description import PRECISIONS, Description
 from service.problems import Unsupported
@@ -24,13 +25,37 @@ def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
 
 def faster_backends(description: Description, device: torch.device) -> Sequence[Backend]:
     """Return the backends that may run an extractor faster than eager."""
-    spec, entry = description.spec, description.entry
+    return _faster(description.spec, device, description.entry, description.weights)
+
+
+def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> Sequence[Backend]:
     # int8's backend was chosen at the start, by the nodes to keep in float.
     if spec.backend != "auto" or spec.precision == "int8":
         return []
-    if entry.is_quantized(description.weights) or entry.dtype != torch.float32:
+    if entry.is_quantized(weights) or entry.dtype != torch.float32:
         return []
     return faster_than_eager(device, spec.precision)
+
+
+def served_precisions(device: torch.device, entry: ModelEntry, weights: str) -> dict[str, dict[str, Any]]:
+    """Return for each precision the backends that ``backend=auto`` has for a model, and what clients should know.
+
+    The last backend answers first, and those before it replace it where they are faster.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for precision in PRECISIONS:
+        spec = ExtractorSpec.model_validate({"model": entry.name, "return_nodes": ["x"], "precision": precision})
+        try:
+            check_backend(spec, device, entry, weights)
+        except Unsupported as error:
+            found[precision] = {"backends": [], "note": error.detail}
+            continue
+        backends = [*_faster(spec, device, entry, weights), chosen_backend(spec, device)]
+        found[precision] = {
+            "backends": [backend.name for backend in backends],
+            "note": why_slower_than_float32(device, precision),
+        }
+    return found
 
 
 def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> None:

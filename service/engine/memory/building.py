@@ -66,6 +66,8 @@ class Builder:
             runtime, original = await self._pruned(description, graph, await self._loaded(description, graph))
             record.outputs = runtime.outputs
             await self._lowered(runtime, original)
+            if description.note is not None:
+                log.warning("extractor %s: %s", description.id, description.note)
         except (FxError, Problem):
             raise
         except Exception as error:

@@ -26,8 +26,10 @@ class CandidateState(StrEnum):
     FAILED = "failed"
 
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
-"""Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision."""
+TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 5e-3}
+"""Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision.
+
+In bfloat16, eager itself is 5e-2 from float32 for EfficientNet-Lite0 with trained weights, and 1e-2 for a ViT."""
 
 MIN_COSINE = 0.98
 """Least cosine similarity between int8 and float32, for each output."""

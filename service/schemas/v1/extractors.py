@@ -129,6 +129,9 @@ class ExtractorDetail(BaseModel):
         "null until measured.",
         examples=[{"reference": "eager float32", "max_abs_error": 1.9e-06, "max_rel_error": 3.2e-07}],
     )
+    note: str | None = Field(
+        default=None, description="Why its precision is slower than float32 on this machine.", examples=[None]
+    )
     problem: dict[str, Any] | None = Field(
         default=None, description="Why the build failed, if the state is `failed`.", examples=[None]
     )

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from service.choices import ServerPreprocess
+from service.choices import Precision, ServerPreprocess
 from service.schemas.v1.statistics import StatisticsSummary
 
 
@@ -103,6 +103,17 @@ class DefaultPreprocess(BaseModel):
     )
 
 
+class ServedPrecision(BaseModel):
+    """How a model is served in one precision on this server."""
+
+    backends: list[str] = Field(
+        description="Of `backend=auto`: the last one answers first, and those before it replace it where they are "
+        "faster. None: the precision is refused.",
+        examples=[["openvino", "eager"]],
+    )
+    note: str | None = Field(description="Why it is refused, or slower than float32 here.", examples=[None])
+
+
 class ModelDetail(BaseModel):
     name: str = Field(examples=["resnet50"])
     task: str = Field(examples=["classification"])
@@ -127,6 +138,9 @@ class ModelDetail(BaseModel):
         description="With `fit=native`, each side of the input is a multiple of this: the side of a ViT's patches, the "
         "deepest stride of other models.",
         examples=[32],
+    )
+    precisions: dict[Precision, ServedPrecision] = Field(
+        examples=[{"float32": {"backends": ["openvino", "eager"], "note": None}}]
     )
     closed: list[ClosedPart] = Field(default_factory=list)
     statistics: StatisticsSummary | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
 from fxcore.backends.artifacts import prune
+from fxcore.backends.processor import computes_bfloat16
 from fxcore.photos import augmented, check_rows, photos
 from tests.fxcore.backends.conftest import Build
 
@@ -190,6 +192,29 @@ def test_it_is_compiled_once(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(not computes_bfloat16(), reason="needs a processor with bfloat16")
+def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+    """As near to float32 as eager is in bfloat16, at every size, through torch's own memory."""
+    names = ("features.3", "C4", "x", "features.8")
+    exact = extractor("mobilenet_v3_small", *names).module
+    half = copy.deepcopy(exact).bfloat16()
+    lowered = OPENVINO.lower(half, (batch[:2].bfloat16(),), Options(precision="bfloat16", threads=2, cache=artifacts))
+    for rows in (batch, batch[:1], batch[1:4], batch.repeat(5, 1, 1, 1), batch[:2, :, :160, :192]):
+        rows = rows.bfloat16()
+        expected = exact(rows.float())
+        own = half(rows)
+        for _ in range(2):  # the first batch of a size tells which memory the next ones need
+            values = lowered(rows)
+            for key, value in values.items():
+                assert value.dtype == torch.bfloat16
+                assert _far(value, expected[key]) < 2 * _far(own[key], expected[key]) + 1e-6
+    assert torch.equal(lowered(rows)["x"], rows)
+
+
+def _far(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value.float() - expected).norm() / expected.norm())
+
+
 def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     pytest.importorskip("nncf")
     plain = extractor("resnet18", "layer2")
@@ -222,7 +247,8 @@ def test_what_cannot_be_lowered_says_why(extractor: Build, tmp_path: Path) -> No
 
 def test_where_it_is_not_available() -> None:
     assert OPENVINO.unavailable(CPU, "float32") is None
-    assert "float32 and int8" in str(OPENVINO.unavailable(CPU, "float16"))
+    assert "float32, bfloat16 and int8" in str(OPENVINO.unavailable(CPU, "float16"))
+    assert (OPENVINO.unavailable(CPU, "bfloat16") is None) == computes_bfloat16()
     assert "runs on the CPU" in str(OPENVINO.unavailable(torch.device("cuda"), "float32"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import io
@@ -194,6 +195,24 @@ def test_int8_of_torch_is_refused(calibrated: tuple[Extractor, list[tuple[torch.
     for format in FORMATS:
         with pytest.raises(CannotExport, match=r"int8, which .* export an extractor in float32"):
             export(quantized, format)
+
+
+@pytest.mark.exhaustive
+def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
+    """Batch norms of trained weights, folded in bfloat16, divide by zero."""
+    openvino = pytest.importorskip("openvino")
+    graph, model = model_graph("efficientnet_lite0"), load_model(get_model("efficientnet_lite0"), "DEFAULT")
+    nodes = graph.resolve(["classifier"])
+    exact = build_extractor(graph, model, nodes)
+    half = build_extractor(graph, copy.deepcopy(model).bfloat16(), nodes, torch.bfloat16)
+    zipfile.ZipFile(io.BytesIO(export(half, "openvino"))).extractall(tmp_path)
+    compiled = openvino.Core().compile_model(tmp_path / "model.xml", "CPU")
+    inputs = photograph(exact, 4)
+    bits = inputs[0].bfloat16().contiguous().view(torch.float16).numpy()
+    request = compiled.create_infer_request()
+    request.infer([openvino.Tensor(bits, openvino.Shape(bits.shape), openvino.Type.bf16)])
+    values = torch.from_numpy(request.output_tensors[0].data.copy()).view(torch.bfloat16)
+    assert verify(exact.module, lambda x: {"classifier": values.float()}, inputs).cosine > 0.99
 
 
 @pytest.mark.exhaustive

@@ -117,6 +117,7 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
             if one.description.edits
         ],
         "checks": record.checks,
+        "note": description.note,
         "problem": problem(failed) if failed is not None else None,
     }
 

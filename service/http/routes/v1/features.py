@@ -115,6 +115,10 @@ RESPONSE: dict[str, Any] = {
             "schema": {"type": "string"},
             "example": "IMAGENET1K_V2",
         },
+        "X-Fxserve-Note": {
+            "description": "Why the precision is slower than float32 on this machine; only where it is.",
+            "schema": {"type": "string"},
+        },
     },
 }
 

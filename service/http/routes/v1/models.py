@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
+import torch
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
@@ -18,6 +19,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import installed
 from service import problems
 from service.choices import GraphFormat
+from service.engine.backends.choice import served_precisions
 from service.http import graph_formats
 from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
@@ -124,7 +126,8 @@ async def show_model(
     entry = await state.model(caller, model)
     statistics = None if state.top_images is None else state.top_images.summary(model)
     preprocess = state.settings.preprocess
-    detail = await state.in_thread(caller, lambda: _detail(entry, weights, preprocess, categories, statistics))
+    device = state.engine.device
+    detail = await state.in_thread(caller, lambda: _detail(entry, weights, device, preprocess, categories, statistics))
     return _json(detail)
 
 
@@ -251,9 +254,15 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
 
 
 def _detail(
-    entry: ModelEntry, chosen: str, preprocess: str, categories: bool, statistics: dict[str, Any] | None
+    entry: ModelEntry,
+    chosen: str,
+    device: torch.device,
+    preprocess: str,
+    categories: bool,
+    statistics: dict[str, Any] | None,
 ) -> bytes:
-    graph = model_graph(entry, entry.structure(chosen))
+    structure = entry.structure(chosen)
+    graph = model_graph(entry, structure)
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
         info = entry.weights_info(name)
@@ -279,6 +288,7 @@ def _detail(
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": _levels(graph),
             "multiple": multiple_of(graph),
+            "precisions": served_precisions(device, entry, structure),
             "closed": graph_formats.closed_parts(graph),
             "statistics": statistics,
         }

@@ -11,6 +11,7 @@ import torch
 
 from fxcore.backends import BACKENDS, Lowered, Options
 from fxcore.backends.eager import EagerModule
+from fxcore.backends.processor import computes_bfloat16
 from fxcore.errors import BadTensor
 from service.engine.backends.checks import Reference
 from service.engine.runtime.candidate import Candidate
@@ -60,6 +61,23 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         assert checks["max_rel_error"] == (openvino if swapped else eager)["max_rel_error"]
         after = await running.features(record, jpegs)
         assert far(after.outputs, before.outputs) < 1e-4
+
+
+@pytest.mark.skipif(not computes_bfloat16(), reason="needs a processor with bfloat16")
+async def test_bfloat16_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
+    """A ViT's matrices are faster there by far more than any noise."""
+    async with engine(lowering=True, cache_dir=cache) as running:
+        exact = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), backend="eager")
+        record = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), precision="bfloat16")
+        expected = (await running.features(exact, jpegs)).outputs
+        await running.settle(record.runtime, 10**7)
+        checks = await settled(record)
+        assert record.backend == "openvino", checks
+        assert checks["reference"] == "eager bfloat16"
+        assert 0 < checks["max_rel_error"] < 2e-2
+        narrow = (await running.features(record, jpegs)).outputs
+    assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
+    assert far({key: value.float() for key, value in narrow.items()}, expected) < 2e-2
 
 
 @pytest.mark.exhaustive

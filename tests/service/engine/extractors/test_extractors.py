@@ -67,7 +67,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"weights": "V9"}, UnknownWeights),
     ({"nodes": ["features.99"]}, UnknownNode),
     ({"nodes": {"features.1": "a", "features.2": "a"}}, DuplicateKey),
-    ({"backend": "openvino", "precision": "bfloat16"}, Unsupported),
+    ({"backend": "openvino", "precision": "float16"}, Unsupported),
     ({"backend": "inductor", "precision": "int8"}, Unsupported),
     ({"transforms": ["fuse"]}, UnknownTransform),
     ({"model": "vgg11"}, UnknownModel),

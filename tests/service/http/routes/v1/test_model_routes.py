@@ -53,6 +53,42 @@ def test_loaded_models_say_so(make_client):
     assert loaded == {"resnet18": False, "squeezenet1_1": True}
 
 
+def test_precisions_are_served_as_it_is_said(client):
+    said = client.get("/v1/models/squeezenet1_1").json()["precisions"]
+    assert list(said) == ["float32", "bfloat16", "float16", "int8"]
+    for precision, how in said.items():
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"], "precision": precision}
+        made = client.post("/v1/extractors?wait=60", json=spec)
+        if how["backends"]:
+            assert (made.json()["backend"], made.json()["note"]) == (how["backends"][-1], how["note"])
+        else:
+            assert (made.status_code, made.json()["detail"]) == (422, how["note"])
+
+
+def test_int8_models_are_served_in_float32_only(client):
+    said = client.get("/v1/models/quantized_resnet18").json()["precisions"]
+    assert {precision for precision, how in said.items() if how["backends"]} == {"float32"}
+
+
+def test_a_slow_precision_is_said(make_client, monkeypatch, photos):
+    """On a processor without bfloat16, before anybody waits for it and with each answer."""
+    for module in ("fxcore.backends", "fxcore.backends.openvino"):
+        monkeypatch.setattr(f"{module}.computes_bfloat16", lambda: False)
+    client = make_client()
+    said = client.get("/v1/models/squeezenet1_1").json()["precisions"]
+    assert said["float32"]["note"] is None
+    assert said["bfloat16"]["backends"] == ["eager"]
+    assert "takes longer here than float32" in said["bfloat16"]["note"]
+    query = "nodes=features.3&weights=random&pool=avg"
+    headers = {"content-type": "image/jpeg"}
+    for precision in ("float32", "bfloat16"):
+        url = f"/v1/models/squeezenet1_1/features?{query}&precision={precision}"
+        answer = client.post(url, content=photos["chelsea"], headers=headers)
+        assert answer.headers.get("x-fxserve-note") == said[precision]["note"]
+    notes = {made["precision"]: made["note"] for made in client.get("/v1/extractors").json()["extractors"]}
+    assert notes == {precision: said[precision]["note"] for precision in notes}
+
+
 def test_one_model_agrees_with_torchvisions_own_words(client):
     detail = client.get("/v1/models/resnet50").json()
     for weights in torchvision.models.ResNet50_Weights:
