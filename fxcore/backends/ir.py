@@ -16,6 +16,7 @@ def converted(
     example: Inputs,
     export: Callable[[nn.Module, Inputs], Any],
     calibration: Sequence[Inputs] = (),
+    overflows: bool = True,
 ) -> Any:
     """Convert ``module`` to an ``openvino.Model`` whose inputs and outputs have the module's dtypes.
 
@@ -24,6 +25,8 @@ def converted(
             one loses digits and divides by zero.
         export: makes a ``torch.export.ExportedProgram`` of a module and its inputs.
         calibration: inputs, one row each; with them the model is quantized to int8, with ranges taken from them.
+        overflows: whether the int8 model is for processors that add pairs of products in 16 bits; its weights have one
+            bit less then.
     """
     from fxcore.backends.openvino_package import openvino
 
@@ -38,11 +41,16 @@ def converted(
     import nncf
 
     attention = any("Attention" in type(m).__name__ for m in module.modules())
+    fix = nncf.OverflowFix.ENABLE if overflows else nncf.OverflowFix.DISABLE
     return nncf.quantize(
         model,
         nncf.Dataset([[x.numpy() for x in row] for row in calibration]),
         subset_size=len(calibration),
         model_type=nncf.ModelType.TRANSFORMER if attention else None,
+        # The fast correction leaves EfficientNet-Lite0 a cosine of 0.976 to float32, the other one 0.991. A ViT gains
+        # nothing by the other one, and takes twice as long.
+        fast_bias_correction=attention,
+        advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
     )
 
 

@@ -26,7 +26,7 @@ def work(folder: Path) -> None:
     module, saved = process.load_module(folder)
     example: Inputs = saved["example"]
     if job["backend"] == "openvino":
-        _to_openvino(module, example, saved["calibration"], folder)
+        _to_openvino(module, example, saved["calibration"], job, folder)
     else:
         _to_inductor(module, example, job, folder)
 
@@ -68,10 +68,12 @@ def exported(module: nn.Module, example: Inputs) -> Any:
             return torch.export.export(module, example, dynamic_shapes=fixed)
 
 
-def _to_openvino(module: nn.Module, example: Inputs, calibration: list[Inputs], folder: Path) -> None:
+def _to_openvino(
+    module: nn.Module, example: Inputs, calibration: list[Inputs], job: dict[str, Any], folder: Path
+) -> None:
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(module, example, exported, calibration)
+    model = converted(module, example, exported, calibration, job["overflows"])
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.process import check_threads
-from fxcore.backends.processor import computes_bfloat16
+from fxcore.backends.processor import adds_int8_products_exactly, computes_bfloat16
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
 
@@ -91,6 +91,7 @@ class OpenVINO:
             packages,
             lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
             int8=int8,
+            overflows=int8 and not adds_int8_products_exactly(),
         )
 
 
