@@ -86,6 +86,11 @@ class Case:
         }
 
     @property
+    def peer_precision(self) -> str:
+        """What peers compute in: they have no int8 of their own."""
+        return "bfloat16" if self.precision == "bfloat16" else "float32"
+
+    @property
     def by_peers(self) -> bool:
         """Whether peers, which serve torchvision's models, are measured."""
         return self.images == 1 and self.width == 500 and not self.model.startswith("timm.")
@@ -279,8 +284,7 @@ class Benchmark:
         return [load.http(server.port, path, data, "image/jpeg", SAFETENSORS) for data in files]
 
     def _peer(self, name: str, case: Case) -> Load | None:
-        # Peers have no int8 of their own.
-        precision = "bfloat16" if case.precision == "bfloat16" else "float32"
+        precision = case.peer_precision
         key = (name, case.model, precision, case.connections)
         if key not in self._peers:
             path, how = PEERS[name]
@@ -289,24 +293,29 @@ class Benchmark:
                 with servers.peer(name, case.model, NODES[case.model], precision) as server:
                     server.wait("POST", path, content=bodies[0][0], headers={"content-type": bodies[0][1]})
                     requests = [load.http(server.port, path, body, kind) for body, kind in bodies]
-                    for connections in {c.connections for c in CASES if c.model == case.model and c.by_peers}:
-                        if connections == case.connections or self._asked(case.model, connections):
-                            self._peers[name, case.model, precision, connections] = load.run(
-                                server.port,
-                                requests,
-                                connections,
-                                self.options.seconds * case.longer,
-                                self.options.warm,
-                                wrk=self.options.wrk,
-                            )
+                    for connections in self._connections(case):
+                        self._peers[name, case.model, precision, connections] = load.run(
+                            server.port,
+                            requests,
+                            connections,
+                            self.options.seconds * case.longer,
+                            self.options.warm,
+                            wrk=self.options.wrk,
+                        )
             except RuntimeError as error:
                 say(f"{name} is left out: {error}")
                 return None
         say(f"{case.name}: {name} {shown(self._peers[key])}")
         return self._peers[key]
 
-    def _asked(self, model: str, connections: int) -> bool:
-        return any(c.model == model and c.connections == connections and c.name in self.options.cases for c in CASES)
+    def _connections(self, case: Case) -> set[int]:
+        """Return the connections of all cases asked for that a peer measured for ``case`` is compared with."""
+        asked = (other for other in CASES if other.name in self.options.cases and other.by_peers)
+        return {
+            other.connections
+            for other in asked
+            if (other.model, other.peer_precision) == (case.model, case.peer_precision)
+        }
 
     def _row(self, case: Case, who: str, found: Load, mine: Load) -> None:
         rate, p50, p99 = figures(found, case.images)

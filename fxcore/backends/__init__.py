@@ -34,7 +34,7 @@ __all__ = [
     "Options",
     "faster_than_eager",
     "first_choice",
-    "why_slower_than_float32",
+    "why_bfloat16_is_slow",
 ]
 
 
@@ -53,8 +53,8 @@ def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
     return [backend for backend in likely if backend.unavailable(device, precision) is None]
 
 
-def why_slower_than_float32(device: torch.device, precision: str) -> str | None:
-    """Return a clause that says why ``device`` takes longer in ``precision`` than in float32; None if it does not."""
-    if device.type == "cpu" and precision == "bfloat16" and not computes_bfloat16():
-        return "this processor has no bfloat16 (AVX-512 BF16 or AMX), so bfloat16 takes longer here than float32"
+def why_bfloat16_is_slow(device: torch.device) -> str | None:
+    """Return why a CPU takes longer in bfloat16 than in float32, as a clause; None if it does not, and for GPUs."""
+    if device.type == "cpu" and not computes_bfloat16():
+        return "this processor does not compute in bfloat16, which takes longer here than float32"
     return None

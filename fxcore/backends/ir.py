@@ -2,65 +2,75 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxcore.backends.backend import Inputs
+from fxcore.backends.backend import Inputs, tensors_of
+
+Export = Callable[[nn.Module, Inputs], Any]
+
+_NARROW = (torch.bfloat16, torch.float16)
+_ATTENTION = frozenset({"Softmax", "ScaledDotProductAttention"})
 
 
-def converted(
-    module: nn.Module,
-    example: Inputs,
-    export: Callable[[nn.Module, Inputs], Any],
-    calibration: Sequence[Inputs] = (),
-    overflows: bool = True,
-) -> Any:
-    """Convert ``module`` to an ``openvino.Model`` whose inputs and outputs have the module's dtypes.
+def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
+    """Convert ``module`` to an ``openvino.Model``, whose inputs and outputs have the module's dtypes.
 
     Args:
-        module: has float32 weights afterwards. Batch norms are folded in the dtype of the weights, which in a narrow
-            one loses digits and divides by zero.
+        module: returns a tuple.
         export: makes a ``torch.export.ExportedProgram`` of a module and its inputs.
-        calibration: inputs, one row each; with them the model is quantized to int8, with ranges taken from them.
-        overflows: whether the int8 model is for processors that add pairs of products in 16 bits; its weights have one
-            bit less then.
     """
     from fxcore.backends.openvino_package import openvino
 
-    narrow = {x.dtype for x in example} & {torch.bfloat16, torch.float16}
-    if narrow:
-        module, example = module.float(), tuple(x.float() if x.dtype in narrow else x for x in example)
-    model = openvino.convert_model(export(module, example))
-    if narrow:
-        model = _with_types(model, openvino.Type.bf16 if torch.bfloat16 in narrow else openvino.Type.f16)
-    if not calibration:
-        return model
+    if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):
+        return openvino.convert_model(export(module, example))
+    # Conversion folds batch norms in the dtype of the weights: a narrow one loses digits and divides by zero.
+    try:
+        wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)
+        model = openvino.convert_model(export(copy.deepcopy(module).float(), wide))
+    except Exception:  # its code has a narrow dtype of its own
+        return openvino.convert_model(export(module, example))
+    with torch.no_grad():
+        outputs = module(*example)
+    return _with_dtypes(model, [x.dtype for x in example], [x.dtype for x in outputs])
+
+
+def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any:
+    """Quantize a float ``openvino.Model`` to int8.
+
+    Args:
+        calibration: inputs, one row each, from which the ranges are taken.
+        overflows: whether the result is for processors that add pairs of products in 16 bits. Its weights have one bit
+            less then.
+    """
     import nncf
 
-    attention = any("Attention" in type(m).__name__ for m in module.modules())
+    attention = any(op.get_type_name() in _ATTENTION for op in model.get_ops())
     fix = nncf.OverflowFix.ENABLE if overflows else nncf.OverflowFix.DISABLE
     return nncf.quantize(
         model,
         nncf.Dataset([[x.numpy() for x in row] for row in calibration]),
         subset_size=len(calibration),
         model_type=nncf.ModelType.TRANSFORMER if attention else None,
-        # The fast correction leaves EfficientNet-Lite0 a cosine of 0.976 to float32, the other one 0.991. A ViT gains
-        # nothing by the other one, and takes twice as long.
+        # The fast correction leaves EfficientNet-Lite0 a cosine of 0.976 to float32, the slow one 0.991. A ViT gains
+        # nothing by the slow one, and takes twice as long.
         fast_bias_correction=attention,
         advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
     )
 
 
-def _with_types(model: Any, narrow: Any) -> Any:
-    """``model`` with inputs and outputs of the type ``narrow`` where they are float32."""
+def _with_dtypes(model: Any, inputs: Sequence[torch.dtype], outputs: Sequence[torch.dtype]) -> Any:
+    """``model``, which computes in float32, with inputs and outputs that are narrow where these dtypes are."""
     from fxcore.backends.openvino_package import openvino
 
-    given = openvino.preprocess.PrePostProcessor(model)
-    for ports, port in ((model.inputs, given.input), (model.outputs, given.output)):
-        for place, one in enumerate(ports):
-            if one.element_type == openvino.Type.f32:
-                port(place).tensor().set_element_type(narrow)
-    return given.build()
+    types = {torch.bfloat16: openvino.Type.bf16, torch.float16: openvino.Type.f16}
+    changed = openvino.preprocess.PrePostProcessor(model)
+    for port, dtypes in ((changed.input, inputs), (changed.output, outputs)):
+        for place, dtype in enumerate(dtypes):
+            if dtype in types:
+                port(place).tensor().set_element_type(types[dtype])
+    return changed.build()

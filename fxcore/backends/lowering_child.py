@@ -18,7 +18,7 @@ from torch import nn
 
 from fxcore.backends import aoti, process
 from fxcore.backends.backend import Inputs
-from fxcore.backends.ir import converted
+from fxcore.backends.ir import converted, quantized
 
 
 def work(folder: Path) -> None:
@@ -73,7 +73,9 @@ def _to_openvino(
 ) -> None:
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(module, example, exported, calibration, job["overflows"])
+    model = converted(module, example, exported)
+    if calibration:
+        model = quantized(model, calibration, job["overflows"])
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 

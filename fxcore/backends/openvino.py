@@ -6,6 +6,7 @@ OpenVINO reads inputs from and writes outputs to torch's memory, without a copy.
 from __future__ import annotations
 
 import importlib.util
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,8 +55,10 @@ THREADS_EACH = 2
 _OBJECTS = 512 * 1024
 """Estimated bytes of a compiled model beside weights and values: its graph, generated code, stacks of threads."""
 
+_X86 = ("x86_64", "AMD64")
+
 Shapes = tuple[torch.Size, ...]
-Settings = dict[str, Any]
+CompilerSettings = dict[str, Any]
 
 
 class OpenVINO:
@@ -70,8 +73,8 @@ class OpenVINO:
             return f"openvino runs on the CPU, not on {device}"
         if precision == "int8" and importlib.util.find_spec("nncf") is None:
             return "int8 needs nncf; install fxserve[openvino]"
-        if precision == "bfloat16" and not computes_bfloat16():
-            return "openvino serves bfloat16 only where the processor has it (AVX-512 BF16 or AMX)"
+        if precision == "bfloat16" and not (platform.machine() in _X86 and computes_bfloat16()):
+            return "openvino serves bfloat16 only on processors with AVX-512 BF16 or AMX"
         if precision not in ("float32", "bfloat16", "int8"):
             return f"openvino serves float32, bfloat16 and int8, not {precision}"
         return None
@@ -125,7 +128,9 @@ class OpenVINOModule:
 
     recalled = False
 
-    def __init__(self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], settings: Settings) -> None:
+    def __init__(
+        self, path: Path, places: dict[str, int], usual: Sequence[torch.Size], settings: CompilerSettings
+    ) -> None:
         from fxcore.backends.openvino_package import openvino
 
         self._openvino = openvino
@@ -137,8 +142,8 @@ class OpenVINOModule:
         threads = settings["INFERENCE_NUM_THREADS"]
         check_threads(THREADS_EACH + threads)  # OpenVINO spins forever if it cannot start its threads
         self._compiled = core.compile_model(model, "CPU", settings)
-        self._taken = [x.element_type for x in self._compiled.inputs]
-        self._made = [x.element_type for x in self._compiled.outputs]
+        self._input_types = [x.element_type for x in self._compiled.inputs]
+        self._output_types = [x.element_type for x in self._compiled.outputs]
         self._any_size = Resident(self._compiled)
         RESIDENTS.add(self._any_size)
         self._bytes = path.with_suffix(".bin").stat().st_size
@@ -165,8 +170,8 @@ class OpenVINOModule:
         else:
             arrays = self._run(shapes, given)
         outputs = [torch.from_numpy(array) for array in arrays]
-        for place, made in enumerate(self._made):
-            if made == self._openvino.Type.bf16:
+        for place, type_ in enumerate(self._output_types):
+            if type_ == self._openvino.Type.bf16:
                 outputs[place] = outputs[place].view(torch.bfloat16)
         return by_key(self._places, outputs, inputs)
 
@@ -211,15 +216,15 @@ class OpenVINOModule:
     def _run_known(self, known: _Compiled, given: list[NDArray[Any]], arrays: list[NDArray[Any]]) -> None:
         """Run a model whose outputs' sizes are known, so that it writes them to ``arrays``."""
         request = known.resident.request
-        self._share(request.set_input_tensor, given, self._taken)
-        self._share(request.set_output_tensor, arrays, self._made)
+        self._share(request.set_input_tensor, given, self._input_types)
+        self._share(request.set_output_tensor, arrays, self._output_types)
         request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
         RESIDENTS.ran(known.resident, known.scratch)
 
     def _run(self, shapes: Shapes, given: list[NDArray[Any]]) -> list[NDArray[Any]]:
         """Run the model of dynamic size, copy its outputs, and remember their sizes unless they depend on values."""
         request = self._compiled.create_infer_request()
-        self._share(request.set_input_tensor, given, self._taken)
+        self._share(request.set_input_tensor, given, self._input_types)
         request.infer(share_outputs=True)
         arrays = [tensor.data.copy() for tensor in request.output_tensors]
         scratch = int(self._scratch * sum(x.size for x in given))
@@ -233,16 +238,25 @@ class OpenVINOModule:
     def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
         """Return the inputs as the model takes them, in torch's memory where it has that layout."""
         # By NumPy: each call into torch releases the GIL and has to wait for it again.
-        arrays = [_bits(x.detach() if x.requires_grad else x).numpy() for x in inputs]
+        arrays = []
+        for x, type_ in zip(inputs, self._input_types, strict=True):
+            if type_ == self._openvino.Type.bf16:
+                assert x.dtype == torch.bfloat16, "an extractor's inputs have its dtype"
+                x = x.view(torch.float16)  # the same bits: NumPy has no bfloat16
+            arrays.append((x.detach() if x.requires_grad else x).numpy())
         placed = zip(arrays, self._channels_last, strict=True)
         return [np.ascontiguousarray(array.transpose(0, 2, 3, 1) if last else array) for array, last in placed]
 
     def _share(
         self, set_tensor: Callable[[int, Any], None], arrays: Sequence[NDArray[Any]], types: Sequence[Any]
     ) -> None:
-        """Make ``arrays`` of ``types`` the inputs or outputs of a request, without a copy."""
-        for place, (array, of) in enumerate(zip(arrays, types, strict=True)):
-            set_tensor(place, self._openvino.Tensor(array, self._openvino.Shape(array.shape), of))
+        """Make ``arrays`` the inputs or outputs of a request, without a copy; ``types`` are the model's."""
+        tensor, bf16 = self._openvino.Tensor, self._openvino.Type.bf16
+        for place, (array, type_) in enumerate(zip(arrays, types, strict=True)):
+            if type_ == bf16:  # of arrays of float16, which have no other type
+                set_tensor(place, tensor(array, self._openvino.Shape(array.shape), bf16))
+            else:
+                set_tensor(place, tensor(array, shared_memory=True))
 
 
 class _FixedModels:
@@ -256,7 +270,7 @@ class _FixedModels:
         stored: bytes of the model's weights.
     """
 
-    def __init__(self, core: Any, model: Any, settings: Settings, usual: Shapes, stored: int) -> None:
+    def __init__(self, core: Any, model: Any, settings: CompilerSettings, usual: Shapes, stored: int) -> None:
         self._core = core
         self._model = model
         self._settings = settings
@@ -307,13 +321,8 @@ def _rows_of_a_part(row_bytes: int, threads: int) -> int:
     return rows if rows >= threads else sys.maxsize
 
 
-def _bits(x: Tensor) -> Tensor:
-    """``x``, or a bfloat16's bits as the dtype that OpenVINO has them in too: NumPy has none."""
-    return x.view(torch.float16) if x.dtype == torch.bfloat16 else x
-
-
-def _settings(options: Options) -> Settings:
-    settings: Settings = {
+def _settings(options: Options) -> CompilerSettings:
+    settings: CompilerSettings = {
         "INFERENCE_PRECISION_HINT": "bf16" if options.precision == "bfloat16" else "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": options.threads,

@@ -13,6 +13,8 @@ _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _INT8 = frozenset({"avx512_vnni", "avx_vnni", "dot", "asimddp"})
 """Instructions that multiply in int8 and add in 32 bits, of Intel and AMD, and of ARM."""
 
+CPUINFO = Path("/proc/cpuinfo")
+
 
 @cache
 def computes_bfloat16() -> bool:
@@ -32,7 +34,7 @@ def _instructions() -> set[str]:
     if capabilities is not None:
         return {name for name, has in capabilities().items() if has}
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPUINFO.read_text().splitlines()
     except OSError:
         return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from fxcore.backends.ir import converted
+from fxcore.backends.ir import converted, quantized
 from fxcore.exports.captured import Captured
 from fxcore.exports.description import zipped
 from fxcore.exports.program import exported
@@ -15,7 +15,9 @@ def export_openvino(extractor: Captured) -> bytes:
     """Return the bytes of the zip; inputs and outputs have the extractor's names."""
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(extractor.module, extractor.inputs, exported, extractor.calibration)
+    model = converted(extractor.module, extractor.inputs, exported)
+    if extractor.calibration:
+        model = quantized(model, extractor.calibration, overflows=True)  # it may run on any processor
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})

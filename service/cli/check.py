@@ -15,7 +15,7 @@ import PIL
 import PIL.features
 import torch
 
-from fxcore.backends import BACKENDS, faster_than_eager, why_slower_than_float32
+from fxcore.backends import BACKENDS, faster_than_eager, why_bfloat16_is_slow
 from fxcore.images.files import FORMATS
 from service.engine.description import PRECISIONS
 from service.engine.placement import pick_device
@@ -55,7 +55,7 @@ def findings(settings: Settings) -> list[Finding]:
         *_threads(settings),
         *_memory(settings),
         *_backends(settings, device),
-        _bfloat16(device),
+        *_bfloat16(device),
         *_decoders(),
         *_folders(settings),
     ]
@@ -127,11 +127,12 @@ def _backends(settings: Settings, device: torch.device) -> Iterator[Finding]:
         yield Finding(f"backend {name}", ", ".join(supported), f"{role}; {why}" if why else role)
 
 
-def _bfloat16(device: torch.device) -> Finding:
-    slower = why_slower_than_float32(device, "bfloat16")
-    if slower is not None:
-        return Finding("bfloat16", "slow", slower)
-    return Finding("bfloat16", "fast", "precision=bfloat16 is the first thing to try for speed, for ViTs above all")
+def _bfloat16(device: torch.device) -> Iterator[Finding]:
+    slow = why_bfloat16_is_slow(device)
+    if slow is not None:
+        yield Finding("bfloat16", "slow", slow)
+    elif device.type == "cpu":
+        yield Finding("bfloat16", "fast", "precision=bfloat16 is the first thing to try for speed, for ViTs above all")
 
 
 def _decoders() -> Iterator[Finding]:

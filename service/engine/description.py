@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from fxcore.backends import why_slower_than_float32
+from fxcore.backends import why_bfloat16_is_slow
 from fxcore.images.decoding import Decoder
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
@@ -78,7 +78,7 @@ class Description:
     @cached_property
     def note(self) -> str | None:
         """What its clients should know of its speed on this machine."""
-        return why_slower_than_float32(torch.device(self.device), self.spec.precision)
+        return why_bfloat16_is_slow(torch.device(self.device)) if self.dtype == torch.bfloat16 else None
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Return shapes of one row of each input, for the usual image size."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice, why_slower_than_float32
+from fxcore.backends import BACKENDS, Backend, faster_than_eager, first_choice, why_bfloat16_is_slow
 from fxcore.models.entry import ModelEntry
-from service.engine.description import PRECISIONS, Description
+from service.engine.description import PRECISIONS, Description, precision_dtype
 from service.problems import Unsupported
 from service.schemas.specs import ExtractorSpec
 
@@ -37,10 +37,15 @@ def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weight
     return faster_than_eager(device, spec.precision)
 
 
-def served_precisions(device: torch.device, entry: ModelEntry, weights: str) -> dict[str, dict[str, Any]]:
+def served_precisions(
+    device: torch.device, entry: ModelEntry, weights: str, lowering: bool
+) -> dict[str, dict[str, Any]]:
     """Return for each precision the backends that ``backend=auto`` has for a model, and what clients should know.
 
     The last backend answers first, and those before it replace it where they are faster.
+
+    Args:
+        lowering: whether ``auto`` looks for something faster than eager.
     """
     found: dict[str, dict[str, Any]] = {}
     for precision in PRECISIONS:
@@ -50,10 +55,10 @@ def served_precisions(device: torch.device, entry: ModelEntry, weights: str) -> 
         except Unsupported as error:
             found[precision] = {"backends": [], "note": error.detail}
             continue
-        backends = [*_faster(spec, device, entry, weights), chosen_backend(spec, device)]
+        faster = _faster(spec, device, entry, weights) if lowering else ()
         found[precision] = {
-            "backends": [backend.name for backend in backends],
-            "note": why_slower_than_float32(device, precision),
+            "backends": [backend.name for backend in (*faster, chosen_backend(spec, device))],
+            "note": why_bfloat16_is_slow(device) if precision_dtype(entry, precision) == torch.bfloat16 else None,
         }
     return found
 

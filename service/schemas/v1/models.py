@@ -140,7 +140,8 @@ class ModelDetail(BaseModel):
         examples=[32],
     )
     precisions: dict[Precision, ServedPrecision] = Field(
-        examples=[{"float32": {"backends": ["openvino", "eager"], "note": None}}]
+        description="How this server serves each precision, with the weights asked for.",
+        examples=[{"float32": {"backends": ["openvino", "eager"], "note": None}}],
     )
     closed: list[ClosedPart] = Field(default_factory=list)
     statistics: StatisticsSummary | None = Field(

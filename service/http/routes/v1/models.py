@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import orjson
-import torch
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from fxcore.graph.model_graph import ModelGraph, model_graph
@@ -126,8 +125,13 @@ async def show_model(
     entry = await state.model(caller, model)
     statistics = None if state.top_images is None else state.top_images.summary(model)
     preprocess = state.settings.preprocess
-    device = state.engine.device
-    detail = await state.in_thread(caller, lambda: _detail(entry, weights, device, preprocess, categories, statistics))
+    device, lowering = state.engine.device, state.settings.lowering
+
+    def find() -> bytes:
+        precisions = served_precisions(device, entry, entry.structure(weights), lowering)
+        return _detail(entry, weights, precisions, preprocess, categories, statistics)
+
+    detail = await state.in_thread(caller, find)
     return _json(detail)
 
 
@@ -256,13 +260,12 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
 def _detail(
     entry: ModelEntry,
     chosen: str,
-    device: torch.device,
+    precisions: dict[str, Any],
     preprocess: str,
     categories: bool,
     statistics: dict[str, Any] | None,
 ) -> bytes:
-    structure = entry.structure(chosen)
-    graph = model_graph(entry, structure)
+    graph = model_graph(entry, entry.structure(chosen))
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
         info = entry.weights_info(name)
@@ -288,7 +291,7 @@ def _detail(
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": _levels(graph),
             "multiple": multiple_of(graph),
-            "precisions": served_precisions(device, entry, structure),
+            "precisions": precisions,
             "closed": graph_formats.closed_parts(graph),
             "statistics": statistics,
         }

@@ -11,7 +11,6 @@ import torch
 
 from fxcore.backends import BACKENDS, Lowered, Options
 from fxcore.backends.eager import EagerModule
-from fxcore.backends.processor import computes_bfloat16
 from fxcore.errors import BadTensor
 from service.engine.backends.checks import Reference
 from service.engine.runtime.candidate import Candidate
@@ -63,9 +62,15 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         assert far(after.outputs, before.outputs) < 1e-4
 
 
-@pytest.mark.skipif(not computes_bfloat16(), reason="needs a processor with bfloat16")
-async def test_bfloat16_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
-    """A ViT's matrices are faster there by far more than any noise."""
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    BACKENDS["openvino"].unavailable(torch.device("cpu"), "bfloat16") is not None,
+    reason="needs a processor with bfloat16",
+)
+async def test_bfloat16_gets_faster(
+    engine: MakeEngine, jpegs: list[bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
     async with engine(lowering=True, cache_dir=cache) as running:
         exact = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), backend="eager")
         record = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), precision="bfloat16")
