@@ -14,7 +14,6 @@ from fxcore.backends.backend import Inputs, tensors_of
 Export = Callable[[nn.Module, Inputs], Any]
 
 _NARROW = (torch.bfloat16, torch.float16)
-_ATTENTION = frozenset({"Softmax", "ScaledDotProductAttention"})
 
 
 def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
@@ -29,14 +28,14 @@ def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
     if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):
         return openvino.convert_model(export(module, example))
     # Conversion folds batch norms in the dtype of the weights: a narrow one loses digits and divides by zero.
+    wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)
     try:
-        wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)
-        model = openvino.convert_model(export(copy.deepcopy(module).float(), wide))
+        program = export(copy.deepcopy(module).float(), wide)
+        with torch.no_grad():
+            outputs = module(*example)
     except Exception:  # its code has a narrow dtype of its own
         return openvino.convert_model(export(module, example))
-    with torch.no_grad():
-        outputs = module(*example)
-    return _with_dtypes(model, [x.dtype for x in example], [x.dtype for x in outputs])
+    return _with_dtypes(openvino.convert_model(program), [x.dtype for x in example], [x.dtype for x in outputs])
 
 
 def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any:
@@ -49,7 +48,7 @@ def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any
     """
     import nncf
 
-    attention = any(op.get_type_name() in _ATTENTION for op in model.get_ops())
+    attention = any(map(_is_attention, model.get_ops()))
     fix = nncf.OverflowFix.ENABLE if overflows else nncf.OverflowFix.DISABLE
     return nncf.quantize(
         model,
@@ -61,6 +60,17 @@ def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any
         fast_bias_correction=attention,
         advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
     )
+
+
+def _is_attention(op: Any) -> bool:
+    """Return whether an operation weights tokens by each other, and not channels, as split attention of CNNs does."""
+    if op.get_type_name() == "ScaledDotProductAttention":
+        return True
+    if op.get_type_name() != "Softmax":
+        return False
+    rank = op.get_input_partial_shape(0).rank
+    axis = int(op.get_attributes()["axis"])
+    return bool(rank.is_static and rank.get_length() >= 3 and axis in (-1, rank.get_length() - 1))
 
 
 def _with_dtypes(model: Any, inputs: Sequence[torch.dtype], outputs: Sequence[torch.dtype]) -> Any:

@@ -93,6 +93,7 @@ class OpenVINO:
             options,
             packages,
             lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
+            conversion=2,  # to raise when it changes: older artifacts are not used then
             int8=int8,
             overflows=int8 and not adds_int8_products_exactly(),
         )

@@ -131,7 +131,7 @@ def _bfloat16(device: torch.device) -> Iterator[Finding]:
     slow = why_bfloat16_is_slow(device)
     if slow is not None:
         yield Finding("bfloat16", "slow", slow)
-    elif device.type == "cpu":
+    elif BACKENDS["openvino"].unavailable(device, "bfloat16") is None:
         yield Finding("bfloat16", "fast", "precision=bfloat16 is the first thing to try for speed, for ViTs above all")
 
 

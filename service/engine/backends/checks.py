@@ -1,4 +1,4 @@
-"""Measures how far a backend's outputs are from eager float32, and how fast it is, on photographs."""
+"""Measures how far a backend's outputs are from eager's, and how fast it is, on photographs."""
 
 from __future__ import annotations
 

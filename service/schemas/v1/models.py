@@ -108,7 +108,7 @@ class ServedPrecision(BaseModel):
 
     backends: list[str] = Field(
         description="Of `backend=auto`: the last one answers first, and those before it replace it where they are "
-        "faster. None: the precision is refused.",
+        "faster. Empty: the precision is refused.",
         examples=[["openvino", "eager"]],
     )
     note: str | None = Field(description="Why it is refused, or slower than float32 here.", examples=[None])

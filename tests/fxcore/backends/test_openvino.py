@@ -16,7 +16,7 @@ import torch
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
 from fxcore.backends.artifacts import prune
-from fxcore.backends.processor import computes_bfloat16
+from fxcore.backends.ir import converted
 from fxcore.photos import augmented, check_rows, photos
 from tests.fxcore.backends.conftest import Build
 
@@ -211,6 +211,29 @@ def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> Non
     assert torch.equal(lowered(rows)["x"], rows)
 
 
+def test_dtypes_of_inputs_and_outputs_are_the_modules() -> None:
+    """Whether batch norms can be folded in float32 or, with a narrow dtype in the code, not."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self, dtype: torch.dtype | None) -> None:
+            super().__init__()
+            self.conv, self.dtype = torch.nn.Conv2d(3, 4, 3), dtype
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            z = self.conv(x if self.dtype is None else x.to(self.dtype))
+            return z, z.float() + y, z.argmax(1)
+
+    def export(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+        return torch.export.export(module, inputs)
+
+    for narrow, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16")):
+        for own in (None, narrow):
+            example = torch.rand(2, 3, 8, 8, dtype=narrow), torch.rand(2, 4, 6, 6)
+            model = converted(Mixed(own).to(narrow), example, export)
+            assert [x.element_type.get_type_name() for x in model.inputs] == [name, "f32"]
+            assert [x.element_type.get_type_name() for x in model.outputs] == [name, "f32", "i64"]
+
+
 def _far(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value.float() - expected).norm() / expected.norm())
 
@@ -246,10 +269,14 @@ def test_what_cannot_be_lowered_says_why(extractor: Build, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_it_is_not_available() -> None:
+def test_where_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OPENVINO.unavailable(CPU, "float32") is None
     assert "float32, bfloat16 and int8" in str(OPENVINO.unavailable(CPU, "float16"))
-    assert OPENVINO.unavailable(CPU, "bfloat16") is None or not computes_bfloat16() or platform.machine() == "aarch64"
+    for machine, has, why in (("x86_64", True, None), ("x86_64", False, "AVX-512 BF16"), ("aarch64", True, "or AMX")):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr("fxcore.backends.openvino.computes_bfloat16", lambda has=has: has)
+        said = OPENVINO.unavailable(CPU, "bfloat16")
+        assert said is None if why is None else why in str(said)
     assert "runs on the CPU" in str(OPENVINO.unavailable(torch.device("cuda"), "float32"))
 
 

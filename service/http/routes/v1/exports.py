@@ -61,8 +61,8 @@ async def download(
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
             "`openvino`: a zip with the IR. All run without this service and take any number of images. An int8 "
-            "extractor can be exported only as `openvino`, where that is its backend; the file is for any processor, "
-            "those without VNNI too, whose weights have seven bits.",
+            "extractor can be exported only as `openvino`, where that is its backend; its weights have seven bits "
+            "then, so that it is right on processors without VNNI too.",
             examples=["onnx"],
         ),
     ] = "fx",

@@ -7,6 +7,9 @@ import torch
 import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
+from fxcore.backends import BACKENDS
+from fxcore.models.catalog import get_model
+from service.engine.backends.choice import served_precisions
 from service.schemas.specs import ExtractorSpec
 
 
@@ -74,10 +77,14 @@ def test_a_slow_precision_is_said(make_client, monkeypatch, photos):
     """On a processor without bfloat16, before anybody waits for it and with each answer."""
     for module in ("fxcore.backends", "fxcore.backends.openvino"):
         monkeypatch.setattr(f"{module}.computes_bfloat16", lambda: False)
+    entry, cpu = get_model("squeezenet1_1"), torch.device("cpu")
+    lowered = served_precisions(cpu, entry, "random", lowering=True)
+    assert lowered["bfloat16"]["backends"] == ["eager"]
+    if BACKENDS["openvino"].unavailable(cpu, "float32") is None:
+        assert lowered["float32"]["backends"] == ["openvino", "eager"]
     client = make_client()
     said = client.get("/v1/models/squeezenet1_1").json()["precisions"]
-    assert said["float32"]["note"] is None
-    assert said["bfloat16"]["backends"] == ["eager"]
+    assert said["float32"] == {"backends": ["eager"], "note": None}  # without lowering, as tests have it
     assert "takes longer here than float32" in said["bfloat16"]["note"]
     query = "nodes=features.3&weights=random&pool=avg"
     headers = {"content-type": "image/jpeg"}
