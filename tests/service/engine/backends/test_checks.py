@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 import torch
@@ -35,3 +36,19 @@ def test_the_first_nodes_of_a_model_of_one_size_may_take_others(node: str, one_s
     runtime = runtime_alone("timm.vit_tiny_patch16_224", (node,))
     inputs = tuple(torch.zeros(1, *shape) for shape in runtime.description.usual_shapes())
     assert takes_one_size(runtime.description, runtime.extractor, inputs) is one_size
+
+
+def test_the_fastest_of_many_short_passes_counts() -> None:
+    """Other threads slow some; a long one is not repeated, since requests wait for it."""
+    pauses = iter((0.05, 0.05, 0.0, 0.5, 0.5))
+
+    def run(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        time.sleep(next(pauses))
+        return {"x": x}
+
+    reference = Reference(run, [(torch.zeros(1, 3, 8, 8),)], "float32")
+    assert reference.fastest(run, 1, 0.2) < 0.04  # type: ignore[arg-type]
+    assert list(pauses) == [0.5]
+    pauses = iter((0.5, 0.5))
+    assert reference.fastest(run, 1, 0.2) > 0.4  # type: ignore[arg-type]
+    assert list(pauses) == [0.5]

@@ -221,12 +221,13 @@ async def test_a_trial_ends_when_it_is_clear(
     """Requests wait while a candidate is tried."""
     timed: list[int] = []
 
-    def seconds(reference: Reference, run: Lowered, rows: int) -> float:
+    def seconds(reference: Reference, run: Lowered, rows: int, burst: float = 0.0) -> float:
         timed.append(rows)
         return rows * (0.01 if isinstance(run, EagerModule) else 0.01 * share)
 
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     monkeypatch.setattr(Reference, "timed", seconds)
+    monkeypatch.setattr(Reference, "fastest", seconds)
     async with engine(lowering=True, max_batch=2) as running:
         record = await built(running, backend="auto")
         await running.features(record, jpegs)
