@@ -241,21 +241,20 @@ def test_encoding_a_large_response_does_not_block_the_event_loop(client, encodin
     """Writing takes a tenth of a second at least, in hundreds of steps."""
     source = responses.Source("m", "e", "random", "f", {"a": "a"})
     value = torch.rand(values)
-    turns = 0
 
-    async def watched():
-        nonlocal turns
+    async def turns_of_the_loop() -> int:
+        turns = 0
         engine = client.app.state.fxserve.engine
         work = engine.run_in_encoder(responses.write, "application/json", source, {"a": value}, 1, encoding)
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.sleep(0.002)
             turns += 1
-        return await task
+        assert b"".join(await task).startswith(b'{"model":"m"')
+        return turns
 
-    assert b"".join(client.run(watched())).startswith(b'{"model":"m"')
-    # A loop that is held has one turn or two, however long it takes; a busy machine takes some of the others.
-    assert turns >= 6
+    # A loop that is held has one turn or two in every attempt; a busy machine may take the others of some.
+    assert any(client.run(turns_of_the_loop()) >= 6 for _ in range(10))
 
 
 def test_while_draining(make_client, photos):
