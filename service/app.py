@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from service.engine import Engine
+from service.garbage import exempt_imports
 from service.http import openapi, problem_responses
 from service.http.access.hosts import Hosts
 from service.http.access.keys import Keys
@@ -73,7 +74,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await state.engine.start(exempt=True)  # first: it decides where threads allocate
+        exempt_imports()
+        await state.engine.start()  # before all other threads: it decides where threads allocate
         state.engine.threads.start_lookups()
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():

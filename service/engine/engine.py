@@ -123,14 +123,10 @@ class Engine:
         self.draining = False
         self.in_flight = InFlight()
 
-    async def start(self, exempt: bool = False) -> None:
+    async def start(self) -> None:
         """Start the device worker and the preloading; :meth:`readiness` says when that is done.
 
         The operator's own models are in the catalog then.
-
-        Args:
-            exempt: whether what is in memory once all is preloaded is exempt from garbage collection. For a process
-                that does nothing else.
         """
         PIL.Image.MAX_IMAGE_PIXELS = None  # of this process; FXSERVE_MAX_PIXELS is the limit
         use_one_heap()
@@ -143,7 +139,7 @@ class Engine:
         self._worker.start()
         if self._sharing is not None:
             await self._sharing.start()
-        self._preloading = background(self._preload(exempt), "preload")
+        self._preloading = background(self._preload(), "preload")
 
     async def drain(self, grace: float | None = None) -> None:
         """Take no new work, and wait until accepted requests are answered.
@@ -349,7 +345,7 @@ class Engine:
         if self.draining and not accepted:
             raise Draining()
 
-    async def _preload(self, exempt: bool) -> None:
+    async def _preload(self) -> None:
         """Preload the extractors in the settings; one that fails is tried again until it succeeds, since what it lacks
         may come: weights that a hub could not serve, a file, memory."""
         for text in self.settings.preload:
@@ -368,8 +364,6 @@ class Engine:
                     log.error("%s; it is tried again in %.0f s", self._preload_trouble, seconds, exc_info=exc_info)
                     await asyncio.sleep(seconds)
             self.preload_failed = False
-        if exempt:
-            await self.runtimes.collector.exempt()
         self._preload_trouble = None
 
     async def _preload_one(self, text: str) -> None:

@@ -12,7 +12,16 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+    values,
+)
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 from starlette.types import Scope
@@ -20,7 +29,7 @@ from starlette.types import Scope
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SHARED_DIR = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the folder shared by server processes; prometheus_client reads it on import."""
+"""Environment variable with the folder shared by server processes."""
 
 # From a cached list of nodes to a cold start of a model.
 _REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -41,6 +50,8 @@ class Metrics:
         self.shared_dir = os.environ.get(SHARED_DIR)
         if self.shared_dir is None:
             ProcessCollector(registry=registry)
+        elif values.ValueClass is values.MutexValue:  # it was imported before the variable was set
+            values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"fxserve_{name}", text, labels, registry=registry, multiprocess_mode="livesum")

@@ -66,7 +66,7 @@ class Workers(Server):
         found = set()
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile; a zombie is one of these
-                if "spawn_main" in " ".join(child.cmdline()):
+                if "resource_tracker" not in " ".join(child.cmdline()):
                     found.add(child.pid)
         return found
 

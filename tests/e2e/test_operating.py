@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -112,6 +114,15 @@ def test_two_processes_count_as_one(pair: Serve) -> None:
 
     until(two_again)
     assert pair.total(healthy) == before + 40  # what the dead one counted stays counted
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
+def test_processes_share_the_memory_of_what_is_imported(pair: Serve) -> None:
+    until(lambda: pair.total("fxserve_ready") == 2)
+    parent = psutil.Process(pair.process.pid)
+    for child in parent.children():
+        assert child.memory_full_info().uss < parent.memory_info().rss / 5
 
 
 def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) -> None:

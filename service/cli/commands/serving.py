@@ -43,7 +43,8 @@ def serve(
     fxserve serve
     fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
     """
-    from service.http.server.run import end_on_signals, run, run_workers
+    from service.http.server.run import run, run_workers
+    from service.http.server.signals import end_on_signals
 
     end_on_signals()
     options = {
@@ -63,7 +64,7 @@ def serve(
     if settings.workers > 1:
         if settings.port == 0:
             raise typer.BadParameter("--workers: several processes need a fixed --port, not 0")
-        # The processes are spawned and read these options from the environment.
+        # Which the processes read these options from.
         os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in options.items() if value is not None}
         run_workers(settings, chosen, log_level)
         return

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 
-from service.engine.threads import in_pool
-from service.garbage import collect, exempt
+from fxcore.memory import give_back
 
 COLLECT_SECONDS = 1.0
 """Seconds after which what was retired is collected: its last request may still refer to it for a moment, and every
@@ -25,10 +24,6 @@ class Collector:
         self._later: asyncio.TimerHandle | None = None
         self._closed = False
 
-    async def exempt(self) -> None:
-        """Exempt all that is in memory, once the service has started; see :func:`service.garbage.exempt`."""
-        await in_pool(self._pool, exempt)
-
     def soon(self) -> None:
         """Collect once within :data:`COLLECT_SECONDS`, for all who ask meanwhile."""
         if self._later is None and not self._closed:
@@ -38,7 +33,7 @@ class Collector:
         """Collect as soon as a thread is free."""
         self._cancel()
         if not self._closed:
-            self._pool.submit(collect)
+            self._pool.submit(give_back)
 
     def close(self) -> None:
         """Collect nothing more."""

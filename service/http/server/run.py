@@ -1,19 +1,19 @@
-"""Run server processes: configuration of uvicorn, signals and exit."""
+"""Run server processes: configuration of uvicorn, and exit."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-import signal
 import sys
 import tempfile
 from socket import socket
-from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
+from service.garbage import exempt_imports
 from service.http.server import protocol_choice
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
@@ -26,16 +26,6 @@ KEEP_ALIVE_SECONDS = 75
 requests over connections that are being closed, and longer than any ``Retry-After``."""
 
 
-def end_on_signals() -> None:
-    """Make SIGTERM and SIGINT exit the process at once with code 0.
-
-    While serving, uvicorn's handlers drain first and then raise the signal again for these. During startup there are
-    only these; without them, the first process of a container would ignore the signals.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
-
-
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
     """Serve ``app`` in this process until a signal, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings, log_level))
@@ -46,7 +36,8 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
     """Serve in several processes, which read their settings from the environment, until a signal.
 
     They share metrics, so that each answers ``/metrics`` for all, and extractors, in a temporary folder if the settings
-    name no store.
+    name no store. On Linux without a GPU they are forked from this process, which has imported all: they start at once
+    and share that memory. CUDA cannot be used in forked processes, nor can Apple's frameworks.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
         for name in ("metrics", "extractors"):
@@ -55,20 +46,25 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        # A process that does not answer pings for this long is replaced. A new process does not answer them while it
-        # imports torch and loads the operator's models.
+        # A process that does not answer pings for this long is replaced. A spawned process does not answer them while
+        # it imports torch, nor any while it loads the operator's models.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
-        _supervise("service.app:create_app", factory=True, workers=settings.workers, **options)
+        forked = sys.platform == "linux" and device == "cpu"
+        _supervise("service.app:create_app", forked, factory=True, workers=settings.workers, **options)
 
 
-def _supervise(app: str, **options: Any) -> None:
-    """Run uvicorn with our supervisor, or with its own if our subclass does not fit it."""
+def _supervise(app: str, forked: bool, **options: Any) -> None:
+    """Run uvicorn with our supervisor, or with its own, which spawns processes, if our subclass does not fit it."""
     try:
-        from service.http.server.supervisor import Supervisor
+        from service.http.server.supervisor import Supervisor, fork_processes
     except ImportError as error:
-        log.warning("server processes that exit may be replaced late: %s", error)
+        log.warning("server processes that exit may be replaced late, and share no memory: %s", error)
         uvicorn.run(app, **options)
         return
+    if forked:
+        importlib.import_module(app.partition(":")[0])
+        exempt_imports()
+        fork_processes()
     config = uvicorn.Config(app, **options)
     supervisor = Supervisor(config, [config.bind_socket()])
     supervisor.run()
@@ -111,10 +107,3 @@ class _Server(uvicorn.Server):
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             print(_startup_line(host, port, self._device), flush=True)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # A regular exit would free every object of torch first, which takes seconds.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

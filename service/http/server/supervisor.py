@@ -1,4 +1,4 @@
-"""A supervisor that replaces server processes as soon as they exit.
+"""A supervisor that forks server processes, and replaces them as soon as they exit.
 
 It subclasses private classes of uvicorn. If they have changed, importing this module raises ImportError, and
 :func:`service.http.server.run.run_workers` uses ``uvicorn.run``.
@@ -7,15 +7,21 @@ It subclasses private classes of uvicorn. If they have changed, importing this m
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import time
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from multiprocessing.process import BaseProcess
 from socket import socket
 from weakref import WeakKeyDictionary
 
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
+
+from service.http.server.signals import end_on_signals
 
 log = logging.getLogger("fxserve")
 
@@ -25,10 +31,28 @@ _MISSING = {
     *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
     *({"is_alive", "start", "kill", "join"} - {*dir(Process)}),
-    *({"process", "parent_conn"} - {*Process.__init__.__code__.co_names}),
+    *({"process", "parent_conn", "get_subprocess"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
     raise ImportError(f"uvicorn's supervisor lacks {', '.join(sorted(_MISSING))}")
+
+
+def fork_processes() -> None:
+    """Have server processes forked, so that they share the memory of what this process has imported.
+
+    Until then uvicorn spawns them. This process must have no threads that hold locks, and must not have used CUDA.
+    """
+    multiprocess.get_subprocess = _forked  # type: ignore[assignment, attr-defined]
+
+
+def _forked(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> BaseProcess:
+    return multiprocessing.get_context("fork").Process(target=_serve, args=(config, target, sockets))
+
+
+def _serve(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> None:
+    end_on_signals()  # the supervisor's handlers would note a signal and go on
+    config.configure_logging()
+    target(sockets=sockets)
 
 
 class Supervisor(Multiprocess):

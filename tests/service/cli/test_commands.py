@@ -323,14 +323,14 @@ def test_serve_reports_a_port_in_use() -> None:
 
 
 @pytest.mark.exhaustive
-def test_server_processes_say_that_they_live_before_they_import_torch(
+def test_spawned_processes_say_that_they_live_before_they_import_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
     given: list[uvicorn.Config] = []
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cpu", "warning")
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda", "warning")
     # Where SIGHUP's new process is not ready by then, uvicorn keeps the old ones, and the keys that were taken back.
     assert given[0].timeout_worker_healthcheck >= 120
     script = """

@@ -15,10 +15,10 @@ from torch.testing import assert_close
 from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
 from fxcore.graph.model_graph import kept_graphs, model_graph
+from fxcore.memory import give_back
 from service.engine import Engine
 from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.placement import CompiledLimits
-from service.garbage import collect
 from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.settings import Settings
 from tests.service.engine.fake_backends import Broken, Held, settled
@@ -60,7 +60,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         del model
         running.runtimes.eviction._memory_budget = 1
         running.runtimes.eviction.make_room()
-        collect()
+        give_back()
         assert weights() is None
         assert "no such operation" in record.problem.detail
 
@@ -183,25 +183,16 @@ async def test_what_was_given_back_is_freed(
 
 
 async def test_what_was_preloaded_and_deleted_is_freed() -> None:
-    """Though it is exempt from collections, as all is that there was when the service had started."""
     running = Engine(Settings(device="cpu", lowering=False, cache_dir=None, preload="squeezenet1_1@random:features.3"))
-    await running.start(exempt=True)
+    await running.start()
     try:
         await until(lambda: running.readiness()[0])
-        assert gc.get_freeze_count() > 0
         (record,) = running.records.list()
         assert record.runtime is not None
         module = weakref.ref(record.runtime.extractor.module)
-        later, _ = await running.extractor(spec())
-        await running.runtimes.load(later)
-        assert later.runtime is not None
-        other = weakref.ref(later.runtime.extractor.module)
         await running.extractors.delete(record.id)
         del record
-        await until(lambda: module() is None and gc.get_freeze_count() > 0)
-        await running.extractors.delete(later.id)  # which that collection has made exempt
-        del later
-        await until(lambda: other() is None)
+        await until(lambda: module() is None)
     finally:
         await running.close(grace=20)
 

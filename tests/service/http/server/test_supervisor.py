@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.e2e.conftest import until
@@ -17,8 +19,17 @@ from tests.e2e.conftest import until
 ROOT = Path(__file__).parents[4]
 
 APP = """
+import logging
+import multiprocessing
 import os
+import time
 from pathlib import Path
+
+class Slow(logging.StreamHandler):
+    def __init__(self):
+        while multiprocessing.parent_process() is not None and Path("slow").exists():
+            time.sleep(0.05)
+        super().__init__()
 
 def create():
     async def app(scope, receive, send):
@@ -40,14 +51,21 @@ SERVE = """
 import sys
 from service.http.server.run import _supervise
 if __name__ == "__main__":
-    _supervise("app:create", factory=True, workers=2, port=int(sys.argv[1]), timeout_worker_healthcheck=60)
+    forked = sys.argv[2] == "True"
+    logs = {"version": 1, "disable_existing_loggers": False}
+    logs |= {"handlers": {"slow": {"class": "app.Slow"}}, "root": {"handlers": ["slow"]}}
+    options = {"factory": True, "workers": 2, "timeout_worker_healthcheck": 60, "log_config": logs}
+    _supervise("app:create", forked, port=int(sys.argv[1]), **options)
 """
 
 
-class Processes:
-    """Two server processes whose start fails while there is a file ``no memory`` in ``folder``."""
+FORKED = pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawned"])
 
-    def __init__(self, folder: Path) -> None:
+
+class Processes:
+    """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, and ``slow`` wait before."""
+
+    def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
         (folder / "serve.py").write_text(SERVE)
         with socket.socket() as probe:
@@ -57,7 +75,7 @@ class Processes:
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "serve.py", str(port)],
+                [sys.executable, "serve.py", str(port), str(forked)],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "no_proxy": "127.0.0.1"},
                 stdout=log,
@@ -76,8 +94,9 @@ class Processes:
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) -> None:
-    server = Processes(tmp_path)
+@FORKED
+def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, forked: bool) -> None:
+    server = Processes(tmp_path, forked)
     try:
         until(lambda: len(server.answering()) == 2)
         first, second = server.answering()
@@ -95,10 +114,27 @@ def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) ->
 
 
 @pytest.mark.exhaustive
-def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path) -> None:
+@FORKED
+def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path, forked: bool) -> None:
     (tmp_path / "no memory").touch()
-    server = Processes(tmp_path)
+    server = Processes(tmp_path, forked)
     try:
         assert server.process.wait(60) == 3
     finally:
         server.process.kill()
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked: bool) -> None:
+    (tmp_path / "slow").touch()
+    server = Processes(tmp_path, forked)
+    try:
+        parent = psutil.Process(server.process.pid)
+        until(lambda: len(parent.children()) >= 2)
+        time.sleep(3)  # so that they configure their logs
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    finally:
+        server.process.kill()
+        (tmp_path / "slow").unlink()  # ends processes that are left

@@ -1,0 +1,31 @@
+"""What is exempt from garbage collection, in a process of its own."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import asyncio, gc, weakref
+from service.app import create_app
+from service.settings import Settings
+
+class Cycle:
+    def __init__(self):
+        self.own = self
+
+async def main():
+    app = create_app(Settings(device="cpu", cache_dir=None))
+    imported = weakref.ref(Cycle())
+    async with app.router.lifespan_context(app):
+        print(imported() is None, gc.get_freeze_count() > 100_000)
+        later = weakref.ref(Cycle())
+        gc.collect()
+        print(later() is None)
+
+gc.disable()
+asyncio.run(main())
+"""
+
+
+def test_what_is_imported_is_exempt_and_what_is_made_later_is_collected() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["True", "True", "True"], done.stderr
