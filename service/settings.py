@@ -15,6 +15,10 @@ from service.machine import available_cores
 MiB = 1024**2
 GiB = 1024**3
 
+SHARED_WEIGHTS = "FXSERVE_SHARED_WEIGHTS"
+"""Environment variable that `fxserve serve` sets for its processes if they are several: the folder of the files through
+which they share weights."""
+
 
 def cores_per_worker(settings: dict[str, Any]) -> int:
     """Cores for each of the ``workers`` server processes."""
@@ -54,7 +58,7 @@ class Settings(BaseSettings):
         default=1,
         ge=1,
         description="Server processes that `fxserve serve` runs on one port, sharing extractors and splitting cores; "
-        "each has its own memory, and the limits below apply to each.",
+        "the limits below apply to each.",
     )
     log_format: LogFormat = Field(
         default="text", description="Format of the log: `text`, or `json` with one object per line."

@@ -45,6 +45,9 @@ T = TypeVar("T", bound=FromArtifact)
 CACHE_BYTES = 4 * 1024**3
 """Maximum bytes of artifacts in the cache; the least recently used are deleted first."""
 
+_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
+"""File systems of this machine."""
+
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
 
@@ -97,6 +100,22 @@ def compiled(
         loaded = load(kept)
         prune(home, CACHE_BYTES)
         return loaded
+
+
+def may_be_mapped(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Return whether the files of an artifact may be mapped, so that processes share their pages.
+
+    Another process may delete an artifact. Local file systems keep what is mapped until it is not; of a network file
+    system, the pages that were not read yet are gone, and reading one kills the process.
+    """
+    try:
+        lines = [line.split() for line in mounts.read_text().splitlines()]
+    except OSError:
+        return False  # not Linux
+    # Spaces in paths are octal escapes.
+    types = {Path(path.encode().decode("unicode_escape")): kind for _, path, kind, *_ in lines}
+    place = folder.resolve()
+    return next((types[path] in _LOCAL for path in (place, *place.parents) if path in types), False)
 
 
 def prune(home: Path, limit: int) -> None:

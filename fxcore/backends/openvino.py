@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from fxcore.backends.artifacts import compiled
+from fxcore.backends.artifacts import compiled, may_be_mapped
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.process import check_threads
 from fxcore.backends.processor import adds_int8_products_exactly, computes_bfloat16
@@ -137,7 +137,7 @@ class OpenVINOModule:
         self._openvino = openvino
         self._places = places
         core = openvino.Core()
-        core.set_property({"ENABLE_MMAP": False})  # weights are repacked; a mapped file would stay beside them
+        core.set_property({"ENABLE_MMAP": may_be_mapped(path.parent)})
         model = _with_images_channels_last(core.read_model(path))
         self._channels_last = [_is_channels_last(x) for x in model.inputs]
         threads = settings["INFERENCE_NUM_THREADS"]

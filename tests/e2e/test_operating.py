@@ -125,6 +125,23 @@ def test_processes_share_the_memory_of_what_is_imported(pair: Serve) -> None:
         assert child.memory_full_info().uss < parent.memory_info().rss / 5
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_share_weights(pair: Serve, photos: dict[str, bytes]) -> None:
+    parent = psutil.Process(pair.process.pid)
+
+    def asked_and_mapped() -> bool:
+        answer = httpx.post(
+            pair.url + FEATURES, content=photos["coffee"], headers={"content-type": "image/jpeg"}, timeout=60
+        )
+        assert answer.status_code == 200
+        maps = [[m for m in child.memory_maps() if "/weights/" in m.path] for child in parent.children()]
+        assert all(m.rss > 4_000_000 and m.anonymous == 0 for of_one in maps for m in of_one)
+        return all(maps) and len({m.path for of_one in maps for m in of_one}) == 1
+
+    until(asked_and_mapped)
+
+
 def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) -> None:
     headers = {"x-request-id": "abc-1", "content-type": "image/jpeg"}
     assert serve.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200

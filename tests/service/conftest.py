@@ -28,7 +28,7 @@ class Client:
         self._lifespan = self.app.router.lifespan_context(self.app)
         self.run(self._lifespan.__aenter__())
         engine = self.app.state.fxserve.engine
-        while engine.readiness()[1] == "the service is starting":  # exempts what there is from garbage collection
+        while engine.readiness()[1] == "the service is starting":
             time.sleep(0.01)
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=600)

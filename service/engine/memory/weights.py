@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,10 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.description import ModelKey, precision_dtype
+from service.engine.memory.shared_weights import share
 from service.engine.tasks import background
 from service.engine.threads import in_pool
+from service.settings import SHARED_WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class ModelStore:
         self._pool = pool
         self._downloads = downloads
         self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
+        self._shared = os.environ.get(SHARED_WEIGHTS)
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         """Return the model of ``key``, loaded if it is not yet.
@@ -66,7 +71,10 @@ class ModelStore:
 
     def drop(self, key: ModelKey) -> bool:
         """Drop a model; whether there was one. Its memory is freed with the last extractor that uses it."""
-        return self._loads.pop(key, None) is not None
+        dropped = self._loads.pop(key, None) is not None
+        if dropped and self._shared is not None:  # its pages go with the last process that has mapped it
+            self._file(self._shared, key).unlink(missing_ok=True)
+        return dropped
 
     def loaded(self) -> dict[ModelKey, LoadedModel]:
         """Return the models in memory now."""
@@ -91,4 +99,10 @@ class ModelStore:
         module = load_model(entry, weights, self._weights_dir)
         if self._device.type != "cpu" or precision != "float32":
             module.to(self._device, precision_dtype(entry, precision))
+        if self._shared is not None:
+            share(module, self._file(self._shared, key))
         return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))
+
+    @staticmethod
+    def _file(folder: str, key: ModelKey) -> Path:
+        return Path(folder, hashlib.sha256("\0".join(key).encode()).hexdigest()[:32])

@@ -17,7 +17,7 @@ from service.garbage import exempt_imports
 from service.http.server import protocol_choice
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
-from service.settings import Settings
+from service.settings import SHARED_WEIGHTS, Settings
 
 log = logging.getLogger("fxserve")
 
@@ -35,14 +35,17 @@ def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
     """Serve in several processes, which read their settings from the environment, until a signal.
 
-    They share metrics, so that each answers ``/metrics`` for all, and extractors, in a temporary folder if the settings
-    name no store. On Linux without a GPU they are forked from this process, which has imported all: they start at once
-    and share that memory. CUDA cannot be used in forked processes, nor can Apple's frameworks.
+    They share weights on the CPU, metrics, so that each answers ``/metrics`` for all, and extractors, in a temporary
+    folder if the settings name no store.
+
+    On Linux without a GPU they are forked from this process, which has imported all: they start at once and share that
+    memory. CUDA cannot be used in forked processes, nor can Apple's frameworks.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
-        for name in ("metrics", "extractors"):
+        for name in ("metrics", "extractors", "weights"):
             os.mkdir(os.path.join(folder, name))
         os.environ.setdefault(SHARED_DIR, os.path.join(folder, "metrics"))
+        os.environ[SHARED_WEIGHTS] = os.path.join(folder, "weights")
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
@@ -58,7 +61,7 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
     try:
         from service.http.server.supervisor import Supervisor, fork_processes
     except ImportError as error:
-        log.warning("server processes that exit may be replaced late, and share no memory: %s", error)
+        log.warning("server processes are spawned, and may be replaced late: %s", error)
         uvicorn.run(app, **options)
         return
     if forked:

@@ -7,14 +7,16 @@ import signal
 import sys
 from types import FrameType
 
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
 
 def end_on_signals() -> None:
-    """Make SIGTERM and SIGINT exit the process at once with code 0.
+    """Make :data:`ENDING` exit the process at once with code 0.
 
     While serving, uvicorn's handlers drain first and then raise the signal again for these. During startup there are
     only these; without them, the first process of a container would ignore the signals.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING:
         signal.signal(number, _end)
 
 

@@ -1,4 +1,4 @@
-"""A supervisor that forks server processes, and replaces them as soon as they exit.
+"""A supervisor that replaces server processes as soon as they exit, and can fork them.
 
 It subclasses private classes of uvicorn. If they have changed, importing this module raises ImportError, and
 :func:`service.http.server.run.run_workers` uses ``uvicorn.run``.
@@ -7,11 +7,12 @@ It subclasses private classes of uvicorn. If they have changed, importing this m
 from __future__ import annotations
 
 import logging
-import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
 from socket import socket
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
-from service.http.server.signals import end_on_signals
+from service.http.server.signals import ENDING, end_on_signals
 
 log = logging.getLogger("fxserve")
 
@@ -46,11 +47,23 @@ def fork_processes() -> None:
 
 
 def _forked(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> BaseProcess:
-    return multiprocessing.get_context("fork").Process(target=_serve, args=(config, target, sockets))
+    return _Forked(target=_serve, args=(config, target, sockets))
+
+
+class _Forked(ForkProcess):
+    """Keeps signals that come before it has handlers of its own: those of the supervisor would note them and go on."""
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> None:
-    end_on_signals()  # the supervisor's handlers would note a signal and go on
+    end_on_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     config.configure_logging()
     target(sockets=sockets)
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxcore import trace
-from fxcore.backends.artifacts import _key
+from fxcore.backends.artifacts import _key, may_be_mapped
 
 
 @dataclass
@@ -95,3 +95,21 @@ def test_other_processes_tell_them_apart_in_the_same_way() -> None:
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     other = subprocess.check_output([sys.executable, "-c", program], cwd=here, env=environment, text=True).strip()
     assert other == key_of(everything())
+
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw,relatime 0 0
+store:/exports {folder}/cache\\040of\\040all nfs4 rw,vers=4.2 0 0
+tmpfs {folder}/cache\\040of\\040all/memory tmpfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "allowed"),
+    [("cache", True), ("cache of all/openvino-1", False), ("cache of all/memory/openvino-1", True)],
+)
+def test_artifacts_on_network_file_systems_are_not_mapped(tmp_path: Path, place: str, allowed: bool) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS.format(folder=tmp_path.resolve()))
+    assert may_be_mapped(tmp_path / place, mounts) == allowed
+    assert not may_be_mapped(tmp_path / place, tmp_path / "no such file")

@@ -15,7 +15,7 @@ import torch
 
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
-from fxcore.backends.artifacts import prune
+from fxcore.backends.artifacts import may_be_mapped, prune
 from fxcore.backends.ir import converted
 from fxcore.photos import augmented, check_rows, photos
 from tests.fxcore.backends.conftest import Build
@@ -193,6 +193,15 @@ def test_it_is_compiled_once(
 
 
 @pytest.mark.skipif(OPENVINO.unavailable(CPU, "bfloat16") is not None, reason="needs a processor with bfloat16")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_stored_weights_are_mapped(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+    """So that processes share their pages."""
+    assert may_be_mapped(artifacts)
+    lowered = OPENVINO.lower(extractor("resnet18", "C3").module, (batch[:2],), Options(threads=2, cache=artifacts))
+    assert str(artifacts) in Path("/proc/self/maps").read_text()
+    assert lowered.storages()  # it is still there
+
+
 def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     """As near to float32 as eager is in bfloat16, at every size, through torch's own memory."""
     names = ("features.3", "C4", "x", "features.8")

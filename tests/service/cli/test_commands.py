@@ -29,7 +29,7 @@ from fxcore.rendering.render import render
 from service.cli import app
 from service.http.server import supervisor
 from service.http.server.run import run_workers
-from service.settings import Settings
+from service.settings import SHARED_WEIGHTS, Settings
 from tests.service.cli.running import fxserve, rows
 
 
@@ -330,6 +330,7 @@ def test_spawned_processes_say_that_they_live_before_they_import_torch(
     given: list[uvicorn.Config] = []
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
     run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda", "warning")
     # Where SIGHUP's new process is not ready by then, uvicorn keeps the old ones, and the keys that were taken back.
     assert given[0].timeout_worker_healthcheck >= 120
