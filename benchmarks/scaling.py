@@ -9,7 +9,10 @@ Sweeps:
 - images: 1 to 256 per request, over 4 connections, pooled;
 - sizes: photographs from 100 x 75 to 20 million pixels, over 8 connections;
 - extractors: 1 to 200 over one model, used in turn by 32 connections;
-- models: 1 to 40, used likewise: one architecture with different weights, so that each image costs the same.
+- models: 1 to 40, used likewise: one architecture with different weights, so that each image costs the same;
+- shapes: 1 to 64 aspect ratios of images with ``fit=native``, whose mean is 1.5, over 32 connections.
+
+``workers.py`` compares numbers of server processes.
 
 Needs the extra ``bench``.
 """
@@ -40,6 +43,7 @@ WIDTHS = (100, 224, 500, 1000, 2000, 5164)
 """Width of the 4:3 photographs; the largest have 20 million pixels."""
 EXTRACTORS = (1, 4, 16, 64, 200)
 MODELS = (1, 4, 10, 20, 40)
+SHAPES = (1, 4, 16, 64)
 
 
 @dataclass
@@ -111,6 +115,16 @@ class Scaling:
             with servers.fxserve(weights_dir=folder) as server:
                 yield from self._growing(server, "models", MODELS, specs)
 
+    def shapes(self) -> Iterator[Point]:
+        with servers.fxserve() as server:
+            spec = MOBILENET.spec("auto") | {"fit": "native", "image_size": 224}
+            path = extractor(server, spec, 0)[0]
+            for count in SHAPES:
+                ratios = [1 + (place + 0.5) / count for place in range(count)]
+                files = [photos.jpegs(round(375 * ratio), 375)[0] for ratio in ratios]
+                found = self._run(server, self._requests(server, [path], files), 32)
+                yield Point("shapes", count, found, note=held(server))
+
     def _growing(
         self, server: Server, sweep: str, counts: tuple[int, ...], specs: list[dict[str, Any]]
     ) -> Iterator[Point]:
@@ -125,8 +139,7 @@ class Scaling:
             requests = self._requests(server, paths, self.files)
             found = self._run(server, requests, 32)
             backends = [server.http.get(path.removesuffix("/features")).json()["backend"] for path in paths]
-            memory = f"{server.memory() / 1e9:.1f} GB resident"
-            note = f"{backends.count('openvino')} of {count} lowered, {memory}"
+            note = f"{backends.count('openvino')} of {count} lowered, {held(server)}"
             yield Point(sweep, count, found, note=note)
 
     def _extractor(self, server: Server) -> str:
@@ -143,12 +156,18 @@ class Scaling:
         return load.run(server.port, requests, connections, seconds, self.options.warm, wrk=False)
 
 
+def held(server: Server) -> str:
+    """Return the memory and threads that the server has."""
+    return f"{server.memory() / 1e9:.1f} GB resident, {server.process.num_threads()} threads"
+
+
 LABELS = {
     "connections": "connections",
     "images": "images per request",
     "sizes": "width of a 4:3 photograph, pixels",
     "extractors": "extractors over one model",
     "models": "models",
+    "shapes": "aspect ratios of the images",
 }
 
 

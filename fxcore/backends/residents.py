@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-FIXED_MODELS = 16
-"""Maximum fixed models. OpenVINO starts two threads for each compiled model that runs on several threads."""
+FIXED_MODELS = 14
+"""Maximum fixed models. OpenVINO starts two threads for each compiled model that runs on several threads: with the
+service's usual 16 extractors, under 64 in all."""
 
 SCRATCH_BYTES = 512 * 1024**2
 """Maximum bytes of intermediate values that idle models keep for their next pass."""

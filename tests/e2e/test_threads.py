@@ -76,7 +76,14 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
     assert ready.status_code == 200, ready.text
     before, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # the server's, too
     until(lambda: not psutil.Process(server.process.pid).children())  # whose threads would come free
-    server.limit(server.threads() + 2)
+
+    def steady() -> int:
+        """How many threads there are, once none has ended for a second: those would come free, too."""
+        count = server.threads()
+        time.sleep(1)
+        return count if server.threads() == count else 0
+
+    server.limit(until(steady) + 2)
 
     def answered(response: httpx.Response) -> Any:
         assert response.status_code in (200, 201), response.text
