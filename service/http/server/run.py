@@ -49,8 +49,8 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        # A process that does not answer pings for this long is replaced. A spawned process does not answer them while
-        # it imports torch, nor any while it loads the operator's models.
+        # A process that does not answer pings for this long is replaced. None answers them while it loads the
+        # operator's models, nor a spawned one while it imports torch.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
         forked = sys.platform == "linux" and device == "cpu"
         _supervise("service.app:create_app", forked, factory=True, workers=settings.workers, **options)

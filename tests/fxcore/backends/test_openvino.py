@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch
 
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
-from fxcore.backends.artifacts import may_be_mapped, prune
+from fxcore.backends.artifacts import prune
 from fxcore.backends.ir import converted
 from fxcore.photos import augmented, check_rows, photos
 from tests.fxcore.backends.conftest import Build
@@ -192,16 +193,27 @@ def test_it_is_compiled_once(
     assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), again(batch).values(), strict=True))
 
 
-@pytest.mark.skipif(OPENVINO.unavailable(CPU, "bfloat16") is not None, reason="needs a processor with bfloat16")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_stored_weights_are_mapped(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
+@pytest.mark.parametrize("allowed", [True, False])
+def test_stored_weights_are_mapped_where_they_may_be(
+    extractor: Build,
+    batch: torch.Tensor,
+    artifacts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: bool,
+) -> None:
     """So that processes share their pages."""
-    assert may_be_mapped(artifacts)
-    lowered = OPENVINO.lower(extractor("resnet18", "C3").module, (batch[:2],), Options(threads=2, cache=artifacts))
-    assert str(artifacts) in Path("/proc/self/maps").read_text()
+    module = extractor("resnet18", "C3").module
+    OPENVINO.lower(module, (batch[:2],), Options(threads=2, cache=artifacts))
+    own = shutil.copytree(artifacts, tmp_path / "own")  # other tests may have mapped the others
+    monkeypatch.setattr("fxcore.backends.openvino.may_be_mapped", lambda folder: allowed)
+    lowered = OPENVINO.lower(module, (batch[:2],), Options(threads=2, cache=own))
+    assert (str(own) in Path("/proc/self/maps").read_text()) == allowed
     assert lowered.storages()  # it is still there
 
 
+@pytest.mark.skipif(OPENVINO.unavailable(CPU, "bfloat16") is not None, reason="needs a processor with bfloat16")
 def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     """As near to float32 as eager is in bfloat16, at every size, through torch's own memory."""
     names = ("features.3", "C4", "x", "features.8")

@@ -20,10 +20,7 @@ from tests.service.engine.running import spec, until
 CLEAN = """
 import sys, torch, torchvision
 from pathlib import Path
-from service.engine import Engine
 from service.engine.memory.shared_weights import share
-from service.settings import SHARED_WEIGHTS, Settings
-from tests.service.engine.running import spec, until
 torch.manual_seed(0)
 model = torchvision.models.alexnet().eval()
 share(model, Path(sys.argv[1]))
