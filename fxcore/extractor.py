@@ -1,7 +1,7 @@
-"""Build extractors: a graph, a model with weights and chosen nodes → a pruned module that returns the nodes' values.
+"""Build extractors: from a graph, a model with weights and chosen nodes, a pruned module that returns their values.
 
-The module shares the model's parameters, so another extractor over a model costs a graph, not a model. Each key belongs
-to one node, so overlapping names and repeated nodes are not a special case.
+The module shares the model's parameters, so another extractor over a model costs only a graph. Each key belongs to one
+node, so overlapping names and repeated nodes are not special cases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from fxcore.errors import BadArgument
 from fxcore.graph.attention_weights import is_attention_of_tokens
 from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.layout import layout_name
-from fxcore.graph.levels import stride_of
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
 from fxcore.graph.tokens.attention_grid import AttentionGrid, attention_grid
@@ -41,21 +40,21 @@ _ADDING = threading.Lock()
 
 @dataclass(frozen=True)
 class OutputInfo:
-    """One output of an extractor.
+    """An output of an extractor.
 
     Attributes:
-        key: its name in the output.
+        key: name in the output dict.
         node: torchvision's name of the node.
-        shape: None for the batch, and for height and width where they depend on the image.
+        shape: shape, with None for the batch, and for height and width if they depend on the image.
         dtype: ``float32``, ``bfloat16``, …
-        layout: such as ``NCHW``; None if unknown.
+        layout: axes such as ``NCHW``; None if unknown.
         stride: input pixels per position of a feature map; None for other values.
-        bytes_per_image: size at the graph's input size.
-        rows_per_image: rows of the first dimension that belong to one image (1, but for attention windows).
-        tokens: the image positions of tokens ``[N, L, C]``; None for other values, or if they are unknown.
-        prefix: the tokens that stand for no position; none of other values.
+        bytes_per_image: size in bytes at the graph's input size.
+        rows_per_image: rows of the first dimension that belong to one image (1 except for attention windows).
+        tokens: the image positions of tokens ``[N, L, C]``; None for other values, or if unknown.
+        prefix: the tokens that do not stand for a position; empty for other values.
         attention: the map whose positions attend to each other, for the weights that ``attention_maps`` adds.
-        queries: whether they are attention weights ``[…, queries, keys]`` of tokens to tokens.
+        queries: whether the values are attention weights ``[…, queries, keys]`` over tokens.
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -81,19 +80,19 @@ class OutputInfo:
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor.
+    """A module that returns the values of chosen nodes of a model.
 
     Attributes:
-        module: ``module(*inputs) -> {key: tensor}``, keys in the order of ``outputs``.
-        graph: the model's graph that it was built from.
-        outputs: its outputs, in order.
-        dtype: the floating-point dtype of its parameters.
-        part: what it computes, where it begins at inner nodes.
-        front: computes its inputs from the model's own, ``front(*inputs) -> {key: tensor}``, where it begins at inner
-            nodes.
-        edited: the nodes whose values it edits: its module has a scale and a shift of each as further inputs.
+        module: ``module(*inputs) -> {key: tensor}``, with keys in the order of ``outputs``.
+        graph: the model's graph that the extractor was built from.
+        outputs: the outputs, in order.
+        dtype: the floating-point dtype of the parameters.
+        part: the part of the model that it computes, if it starts at inner nodes; else None.
+        front: ``front(*inputs) -> {key: tensor}``, which computes the extractor's inputs from the model's, if it starts
+            at inner nodes; else None.
+        edited: the nodes whose values it edits; the module has a scale and a shift for each as additional inputs.
 
-    Its module has only the nodes that the outputs need, and shares the model's parameters:
+    The module has only the nodes that the outputs need, and shares the model's parameters:
 
     >>> from fxcore import get_model, load_model, model_graph
     >>> graph = model_graph("squeezenet1_1")
@@ -120,13 +119,15 @@ class Extractor:
 
     @property
     def nodes(self) -> int:
-        """How many nodes of graphs it holds."""
+        """Total number of nodes of its graphs."""
         graphs = [one.graph for one in (self.module, self.front, self.part) if one is not None]
         return sum(len(graph.nodes) for graph in graphs)
 
     def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return its inputs for ``inputs`` of the model: what these are at the nodes that it begins at, and some
-        factors."""
+        """Compute the extractor's inputs from ``inputs`` of the model.
+
+        These are the values of the nodes that it starts at, and example factors for its edits.
+        """
         if self.front is not None:
             with torch.no_grad():
                 values = self.front(*inputs)
@@ -134,16 +135,16 @@ class Extractor:
         return inputs + self.factors([Edit(node.key, scale=0.5, shift=0.25) for node in self.edited], *inputs)
 
     def factors(self, edits: Sequence[Edit], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return what its module takes beside ``inputs`` for some edits: scale and shift of each edited node.
+        """Return the module's inputs for some edits, to pass after ``inputs``: scale and shift of each edited node.
 
         Raises:
-            BadEdit: one of a node that is not edited, or that selects what its value does not have.
+            BadEdit: an edit is of a node that the extractor does not edit, or selects parts that do not exist.
         """
         names = {name for node in self.edited for name in (node.key, node.name)}
         for index, edit in enumerate(edits):
             if edit.node not in names:
                 shown = ", ".join(node.key for node in self.edited) or "none"
-                raise BadEdit(f"edit {index}: this extractor edits {shown}, and not {edit.node!r}", edit=index)
+                raise BadEdit(f"edit {index}: this extractor edits {shown}, but not {edit.node!r}", edit=index)
         if not self.edited:
             return ()
         dims = self.values_at([tuple(x.shape[1:]) for x in inputs])
@@ -155,18 +156,18 @@ class Extractor:
         return tuple(factor.to(inputs[0].device) for factor in found)
 
     def values_at(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Return shape and dtype of its outputs and of what they depend on by node, for one row; nothing is computed.
+        """Return shape and dtype of the outputs and their ancestors by node, for one row, without computing values.
 
         Args:
             shapes: the shape of each input without its batch dimension.
 
         Raises:
-            BadTensor: the model does not take inputs of that shape.
+            BadTensor: the model does not accept inputs of that shape.
         """
         return (self.part or self.graph).values_at(shapes, {output.node for output in self.outputs})
 
     def bytes_for(self, height: int, width: int) -> int:
-        """Estimated bytes of the outputs for one image with an input of that size."""
+        """Return the estimated bytes of the outputs for one image with an input of that size."""
         nominal_height, nominal_width = self.graph.input_size
         area = (height * width) / (nominal_height * nominal_width)
         return math.ceil(sum(o.bytes_per_image * (area if o.stride else 1) for o in self.outputs))
@@ -182,23 +183,25 @@ def build_extractor(
     inputs: Mapping[str, str] | None = None,
     edits: Mapping[str, str] | None = None,
 ) -> Extractor:
-    """Prune ``graph`` to what ``return_nodes`` need and bind it to ``model``.
+    """Prune ``graph`` to the nodes that ``return_nodes`` need, and bind it to ``model``.
 
     Args:
-        graph: the model's graph; it does not change.
-        model: from :func:`fxcore.models.weights.load_model`, perhaps moved and cast. The module shares
-            its parameters and modules: backends fold them once for all extractors over a model.
-        return_nodes: key → exact node name, from :meth:`ModelGraph.resolve`.
-        dtype: the floating-point type that ``model`` has been cast to.
-        any_size: whether inputs have sizes of their own, so that the described outputs have no fixed ones; by default
-            as by the model's own preprocessing. With ``inputs``, it is whether these have maps of any size.
-        inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`; default: the model's inputs.
-        edits: key → exact name of a node to edit, from :meth:`ModelGraph.resolve`; see :meth:`Extractor.factors`.
+        graph: the model's graph; it is not changed.
+        model: a model from :func:`fxcore.models.weights.load_model`, possibly moved and cast. The module shares its
+            parameters and modules; backends fold them once for all extractors over a model.
+        return_nodes: exact node names by key, from :meth:`ModelGraph.resolve`.
+        dtype: the floating-point dtype that ``model`` was cast to.
+        any_size: whether inputs vary in size, so that the described outputs have no fixed size; by default determined
+            by the model's own preprocessing. With ``inputs``, determined by whether their maps may have any size.
+        inputs: exact names of the nodes to start from, by key, from :meth:`ModelGraph.resolve`; by default the model's
+            inputs.
+        edits: exact names of the nodes to edit, by key, from :meth:`ModelGraph.resolve`; see
+            :meth:`Extractor.factors`.
 
     Raises:
         BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes``, ``inputs`` or ``edits`` are not exact
             names of its nodes.
-        BadEdit: a node to edit has no floating-point values, or no output depends on it.
+        BadEdit: a node to edit does not have floating-point values, or no output depends on it.
         OpenCut, UnneededInput, DuplicateKey, UnknownNode: see :class:`~fxcore.graph.model_part.ModelPart`.
         CannotTransform: the model's in-place operations cannot be rewritten; see
             :func:`fxcore.passes.functionalize.functionalize`.
@@ -243,7 +246,7 @@ def build_extractor(
 
 
 def _module(graph: ModelGraph, model: nn.Module, part: Part, wanted: Mapping[str, fx.Node]) -> fx.GraphModule:
-    """Return the module of a part that returns ``wanted`` by their keys."""
+    """Return a module for ``part`` that returns the values of ``wanted`` by key."""
     results = {key: part.kept[node] for key, node in wanted.items()}
     for key, node in wanted.items():
         if node.meta["value"].is_quantized:  # outputs of int8 models are dequantized
@@ -256,7 +259,7 @@ def _module(graph: ModelGraph, model: nn.Module, part: Part, wanted: Mapping[str
 
 
 def _scales(graph: ModelGraph, model: nn.Module, whole: fx.Graph, given: Collection[fx.Node]) -> dict[fx.Node, Scale]:
-    """Return the scales of the quantized nodes among ``given``, which an int8 model has once it runs."""
+    """Run an int8 model to find the scales of the quantized nodes among ``given``."""
     quantized = [node for node in given if node.meta["value"].is_quantized]
     if not quantized:
         return {}
@@ -268,7 +271,7 @@ def _scales(graph: ModelGraph, model: nn.Module, whole: fx.Graph, given: Collect
 
 
 def whole_module(graph: ModelGraph, model: nn.Module, dtype: torch.dtype = torch.float32) -> fx.GraphModule:
-    """Bind all of ``graph`` to ``model``; the result returns what the model returns. See :func:`build_extractor`."""
+    """Bind all of ``graph`` to ``model``; the result has the model's return value. See :func:`build_extractor`."""
     whole, _ = _bound(graph, model, dtype, with_output=True)
     return GraphModule(model, whole, class_name=type(model).__name__)
 
@@ -276,7 +279,7 @@ def whole_module(graph: ModelGraph, model: nn.Module, dtype: torch.dtype = torch
 def _bound(
     graph: ModelGraph, model: nn.Module, dtype: torch.dtype, with_output: bool
 ) -> tuple[fx.Graph, dict[str, fx.Node]]:
-    """Return a copy of ``graph`` without in-place operations, for the device of ``model``; and its nodes by public
+    """Return a copy of ``graph`` without in-place operations, for the device of ``model``, and its nodes by public
     name."""
     copies: dict[fx.Node, fx.Node] = {}
     whole = fx.Graph()
@@ -317,7 +320,7 @@ def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> N
             return
         own = set(vars(model))
         traced, root, _ = trace_model(graph.entry, model)
-        # The numbers in the attributes' names may be others, after an earlier trace; their order is the same.
+        # After an earlier trace the numbers in the attributes' names may differ, but their order is the same.
         made = made_constants(traced)
         values = [getattr(root, name) for name in made]
         for name in (set(vars(model)) - own).intersection(made):
@@ -325,7 +328,7 @@ def _add_constants(model: nn.Module, graph: ModelGraph, dtype: torch.dtype) -> N
         device = _device_of(model)
         for name, value in zip(graph.constants, values, strict=True):
             if not hasattr(model, name):
-                # A constant of literals in the code was not cast with the model.
+                # Constants from literals in the code were not cast with the model.
                 cast = dtype if value.dtype == graph.entry.dtype else value.dtype
                 model.register_buffer(name, value.to(device, cast), persistent=False)
 
@@ -348,7 +351,7 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_si
         shape=shape,
         dtype=dtype_name(made),
         layout=layout_name(axes),
-        stride=stride_of(node, graph.input_size),
+        stride=graph.stride_of(node),
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],
         tokens=token_grid(node) if node.meta["rows"] == 1 else None,

@@ -1,20 +1,20 @@
 """C1…C5 and P2…: names for the feature map at stride 2, 4, 8, 16, 32.
 
-The rule, for C levels. Only nodes through which every path from the input runs count (dominators of the output), so a
-tensor inside a residual branch is never a level. Of those at one stride, a node counts by the module that ends with
-it: the outermost such module, modules with children before leaves; the last of the outermost ones is the level. So C4
-of ResNet is the end of ``layer3`` and not the widened tensor inside ``layer4.0``, and C5 of Swin is the end of
-``features`` and not the norm after it. How far out a module lies is counted without the trunk: containers such as
-``features`` that run through three strides or more.
+The rule for C levels: only dominators of the output count, that is, nodes on every path from the input. So a tensor
+inside a residual branch is never a level. Among those at one stride, a node is ranked by the outermost module that ends
+with it, and modules with children rank before leaves; the level is the last node of the highest rank. So C4 of ResNet
+is the end of ``layer3`` and not the widened tensor inside ``layer4.0``, and C5 of Swin is the end of ``features`` and
+not the norm after it. The depth of a module is counted without the trunk: containers such as ``features`` that span
+three strides or more.
 
-A widening 1x1 convolution (with its norm and activation) that closes the network belongs to the classifier's head and
-is left out, as timm's ``feature_info`` does; the one family where timm keeps it is listed.
+A widening 1x1 convolution (with its norm and activation) at the end of the network belongs to the classifier's head and
+is left out, as in timm's ``feature_info``; the one family where timm keeps it is listed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -27,6 +27,10 @@ from fxcore.tracing.names import MODULE, PATH
 _C_STRIDES = (2, 4, 8, 16, 32)
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
 
+_MARGIN = 3.0
+"""Positions by which a map may differ from the input's size divided by the stride, for want of padding or because of
+it."""
+
 # timm ends these at the last 1x1 convolution, whose width belongs to the published architecture's stages.
 _HEAD_CONVOLUTION_KEPT = "mobilenet_v3"
 
@@ -35,7 +39,7 @@ _PASS_THROUGH = (*BATCH_NORMS, nn.ReLU, nn.ReLU6, nn.Hardswish, nn.SiLU, nn.Drop
 
 @dataclass(frozen=True)
 class Level:
-    """A feature map: the node that makes it, its channels, and its stride in input pixels.
+    """A feature map: the node that computes it, its channels, and its stride in input pixels.
 
     >>> from fxcore import model_graph
     >>> model_graph("resnet18").levels["C5"]
@@ -47,28 +51,38 @@ class Level:
     stride: int
 
 
-def stride_of(node: fx.Node, size: tuple[int, int]) -> int | None:
-    """Input pixels per position of the node's feature map, rounded to a power of two; None if it is no feature map.
+def stride_of(node: fx.Node, size: tuple[int, int], usual: int | None = None) -> int | None:
+    """Return input pixels per position of the node's feature map, a power of two; None if it has no map.
 
     Args:
         size: height and width of the input.
+        usual: the stride at the model's usual input size, which is kept if it fits: maps of small inputs have too few
+            positions to tell.
     """
     value, axes = node.meta.get("value"), node.meta.get("axes")
     if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
         return None
     height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    if height < 2 and width < 2:
-        return None  # pooled away
     if not height or not width:
         return None
-    vertical, horizontal = (
-        round(math.log2(max(1.0, full / part))) for full, part in zip(size, (height, width), strict=True)
-    )
+    sides = tuple(zip(size, (height, width), strict=True))
+    if usual is not None and all(abs(full / usual - part) <= _MARGIN for full, part in sides):
+        return usual
+    if height < 2 and width < 2:
+        return None  # pooled away
+    vertical, horizontal = (_power(full, part) for full, part in sides)
     return int(2**vertical) if vertical == horizontal else None
 
 
+def _power(full: int, part: int) -> int:
+    """Return the exponent of the stride that makes ``part`` positions of ``full`` pixels."""
+    nearest = round(math.log2(max(1.0, full / part)))
+    # A map of a few positions may be mostly padding: 65 pixels at stride 32 make 3 positions, which is nearer to 16.
+    return next((power for power in (nearest, nearest + 1) if -(-full // 2**power) == part), nearest)
+
+
 def channels_of(node: fx.Node) -> int | None:
-    """Size of the channel axis; None where it is not known."""
+    """Return the size of the channel axis; None if unknown."""
     value, axes = node.meta.get("value"), node.meta.get("axes")
     if isinstance(value, Tensor) and axes and "C" in axes and value.ndim == len(axes):
         return int(value.shape[axes.index("C")])
@@ -76,19 +90,19 @@ def channels_of(node: fx.Node) -> int | None:
 
 
 def find_levels(
-    name: str, graph: fx.Graph, root: nn.Module, size: tuple[int, int], maps: Sequence[FeatureMap] = ()
+    name: str, graph: fx.Graph, root: nn.Module, strides: Mapping[str, int | None], maps: Sequence[FeatureMap] = ()
 ) -> dict[str, Level]:
     """Return the levels of an annotated graph.
 
     Args:
-        name: the model's name, for the families that are listed.
-        graph: annotated by :func:`fxcore.graph.annotate.annotate`.
+        name: the model's name, to recognise the listed families.
+        graph: a graph annotated by :func:`fxcore.graph.annotate.annotate`.
         root: the module that the graph was traced from.
-        size: height and width of the input that it was annotated for.
+        strides: the stride of each node's feature map by the node's name; see :func:`stride_of`.
         maps: the feature maps that the model declares; if there are any, they are the levels.
 
     Returns:
-        Levels in the order C1…C5, P2…; empty where the model has a single resolution (ViT) or none.
+        Levels in the order C1…C5, P2…; empty if the model has a single resolution (ViT) or no feature maps.
     """
     if maps:
         return _declared(graph, maps)
@@ -97,7 +111,7 @@ def find_levels(
     ends = _module_ends(graph)
     by_stride: dict[int, list[fx.Node]] = {}
     for node in trunk:
-        stride = stride_of(node, size)
+        stride = strides.get(node.meta.get(PATH, ""))
         if stride is not None and node.meta.get("rows") == 1 and node.op != "placeholder":
             by_stride.setdefault(stride, []).append(node)
     trunks = _trunks(by_stride)
@@ -112,11 +126,11 @@ def find_levels(
     levels = {f"C{int(math.log2(s))}": _level(chosen[s], s) for s in sorted(chosen)}
     if len(levels) < 2:
         levels = {}
-    return levels | _pyramid(graph, size)
+    return levels | _pyramid(graph, strides)
 
 
 def _declared(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
-    """Return the levels that the model declares: of each module, the last node that makes as many channels."""
+    """Return the levels that the model declares: for each module, its last node with the declared channels."""
     found: dict[str, Level] = {}
     for declared in maps:
         inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
@@ -131,7 +145,7 @@ def _level(node: fx.Node, stride: int) -> Level:
 
 
 def _backbone_end(graph: fx.Graph) -> fx.Node | None:
-    """Return the last tensor of the module ``backbone`` where the model has one, else of the graph."""
+    """Return the last tensor of the module ``backbone`` if the model has one, else of the graph."""
     tensors: list[fx.Node] = [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("value"), Tensor)]
     for part in ("backbone.body", "backbone"):
         inside = [n for n in tensors if _inside(n.meta.get(PATH, ""), part)]
@@ -145,8 +159,7 @@ def _inside(path: str, module: str) -> bool:
 
 
 def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
-    """Return nodes that lie on every path from the inputs to ``sink``, in order. Only edges that carry tensors
-    count."""
+    """Return the nodes on every path of tensors from the inputs to ``sink``, in order."""
     above: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -162,7 +175,7 @@ def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
 
 
 def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
-    """For each node, the paths of the modules of which it is the last node."""
+    """Map each node to the paths of the modules that end with it."""
     last: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op in ("output", "placeholder") or not node.meta.get("carries"):
@@ -176,7 +189,7 @@ def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
 
 
 def _trunks(by_stride: dict[int, list[fx.Node]]) -> set[str]:
-    """Paths of the modules in which the feature map has three strides or more."""
+    """Return the paths of the modules in which the feature map has three strides or more."""
     strides: dict[str, set[int]] = {}
     for stride, nodes in by_stride.items():
         for node in nodes:
@@ -186,13 +199,13 @@ def _trunks(by_stride: dict[int, list[fx.Node]]) -> set[str]:
 
 
 def _outer_modules(path: str) -> list[str]:
-    """``a.b.c`` → ``a``, ``a.b``, ``a.b.c``."""
+    """Return the path and its prefixes: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     parts = path.split(".") if path else []
     return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks: set[str]) -> fx.Node | None:
-    """Return the last of ``nodes`` that end an outermost module; modules with children come before leaves."""
+    """Return the last node that ends an outermost module; modules with children rank before leaves."""
 
     def rank(node: fx.Node, path: str) -> tuple[bool, int]:
         leaf = node.op == "call_module" and path == node.target
@@ -206,7 +219,7 @@ def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks:
 
 
 def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:
-    """Drop a closing widening 1x1 convolution and what follows it."""
+    """Drop a final widening 1x1 convolution and the nodes after it."""
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
         module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -224,14 +237,14 @@ def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:
     return nodes
 
 
-def _pyramid(graph: fx.Graph, size: tuple[int, int]) -> dict[str, Level]:
-    """P levels: the outputs of a feature pyramid's output layers and extra blocks."""
+def _pyramid(graph: fx.Graph, strides: Mapping[str, int | None]) -> dict[str, Level]:
+    """Return the P levels: the outputs of a feature pyramid's output layers and extra blocks."""
     found: dict[str, Level] = {}
     for node in graph.nodes:
         path = node.meta.get(PATH, "")
         if ".fpn.layer_blocks." not in path and ".fpn.extra_blocks." not in path:
             continue
-        stride = stride_of(node, size)
+        stride = strides.get(path)
         makes_map = node.op == "call_module" or path.endswith(".max_pool2d")
         if makes_map and stride is not None and 2 <= math.log2(stride) <= _DEEPEST:
             found[f"P{int(math.log2(stride))}"] = _level(node, stride)

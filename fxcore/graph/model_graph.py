@@ -1,6 +1,6 @@
-"""A model's graph: traced once without weights, annotated, and kept.
+"""A model's graph: traced once without weights, annotated, and cached.
 
-Listing nodes, resolving names and planning an extractor all read this one object; none of them touches weights.
+Listing nodes, resolving names and planning an extractor all read this object, and none of them needs weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.head_pooling import attention_pools
-from fxcore.graph.levels import Level, find_levels
+from fxcore.graph.levels import Level, find_levels, stride_of
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
 from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
@@ -33,40 +33,40 @@ from fxcore.tensors import TensorSpec
 from fxcore.tracing.names import PATH, names
 
 VIDEO_FRAMES = 16
-"""Frames of a clip that video graphs are annotated for; MViT accepts no other number."""
+"""Number of frames that video graphs are annotated for; MViT accepts no other number."""
 
 _LARGEST_COMPUTED = 16
-"""How many times the pixels of its usual size a model that does not run on meta tensors is described for: all its
-activations are in memory then."""
+"""Maximum input size, in multiples of the usual size's pixels, for models that do not run on meta tensors, since all
+their activations are in memory."""
 
-# Estimated memory of a node as Python objects: with its share of the modules, and of a graph that shares them.
+# Estimated bytes of Python objects per node: in a graph with its own modules, and in one that shares them.
 _NODE_BYTES, _DERIVED_NODE_BYTES = 8 * 1024, 5 * 512
 
 
 class ModelGraph:
-    """A model's eval graph, annotated for one input size. It holds no weights, but for models that do not run on meta
-    tensors.
+    """A model's eval graph, annotated for one input size.
 
-    :func:`model_graph` makes one of a model; graphs that are derived from it share its modules.
+    It holds no weights, except for models that do not run on meta tensors. :func:`model_graph` returns the graph of a
+    model; graphs derived from it share its modules.
 
     Args:
         traced: the model.
         input_size: height and width to annotate for.
-        derived: for a derived graph, the graph module to annotate a copy of; ``traced``'s own without it.
-        fingerprint: of the graph that it is derived from.
+        derived: for a derived graph, the graph module to copy and annotate; by default that of ``traced``.
+        origin: for a derived graph, the graph that it is derived from.
 
     Attributes:
-        entry, weights, preprocessing, train_nodes, untraceable, num_params, constants, pooling: of ``traced``.
-        root: the traced module, its parameters on ``device``.
+        entry, weights, preprocessing, train_nodes, untraceable, num_params, constants, pooling: as in ``traced``.
+        root: the traced module, with parameters on ``device``.
         device: ``meta``, or ``cpu`` for models that do not run on meta tensors.
         graph: the eval graph; copy it before changing it.
-        eval_nodes: names in order of execution, as ``get_graph_node_names`` returns them.
-        input_size: height and width that shapes and FLOPs are for.
+        eval_nodes: node names in execution order, as ``get_graph_node_names`` returns them.
+        input_size: height and width that shapes and FLOPs refer to.
         levels: see :mod:`fxcore.graph.levels`.
-        traced_modules: modules by path as they were traced, in-place ones included; derived graphs have the same.
+        traced_modules: modules by path as traced, including in-place ones; the same in derived graphs.
 
     Raises:
-        BadTensor: the model does not take inputs of that size.
+        BadTensor: the model does not accept inputs of that size.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ModelGraph:
         traced: TracedModel,
         input_size: tuple[int, int],
         derived: fx.GraphModule | None = None,
-        fingerprint: str | None = None,
+        origin: ModelGraph | None = None,
     ) -> None:
         self._traced = traced
         self.entry = traced.entry
@@ -95,9 +95,18 @@ class ModelGraph:
         self._node_bytes, self._tensor_bytes = _NODE_BYTES, traced.tensor_bytes
         if derived is not None:
             self._node_bytes, self._tensor_bytes = _DERIVED_NODE_BYTES, 0
-        if fingerprint is not None:
-            self.fingerprint = fingerprint
+        if origin is not None:
+            self.fingerprint = origin.fingerprint
         self._annotate()
+        usual: Mapping[str, int | None] = {} if origin is None else origin._strides
+        self._strides: Mapping[str, int | None] = {
+            name: stride_of(node, input_size, usual.get(name)) for name, node in self.by_name.items()
+        }
+        self.levels: dict[str, Level] = (
+            find_levels(self.entry.name, self.graph, self.root, self._strides, traced.feature_maps)
+            if origin is None
+            else origin.levels  # a level is the same node at any input size
+        )
 
     @property
     def model(self) -> str:
@@ -111,12 +120,12 @@ class ModelGraph:
 
     @property
     def derived(self) -> list[ModelGraph]:
-        """The derived graphs of :meth:`with_nodes_of`, which live as long as this one."""
+        """The graphs derived by :meth:`with_nodes_of`, which live as long as this one."""
         return list(self._derived.values())
 
     @functools.cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """The model's inputs for :attr:`input_size`; arguments with a default are left out."""
+        """The model's inputs for :attr:`input_size`, without arguments that have a default."""
         layout = self.preprocessing.layout
         frames = (VIDEO_FRAMES,) if "T" in layout else ()
         shape = (None, self.entry.channels, *frames, *self.input_size)
@@ -125,7 +134,7 @@ class ModelGraph:
 
     @functools.cached_property
     def by_name(self) -> dict[str, fx.Node]:
-        """Nodes by torchvision's name; the output and parameters that the graph reads itself have none."""
+        """Nodes by torchvision's name. The output, and parameters read by the graph itself, have no name."""
         return {n.meta[PATH]: n for n in self.graph.nodes if PATH in n.meta}
 
     @functools.cached_property
@@ -138,8 +147,8 @@ class ModelGraph:
             describe(
                 n,
                 self.root,
-                self.input_size,
                 self.shape_of(n),
+                stride=self.stride_of(n),
                 level=level_of.get(n.meta.get(PATH, "")),
                 params=own_parameters(self._module, n, seen),
                 flops=flops.get(n, 0),
@@ -150,12 +159,12 @@ class ModelGraph:
 
     @functools.cached_property
     def totals(self) -> dict[str, int]:
-        """Number of parameters (untraceable parts included), FLOPs for one image, and number of nodes."""
+        """Number of parameters (including untraceable parts), FLOPs for one image, and number of nodes."""
         return {"params": self.num_params, "flops": sum(n.flops for n in self.nodes), "nodes": len(self.nodes)}
 
     @functools.cached_property
     def leaf_modules(self) -> list[str]:
-        """Names of the classes of the modules that were not traced into, sorted."""
+        """Class names of the modules that were not traced into, sorted."""
         called = {str(n.target) for n in self.graph.nodes if n.op == "call_module"}
         return sorted({type(self.root.get_submodule(target)).__name__ for target in called})
 
@@ -170,24 +179,26 @@ class ModelGraph:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the eval graph's names, operations, targets and shapes: it changes when a name changes its meaning.
+        """Hash of the eval graph's names, operations, targets and shapes; it changes when a name changes its meaning.
 
-        Derived graphs have the fingerprint of the graph that they are derived from, whatever their input size.
+        Derived graphs of any input size have the fingerprint of the original graph.
         """
         lines = [[n.meta.get(PATH, n.name), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:32]
 
     @property
     def input_shape(self) -> list[int | None]:
-        """Shape of the first input, None for the batch."""
+        """Shape of the first input, with None for the batch dimension."""
         return list(self.inputs[0].shape)
 
     def at(self, height: int, width: int) -> ModelGraph:
-        """Return the same graph, annotated for another input size; of a model that is built for one size, the graph of
-        the model built for this one, which is traced and cached like any.
+        """Return the same graph, annotated for another input size.
+
+        For a model that is built for one size, return the graph of the model built for the new size, which is traced
+        and cached like any other.
 
         Raises:
-            BadTensor: the model does not take that size, or it is too large for a model that is run to be described.
+            BadTensor: the model does not accept that size, or must be run to be described and the size is too large.
 
         >>> larger = model_graph("resnet18").at(448, 320)
         >>> larger.shape_of(larger.by_name["layer4.1.relu_1"])
@@ -204,12 +215,12 @@ class ModelGraph:
                 f"{_LARGEST_COMPUTED} times the pixels of its usual size, {usual[0]} x {usual[1]}"
             )
         # Tracing does not depend on sizes, so nothing is traced again.
-        return ModelGraph(self._traced, (height, width), self._module, self.fingerprint)
+        return ModelGraph(self._traced, (height, width), self._module, self)
 
     def _built_for(self, height: int, width: int) -> ModelGraph:
         try:
             graph = model_graph(self.entry.at(height, width), self.weights)
-        except Exception as error:  # libraries refuse sizes in all kinds of ways
+        except Exception as error:  # libraries reject sizes with all kinds of exceptions
             refusal = self._refusal([(height, width)], error.__cause__ or error)
             if height != width and self._builds(*(2 * [min(height, width)])) and not self._builds(height, width):
                 refusal += ", and it is built for squares only"
@@ -219,12 +230,12 @@ class ModelGraph:
     def _builds(self, height: int, width: int) -> bool:
         try:
             self.entry.at(height, width).build_weightless(self.weights)
-        except Exception:  # libraries refuse sizes in all kinds of ways
+        except Exception:  # libraries reject sizes with all kinds of exceptions
             return False
         return True
 
     def with_nodes_of(self, *transforms: str) -> ModelGraph:
-        """Return the same graph with the nodes that passes such as ``attention_maps`` add; all others stay as they are.
+        """Return the same graph with nodes added by passes such as ``attention_maps``; existing nodes are unchanged.
 
         >>> graph = model_graph("vit_b_32").with_nodes_of("attention_maps")
         >>> graph.by_name["encoder.layers.encoder_layer_0.self_attention.attention"].meta["value"].shape
@@ -236,7 +247,7 @@ class ModelGraph:
         with lock:
             if key not in self._derived:
                 module = apply_transforms(self._module, key)
-                self._derived[key] = ModelGraph(self._traced, self.input_size, module, self.fingerprint)
+                self._derived[key] = ModelGraph(self._traced, self.input_size, module, self)
             return self._derived[key]
 
     def _row_shapes(self) -> list[tuple[int, ...]]:
@@ -252,13 +263,10 @@ class ModelGraph:
             if node.meta.get(PATH) in self.entry.apart:
                 node.meta["rows"], node.meta[naming.APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
-        self.levels: dict[str, Level] = find_levels(
-            self.entry.name, self.graph, self.root, self.input_size, self._traced.feature_maps
-        )
 
     @property
     def passes(self) -> tuple[Applied, ...]:
-        """The passes of :meth:`with_nodes_of`."""
+        """The passes applied by :meth:`with_nodes_of`."""
         return applied(self._module)
 
     def values_at(
@@ -266,14 +274,14 @@ class ModelGraph:
     ) -> dict[str, tuple[list[int], torch.dtype]]:
         """Return shape and dtype of the values of ``wanted`` nodes and of their ancestors, for one image.
 
-        Cheaper than :meth:`at`: only these nodes are run, and annotations stay as they are.
+        Cheaper than :meth:`at`: only these nodes are run, and annotations are left unchanged.
 
         Args:
             shapes: the shape of each input without its batch dimension.
             wanted: exact node names.
 
         Raises:
-            BadTensor: the model does not take inputs of that shape.
+            BadTensor: the model does not accept inputs of that shape.
         """
         try:
             nodes = [self.by_name[name] for name in wanted]
@@ -283,16 +291,16 @@ class ModelGraph:
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-        """Key → exact node name, in the order asked.
+        """Map each key to an exact node name, in the order given.
 
         Args:
-            return_nodes: names, which are their own keys, or name → key. A name is an exact node name, a level, or a
-                truncated path, which means the last node under that path. In a list, a name with ``*`` for components
-                of a path is every path that matches, in order.
+            return_nodes: names, which are also the keys, or a mapping from names to keys. A name is an exact node name,
+                a level, or a truncated path, which means the last node under that path. In a list, ``*`` in a name
+                stands for one component of a path, and the name means all matching paths, in order.
 
         Raises:
             UnknownNode: a name matches nothing, or its value cannot be extracted.
-            DuplicateKey: two names share a key.
+            DuplicateKey: two names have the same key.
 
         >>> model_graph("resnet18").resolve({"C3": "level", "layer2": "path", "layer2.1.relu_1": "exact"})
         {'level': 'layer2.1.relu_1', 'path': 'layer2.1.relu_1', 'exact': 'layer2.1.relu_1'}
@@ -311,16 +319,20 @@ class ModelGraph:
         return is_extractable(node)
 
     def shape_of(self, node: fx.Node) -> list[int | None] | None:
-        """Return shape of the node's value with None for a first dimension that grows with the batch."""
+        """Return the shape of the node's value, with None for a first dimension that grows with the batch."""
         value = node.meta.get("value")
         if not isinstance(value, Tensor):
             return None
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
 
-    def _refusal(self, shapes: Sequence[Sequence[int]], error: BaseException) -> str:
-        """Say that the model does not take inputs of ``shapes``, and why.
+    def stride_of(self, node: fx.Node) -> int | None:
+        """Return the stride of the node's feature map; see :func:`fxcore.graph.levels.stride_of`."""
+        return self._strides.get(node.meta.get(PATH, ""))
 
-        The message of a model's own assertion is left out: it was recorded with proxies in place of its numbers.
+    def _refusal(self, shapes: Sequence[Sequence[int]], error: BaseException) -> str:
+        """Return the message for inputs of ``shapes`` that the model does not accept, with the reason.
+
+        The message of a model's own assertion is left out, since it was traced with proxies in place of its numbers.
         """
         shown = ", ".join(" x ".join(map(str, shape)) for shape in shapes)
         usual = " x ".join(map(str, self.preprocessing.nominal_size()))
@@ -335,8 +347,10 @@ _guard = threading.Lock()
 
 
 def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
-    """Trace a model and annotate its graph for the size that its preprocessing makes; see :func:`model_graph`, which
-    caches the result."""
+    """Trace a model and annotate its graph for the size that its preprocessing returns.
+
+    :func:`model_graph` does the same and caches the result.
+    """
     traced = trace_weightless(entry, weights)
     size = traced.preprocessing.nominal_size()
     try:
@@ -344,7 +358,7 @@ def trace_graph(entry: ModelEntry, weights: str = RANDOM) -> ModelGraph:
     except BadTensor as error:
         if traced.device.type != "meta" or not re.search(r"(\b|_)meta\b", str(error.__cause__).lower()):
             raise
-    # A leaf that branches on values, for which meta tensors have none.
+    # A leaf branches on values, and meta tensors have no values.
     return ModelGraph(trace_weightless(entry, weights, on_cpu=True), size)
 
 
@@ -353,11 +367,11 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
     Args:
         model: a model's name or entry.
-        weights: canonical weights; they decide details of the structure (number of classes, input size).
+        weights: canonical weights; they determine details of the structure (number of classes, input size).
 
     Raises:
         UnknownModel: there is no model of that name.
-        NotTraceable: nothing of the model can be traced.
+        NotTraceable: no part of the model can be traced.
         BadArgument: ``model`` is neither a name nor an entry.
 
     >>> graph = model_graph("resnet18")
@@ -374,7 +388,7 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
         lock = _locks.setdefault((entry.name, weights, str(entry.input_size)), threading.Lock())
     with lock:
         graph = _cache.get(key)
-        if graph is None or graph.entry != entry:  # an own model has another description after it was checked
+        if graph is None or graph.entry != entry:  # the description of a user's model may have changed
             graph = trace_graph(entry, weights)
         with _guard:
             _cache[key] = graph
@@ -383,13 +397,13 @@ def model_graph(model: str | ModelEntry, weights: str = RANDOM) -> ModelGraph:
 
 
 def kept_graphs() -> list[ModelGraph]:
-    """Return the cached graphs of :func:`model_graph`, the least recently used first."""
+    """Return the graphs cached by :func:`model_graph`, the least recently used first."""
     with _guard:
         return list(_cache.values())
 
 
 def forget_graph(graph: ModelGraph) -> None:
-    """Drop ``graph`` from the cache. It stays usable; the next :func:`model_graph` of its model traces again."""
+    """Drop ``graph`` from the cache. It stays usable; the next :func:`model_graph` for its model traces again."""
     with _guard:
         for key in [key for key, kept in _cache.items() if kept is graph]:
             del _cache[key]

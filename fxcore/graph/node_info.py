@@ -1,4 +1,4 @@
-"""One node of an annotated graph, described in plain values."""
+"""A description of one node of an annotated graph in plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.graph.layout import layout_name
-from fxcore.graph.levels import channels_of, stride_of
+from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
@@ -16,26 +16,26 @@ from fxcore.tracing.names import PATH
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """One node of a graph, described.
+    """The description of one node of a graph.
 
     Attributes:
         name: torchvision's name of the node; the fx name of a parameter that the graph reads itself.
-        fx_name, op: as torch.fx has them.
+        fx_name, op: name and op in torch.fx.
         target: see :func:`target_name`.
-        module_type: class of the module that it calls, with its package; None for other nodes.
+        module_type: class of the called module, with its package; None for other nodes.
         args, users: names of the nodes that it reads, and of those that read it.
-        shape: of its value, None for the batch; None if the value is not a tensor.
-        dtype: such as ``float32``; None if the value is not a tensor.
-        layout: which axis is what, such as ``NCHW``; None if unknown.
+        shape: shape of the value, with None for the batch; None if the value is not a tensor.
+        dtype: dtype such as ``float32``; None if the value is not a tensor.
+        layout: axes such as ``NCHW``; None if unknown.
         channels: size of the channel axis; None if unknown.
-        stride: input pixels per position of its feature map; None if the value is not a feature map.
-        level: the level that it is, such as ``C4``.
-        params: number of its parameters, each counted at the first node that uses it.
-        flops: for one image; a multiply-add is two.
-        bytes: size of its value for one image; None if the value is not a tensor.
+        stride: input pixels per position of the feature map; None if the value is not a feature map.
+        level: level name such as ``C4``; None if the node is not a level.
+        params: number of parameters, each counted at the first node that uses it.
+        flops: FLOPs for one image; a multiply-add is two.
+        bytes: size of the value for one image; None if the value is not a tensor.
         extractable: see :func:`is_extractable`.
-        rows_per_image: rows of the first dimension that belong to one image: 1, but for attention windows.
-        tokens: the grid of image positions that its tokens stand for.
+        rows_per_image: rows of the first dimension that belong to one image; 1 except for attention windows.
+        tokens: the grid of image positions that the tokens stand for.
 
     >>> from fxcore import model_graph
     >>> node = next(n for n in model_graph("resnet18").nodes if n.name == "conv1")
@@ -69,9 +69,9 @@ class NodeInfo:
 def describe(
     node: fx.Node,
     root: nn.Module,
-    input_size: tuple[int, int],
     shape: list[int | None] | None,
     *,
+    stride: int | None,
     level: str | None,
     params: int,
     flops: int,
@@ -80,8 +80,7 @@ def describe(
 
     Args:
         root: the traced model.
-        input_size: height and width that the graph is annotated for.
-        shape, level, params, flops: as in the description.
+        shape, stride, level, params, flops: as in :class:`NodeInfo`.
     """
     value = node.meta.get("value")
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -97,7 +96,7 @@ def describe(
         dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else None,
         layout=layout_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,
         channels=channels_of(node),
-        stride=stride_of(node, input_size),
+        stride=stride,
         level=level,
         params=params,
         flops=flops,
@@ -109,8 +108,7 @@ def describe(
 
 
 def is_extractable(node: fx.Node) -> bool:
-    """Return whether an annotated node's value is a tensor with one or more rows per image, of a dtype that outputs
-    have."""
+    """Return whether an annotated node's value is a tensor with rows per image and a dtype supported for outputs."""
     value = node.meta.get("value")
     if not isinstance(value, Tensor) or not node.meta.get("rows"):
         return False
@@ -126,5 +124,5 @@ def target_name(node: fx.Node) -> str:
 
 
 def type_name(module: nn.Module) -> str:
-    """Return a module's class with its package, as ``torch.nn.modules.conv.Conv2d``."""
+    """Return a module's class with its package, such as ``torch.nn.modules.conv.Conv2d``."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

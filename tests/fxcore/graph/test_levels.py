@@ -6,9 +6,12 @@ import pytest
 import timm
 import torch
 from timm.models.efficientnet import _gen_mnasnet_b1
+from torch import fx
 from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore.graph.annotate import annotate
+from fxcore.graph.levels import stride_of
 from tests.fxcore.model_list import each
 
 # torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
@@ -124,7 +127,28 @@ def test_a_model_of_one_resolution_has_no_levels() -> None:
     assert model_graph("vit_b_32").levels == {}
 
 
-def test_levels_follow_a_new_size() -> None:
-    """Strides are of the model, not of the size that it was annotated for."""
-    graph = model_graph("resnet18")
-    assert graph.at(96, 160).levels == graph.levels
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vgg11", "inception_v3"])
+def test_levels_and_strides_are_the_models_at_any_size(name: str) -> None:
+    """Maps of small inputs have few positions, and one of 65 pixels has 3 at stride 32: nearer to stride 16."""
+    graph = model_graph(name)
+    smallest = 76 if name == "inception_v3" else 33
+    for size in ((smallest, smallest), (65, 65), (smallest, 224), (225, 97), (448, 448)):
+        if min(size) >= smallest:
+            other = graph.at(*size)
+            assert other.levels == graph.levels
+            for level in graph.levels.values():
+                assert other.stride_of(other.by_name[level.node]) == level.stride, (size, level)
+
+
+def test_a_map_of_its_own_size_has_the_stride_of_its_input() -> None:
+    """VGG pools to 7 x 7 positions whatever it is given."""
+    graph = model_graph("vgg11").at(448, 448)
+    assert graph.stride_of(graph.by_name["avgpool"]) == 64
+
+
+def test_the_stride_of_few_positions_counts_their_padding() -> None:
+    layers = [torch.nn.Conv2d(3, 3, 3, stride=2, padding=1) for _ in range(5)]
+    graph = fx.symbolic_trace(torch.nn.Sequential(*layers))
+    annotate(graph.to("meta"), [(3, 65, 65)], torch.device("meta"))
+    convolutions = graph.graph.find_nodes(op="call_module", target="4")
+    assert [stride_of(node, (65, 65)) for node in convolutions] == [32]

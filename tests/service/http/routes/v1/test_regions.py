@@ -71,6 +71,27 @@ def test_several_maps_each_at_its_stride_and_vectors(client, photos, reference):
         close(response[key], torch.nn.functional.normalize(pooled, dim=1))
 
 
+@pytest.mark.parametrize(("size", "node", "level", "stride"), [(65, "layer4", "C5", 32), (33, "layer3", "C4", 16)])
+def test_small_inputs_keep_the_networks_strides(client, photos, size, node, level, stride):
+    """65 pixels make 3 positions at stride 32, which is nearer to 16."""
+    query = f"&image_size={size}&fit=stretch&roi_size=2"
+    response = tensors(ask(client, "resnet18", f"{level}:map", body(photos), query))
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None).eval()
+    kept = []
+    getattr(model, node).register_forward_hook(lambda module, inputs, output: kept.append(output))
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    rois = []
+    for name, boxes in BOXES.items():
+        image = torchvision.transforms.functional.pil_to_tensor(PIL.Image.open(io.BytesIO(photos[name])))
+        scale = torch.tensor([size / image.shape[2], size / image.shape[1]] * 2)
+        rois.append(torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4) * scale)
+        resized = torchvision.transforms.v2.functional.resize(image, [size, size], antialias=True)
+        with torch.inference_mode():
+            model(((resized / 255 - mean[:, None, None]) / std[:, None, None])[None])
+    close(response["map"], roi_align(torch.cat(kept), rois, 2, spatial_scale=1 / stride, aligned=True))
+
+
 def test_channels_last_maps(client, photos, reference):
     response = tensors(ask(client, "swin_t", "features.3", body(photos)))
     maps = reference("swin_t", "features.3.1.add_1", [photos[name] for name in BOXES]).permute(0, 3, 1, 2)
@@ -78,6 +99,7 @@ def test_channels_last_maps(client, photos, reference):
     close(response["features.3"], roi_align(maps, rois, 7, spatial_scale=1 / 8, aligned=True))
 
 
+@pytest.mark.exhaustive
 def test_tokens_on_their_grid(client, photos, reference):
     response = tensors(ask(client, "vit_b_32", "encoder.ln", body(photos)))
     tokens = reference("vit_b_32", "encoder.ln", [photos[name] for name in BOXES])
@@ -164,6 +186,7 @@ def test_no_box_at_all(client, photos):
     assert response["box_image"].shape == (0,)
 
 
+@pytest.mark.exhaustive
 def test_batches_of_several_requests(client, photos):
     """Each gets its own regions, whoever shares its batch."""
     documents = [body(photos, {name: BOXES["rocket"] * count}) for name in BOXES for count in (1, 2, 3)]
@@ -189,7 +212,7 @@ def test_batches_of_several_requests(client, photos):
         ([[[10, 10, 500, 200]], []], 0, 0, "451 x 300"),
         ([[], [[0, 0, 30, 427]]], 1, 0, "the model sees"),
         ([[[10, 10, 20, 20]], 7], 1, None, "list of [x1, y1, x2, y2]"),
-        ([[]], None, None, "a list for each image, 2 in all, and has 1"),
+        ([[]], None, None, "one list per image, 2 in all, not 1"),
     ],
 )
 def test_boxes_that_are_none(client, photos, boxes, index, box, said):
@@ -224,7 +247,7 @@ def test_boxes_and_pool_go_together(client, photos):
     ):
         response = client.post(path, **sent)
         assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-box")
-        assert "pool=roi and boxes go together" in response.json()["detail"]
+        assert "pool=roi and boxes must be given together" in response.json()["detail"]
 
 
 def test_they_are_refused_before_anything_is_built(client, photos):
@@ -237,10 +260,11 @@ def test_they_are_refused_before_anything_is_built(client, photos):
     assert client.post(f"/v1/models/resnet18/features?{asked}&pool=roi", **jpeg).status_code == 422
     response = client.post("/v2/models/resnet18/infer", json=document)
     assert response.status_code == 400
-    assert "pool=roi and boxes go together" in response.json()["error"]
+    assert "pool=roi and boxes must be given together" in response.json()["error"]
     assert not any("layer2.0.conv1" in str(one["outputs"]) for one in client.get("/v1/extractors").json()["extractors"])
 
 
+@pytest.mark.exhaustive
 def test_the_response_limit_counts_boxes(make_client, photos):
     limit = 4 * 512 * 49 * 10
     client = make_client(max_response_bytes=limit)
