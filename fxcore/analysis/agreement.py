@@ -1,7 +1,7 @@
-"""Check a traced graph by running it: against its module, and each image alone against a batch.
+"""Check a traced graph by running it: compare it with its module, and each single image with a batch.
 
-Tracing records one path through the code. Branches on types and attributes, ``try`` blocks and ``autocast`` leave no
-trace in the graph, which then computes something else without an error.
+Tracing records one path through the code. Branches on types and attributes, ``try`` blocks and ``autocast`` are not
+recorded, so the graph may silently compute different values.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.analysis.verify import flat
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
-from fxcore.passes.effects import is_random
+from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
 _SAMPLED = 4096
-"""About how many elements of a value are compared."""
+"""Approximate number of elements of a value to compare."""
 
 _SAME, _CLOSE = 1e-4, 2e-3
-"""Largest differences, relative to the largest magnitude of a tensor: of the same operations, and of other kernels."""
+"""Maximum differences relative to a tensor's largest magnitude: for the same operations, and for other kernels."""
 
 
 class GraphDiffers(FxError):
-    """A graph computes other values than the module that it was traced from; ``node`` is the first that differs."""
+    """A graph and the module that it was traced from compute different values; ``node`` is the first that differs."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How the values of a batch depend on its images.
+    """The dependence of a batch's values on its images.
 
     Attributes:
-        apart: names of the nodes whose rows are not those of each image alone, in order.
-        dependent: the first node that gives an image other values beside other images, if the model's result does so
-            too; else None.
+        apart: names of the nodes whose rows in a batch are not those of the single images, in order.
+        dependent: the first node whose values for an image depend on the other images, if the model's result depends
+            on them too; else None.
     """
 
     apart: list[str] = field(default_factory=list)
@@ -50,15 +51,15 @@ class Rows:
 def check_graph(
     module: nn.Module, traced: fx.GraphModule, inputs: Sequence[Any], targets: Mapping[str, str] | None = None
 ) -> None:
-    """Run ``module`` and its graph on ``inputs`` and compare the outputs of its parts, and what they return.
+    """Run ``module`` and its graph on ``inputs``, and compare the outputs of submodules and the results.
 
-    Values that depend on random numbers are not compared.
+    Values that depend on random numbers are not compared. Uninitialised memory is zero in both.
 
     Args:
-        module: a private copy in eval mode. It is called; hooks are added meanwhile.
+        module: a private copy in eval mode. Hooks are added to it while it is called.
         traced: its graph.
         inputs: positional arguments of both.
-        targets: name of a node that calls a module → the module's path in ``module``; default: the node's target.
+        targets: paths in ``module`` of called modules, by node name; by default the nodes' targets.
 
     Raises:
         GraphDiffers: the two differ.
@@ -79,11 +80,11 @@ def check_graph(
     uncertain = _uncertain(traced)
     name = type(module).__name__
     seen: dict[str, list[_Sample]] = {path: [] for path in targets.values()}
-    with _deterministic():
+    with _deterministic(), _memory_set(traced):
         with _watched(module, seen):
             expected = module(*_copies(inputs))
         if any("forward" in vars(part) for part in module.modules()):
-            # It may refer to the parts of the module that this one is a copy of; what it returns is compared.
+            # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
         runner = _Comparing(traced, seen, targets, uncertain)
         try:
@@ -103,7 +104,7 @@ def check_graph(
 
 
 def check_traced(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Check the graph ``pure`` of ``model`` on ``inputs``, on random ones, and on the first row of those.
+    """Check the graph ``pure`` of ``model`` on ``inputs``, on random inputs, and on the first row of the random inputs.
 
     Args:
         traced: the graph before in-place operations were replaced, whose nodes have the paths of ``model``.
@@ -114,17 +115,17 @@ def check_traced(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule,
     targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
     check_graph(model, pure, inputs, targets)
     others = other_inputs(inputs)
-    for some in (others, map_tensors(lambda t: t[:1], others)):
+    for some in (others, map_tensors(lambda t: t[:1] if t.ndim else t, others)):
         try:
             check_graph(model, pure, some, targets)
         except GraphDiffers:
             raise
-        except Exception:  # the model itself does not take these
+        except Exception:  # the model itself does not accept these inputs
             continue
 
 
 def other_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Random tensors of the shapes, dtypes and magnitudes of ``inputs``; integers and booleans in another order.
+    """Return random tensors with the shapes, dtypes and magnitudes of ``inputs``; integers and booleans are permuted.
 
     >>> other = other_inputs([torch.arange(4)])[0]
     >>> other.sort().values.tolist()
@@ -144,9 +145,9 @@ def _other(value: Tensor) -> Tensor:
 
 
 def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
-    """Compare a batch of two, in either order, with each image alone, node by node.
+    """Compare a batch of two, in both orders, with each single image, node by node.
 
-    In one order alone, rows that are sorted by their values could be in their places by chance.
+    In a single order, rows that are sorted by value could be in the right place by chance.
 
     Args:
         traced: a graph without in-place operations.
@@ -168,7 +169,7 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
         run.args_iter = iter(_copies(given))
     state: dict[fx.Node, str] = {}
     returned: Any = None
-    with _deterministic():
+    with _deterministic(), _memory_set(traced):
         for node in traced.graph.nodes:
             if node.op == "output":
                 returned = node.args[0]
@@ -192,12 +193,15 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
 
 
 _RELATIONS = ("none", "alone", "mixed", "differs")
-"""From the least to the most that an image's values depend on the others in its batch, see :func:`_relation`."""
+"""Results of :func:`_relation`, by increasing dependence of an image's values on the others in its batch."""
 
 
 def _relation(batch: Tensor, *alone: Any) -> str:
-    """``alone`` if the batch is the images' own values one after the other, along any dimension; ``mixed`` if it has
-    the same rows in another order; ``none`` if no dimension grows with the batch; else ``differs``."""
+    """Classify the values of a batch relative to those of the single images.
+
+    ``alone`` if the batch is the concatenation of the single values along any dimension; ``mixed`` if it has the same
+    rows in a different order; ``none`` if no dimension grows with the batch; else ``differs``.
+    """
     if not all(isinstance(one, Tensor) and one.ndim == batch.ndim for one in alone):
         return "differs"
     axes = [i for i in range(batch.ndim) if batch.shape[i] == sum(one.shape[i] for one in alone)]
@@ -230,7 +234,7 @@ def _near(expected: Tensor, found: Tensor, tolerance: float) -> bool:
 
 @dataclass(frozen=True)
 class _Sample:
-    """A part of a tensor, enough to tell it from another."""
+    """A part of a tensor that is enough to distinguish it from another."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -245,14 +249,14 @@ class _Sample:
 
 
 def _sampled(value: Tensor) -> Tensor:
-    """Evenly spaced elements; an odd step hits all channels in turn."""
+    """Return evenly spaced elements; an odd step visits all channels in turn."""
     elements = (value.dequantize() if value.is_quantized else value).flatten()
     return elements[:: max(1, elements.numel() // _SAMPLED) | 1]
 
 
 @contextlib.contextmanager
 def _watched(module: nn.Module, seen: dict[str, list[_Sample]]) -> Iterator[None]:
-    """In the block, append a sample of what each part of ``module`` in ``seen`` returns, call by call."""
+    """Append a sample of each output of the submodules in ``seen``, call by call, within the block."""
 
     def keep(path: str) -> Any:
         return lambda _, __, output: seen[path].extend(map(_Sample.of, tensors_in(output)))
@@ -266,7 +270,7 @@ def _watched(module: nn.Module, seen: dict[str, list[_Sample]]) -> Iterator[None
 
 
 class _Comparing(Interpreter):
-    """Runs a graph and compares what its modules return with ``seen``, from which it takes what it compares.
+    """An interpreter that compares the outputs of modules with ``seen``, removing the compared samples.
 
     Attributes:
         first: name of the first node that differs.
@@ -296,7 +300,7 @@ class _Comparing(Interpreter):
 
 
 def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncertain: set[fx.Node]) -> str | None:
-    """Return the node of the first returned value that differs; None if none does."""
+    """Return the node of the first returned value that differs; None if all agree."""
     before, after = _tensors(expected), _tensors(found)
     output = next(iter(traced.graph.find_nodes(op="output")))
     returned = flat(output.args[0])
@@ -317,11 +321,12 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 
 
 def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return nodes whose values depend on random numbers."""
+    """Return the nodes whose values depend on random numbers."""
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         drawn = FROZEN in node.meta and node.meta[FROZEN].random
-        if drawn or is_random(traced, node) or not found.isdisjoint(node.all_input_nodes):
+        drawn |= is_random(traced, node) and not is_uninitialized(node)
+        if drawn or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -341,3 +346,23 @@ def _deterministic() -> Iterator[None]:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield
+
+
+class _Zeroing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Set memory that would be uninitialised to zero, so that values that depend on it can be compared."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile does not compile under the mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func.__name__.partition(".")[0] in UNINITIALIZED else result
+
+
+def _memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Zero uninitialised memory within the block if ``traced`` has any; other graphs run as they are."""
+    any_unset = any(map(is_uninitialized, traced.graph.nodes))
+    return _Zeroing() if any_unset else contextlib.nullcontext()  # type: ignore[no-untyped-call]

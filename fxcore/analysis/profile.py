@@ -23,12 +23,12 @@ class NodeProfile:
 
     Attributes:
         name: torchvision's name of the node, or its fx name.
-        fx_name, op, target: as torch.fx has them.
-        milliseconds: median over the runs.
-        share: of the sum over all nodes.
-        bytes: memory of its value that no earlier value shares; 0 for a view.
-        live_bytes: memory of all values that are alive after it has run, its own and its inputs included.
-        peak_bytes: on a GPU, peak allocated memory while it ran, minus that before; None on a CPU.
+        fx_name, op, target: name, op and target in torch.fx.
+        milliseconds: median time over the runs.
+        share: fraction of the sum over all nodes.
+        bytes: memory of the value that is not shared with an earlier value; 0 for a view.
+        live_bytes: memory of all live values after the node has run, including its own and its inputs.
+        peak_bytes: on a GPU, peak allocated memory during the node minus that before; None on a CPU.
     """
 
     name: str
@@ -44,12 +44,13 @@ class NodeProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """All nodes in order of execution, and the whole.
+    """The profile of a module and its nodes.
 
     Attributes:
-        milliseconds: median of runs of the whole module, without profiling overhead.
+        nodes: all nodes except the output, in execution order.
+        milliseconds: median time of the whole module, without profiling overhead.
         peak_bytes: the largest ``live_bytes``.
-        runs: number of runs that the medians are over.
+        runs: number of measured runs.
     """
 
     nodes: list[NodeProfile]
@@ -58,24 +59,24 @@ class Profile:
     runs: int
 
     def slowest(self, count: int = 10) -> list[NodeProfile]:
-        """Return the nodes that take longest."""
+        """Return the ``count`` slowest nodes."""
         return sorted(self.nodes, key=lambda n: n.milliseconds, reverse=True)[:count]
 
 
 def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: int = 1) -> Profile:
     """Run ``module`` node by node on ``inputs`` and measure each.
 
-    A node's time includes a few microseconds of Python.
+    A node's time includes a few microseconds of Python overhead.
 
     Args:
-        module: in eval mode, on the inputs' device.
+        module: a module in eval mode, on the inputs' device.
         inputs: positional arguments, arguments by name, or a single tensor.
-        runs: how many runs the medians are over.
-        warmup: runs before those, which are not measured.
+        runs: number of measured runs.
+        warmup: number of runs before those, which are not measured.
 
     Raises:
         NotAGraph: ``module`` is not a graph module.
-        BadTensor: ``module`` does not take ``inputs``.
+        BadTensor: ``module`` does not accept ``inputs``.
         BadArgument: ``runs`` is below 1, or ``warmup`` below 0.
 
     >>> from torch import nn
@@ -94,7 +95,7 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
 
 
 class Profiler:
-    """:func:`profile` one run at a time, for callers that do other work in between.
+    """A profiler that does one run at a time, for callers that do other work in between.
 
     Args:
         module, inputs: see :func:`profile`.
@@ -112,7 +113,7 @@ class Profiler:
         """Run the module twice: node by node, and as a whole.
 
         Args:
-            counts: False to warm up.
+            counts: whether to record the run; False to warm up.
         """
         with torch.no_grad():
             self._watcher.begin(counts)
@@ -125,7 +126,7 @@ class Profiler:
                 self._whole.append(1000 * (time.perf_counter() - start))
 
     def result(self) -> Profile:
-        """Return the medians over the runs that count, of which there must be at least one."""
+        """Return the medians over the recorded runs; there must be at least one."""
         watcher = self._watcher
         medians = {node: 1000 * statistics.median(times) for node, times in watcher.times.items()}
         total = sum(medians.values()) or 1.0
@@ -149,18 +150,18 @@ class Profiler:
 
 class _Watcher(Interpreter):
     def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
-        super().__init__(module)  # it drops values after their last use, as the module itself does
+        super().__init__(module)  # drops values after their last use, like the module itself
         self.device = device
         self.times: dict[fx.Node, list[float]] = {}
         self.peaks: dict[fx.Node, list[int]] = {}
         self.fresh: dict[fx.Node, int] = {}
         self.live: dict[fx.Node, int] = {}
         self._counts = True
-        # Parameters are allocated all the time, and are not counted.
+        # Parameters are always allocated, so they are not counted.
         self._parameters = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
 
     def begin(self, counts: bool) -> None:
-        """Start a run; ``counts`` says whether it is recorded."""
+        """Start a run, which is recorded if ``counts``."""
         self._counts = counts
 
     def run_node(self, n: fx.Node) -> Any:
@@ -191,7 +192,7 @@ class _Watcher(Interpreter):
         self.live[node] = sum({**held, **own}.values())
 
     def _storages(self, values: list[Any]) -> dict[int, int]:
-        """Return bytes of each storage of tensors in ``values``, by address."""
+        """Map the address of each storage of tensors in ``values`` to its size in bytes."""
         found = {}
         for tensor in tensors_in(values):
             storage = tensor.untyped_storage()
@@ -201,6 +202,6 @@ class _Watcher(Interpreter):
 
 
 def _wait(device: torch.device) -> None:
-    """Wait for the work that is queued on a GPU."""
+    """Wait for queued work on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Compare a transformed module with the original: errors of each output, and speed."""
+"""Compare a transformed module with the original: the errors of each output, and the speedup."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from fxcore.tracing.names import public_name
 
 
 class Incomparable(FxError):
-    """The two modules return different keys or shapes, or a tensor and something else.
+    """The two modules return different keys or shapes, or only one returns a tensor. dtypes may differ.
 
-    ``output`` names the first such output, ``node`` the first node whose value differs. dtypes may differ.
+    ``output`` is the first such output, ``node`` the first node whose value differs.
     """
 
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """Errors of one output; the parts of complex numbers count separately.
+    """Errors of one output. Real and imaginary parts of complex numbers count separately.
 
     If an element is NaN or infinite on one side only, or infinite with opposite signs, the errors are infinite and the
     cosine is zero.
 
     Attributes:
         max_abs: the largest absolute difference of two elements.
-        relative: norm of the difference over norm of the original.
-        cosine: cosine similarity of the two as flat vectors; 1 for equal ones, also if both are zero.
-        allclose: whether every element is within ``atol * (largest magnitude) + rtol * |original|``.
+        relative: norm of the difference divided by the norm of the original.
+        cosine: cosine similarity of the two as flat vectors; 1 if they are equal, even if both are zero.
+        allclose: whether every difference is within ``atol * (largest magnitude) + rtol * |original|``.
     """
 
     max_abs: float
@@ -50,11 +50,11 @@ class Verification:
     """The result of :func:`verify`.
 
     Attributes:
-        outputs: errors of each output by key: ``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested ones.
-        allclose: whether all outputs are.
-        speedup: median time of the original over that of the transformed module; None if it was not measured.
+        outputs: errors of each output by key: ``"0"``, ``"1"`` for tuples, ``"a.b"`` for nested outputs.
+        allclose: whether all outputs are allclose.
+        speedup: median time of the original divided by that of the transformed module; None if not measured.
         first_divergence: public name of the first node, in the original's order, whose value is not allclose. None if
-            all outputs are, if the two are not both graph modules, or if no node with the same name differs.
+            all outputs are allclose, the two are not both graph modules, or no node with the same name differs.
 
     >>> found = verify(lambda x: {"a": x, "b": 2 * x}, lambda x: {"a": x, "b": 3 * x}, torch.ones(4))
     >>> found.allclose, found.outputs["a"].max_abs, found.outputs["b"].relative
@@ -101,25 +101,25 @@ def verify(
     atol: float = 1e-4,
     runs: int = 0,
 ) -> Verification:
-    """Run both on the same input and compare what they return.
+    """Run both on the same input and compare the results.
 
     Args:
         original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
         inputs: positional arguments, arguments by name, or a single tensor.
         rtol: tolerance relative to each element of the original.
         atol: tolerance relative to the largest magnitude of the output, since activations vary widely in scale.
-        runs: how often each is timed, in turns; 0 measures no speed.
+        runs: number of times to time each, alternately; 0 to not measure the speedup.
 
     Raises:
-        Incomparable: they return different keys or shapes, or a tensor and something else.
-        BadTensor: one of the modules does not take the inputs.
+        Incomparable: they return different keys or shapes, or only one returns a tensor.
+        BadTensor: one of the modules does not accept the inputs.
 
     >>> from torch import nn
     >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
     >>> found.allclose, found.max_abs, found.cosine
     (True, 0.0, 1.0)
 
-    For two graph modules, it names the first node that diverges:
+    For two graph modules, the result names the first node that diverges:
 
     >>> from fxcore import trace
     >>> from fxcore.transforms import replace_op
@@ -130,7 +130,7 @@ def verify(
     arguments = positional(original, inputs)
     positional(transformed, arguments)
     with torch.no_grad():
-        # Each gets a copy of the inputs, since one may be in-place.
+        # Pass copies of the inputs, since a module may write to them.
         with explain_mismatch(original, arguments):
             expected = flat(original(*_copies(arguments)))
         with explain_mismatch(transformed, arguments):
@@ -155,7 +155,7 @@ def verify(
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested structure to values by dotted key."""
+    """Flatten a nested structure to a dict of values by dotted key."""
     if isinstance(value, Mapping):
         items = [(str(k), v) for k, v in value.items()]
     elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
@@ -171,8 +171,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 def _first_divergence(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], rtol: float, atol: float
 ) -> str | None:
-    """Return the first node of ``original`` whose value differs from that of the node of the same name in
-    ``transformed``."""
+    """Return the first node of ``original`` whose value differs from the node of the same name in ``transformed``."""
     if not isinstance(original, fx.GraphModule) or not isinstance(transformed, fx.GraphModule):
         return None
     both = {public_name(n) for n in original.graph.nodes} & {public_name(n) for n in transformed.graph.nodes}
@@ -180,7 +179,7 @@ def _first_divergence(
     different: set[str] = set()
 
     def keep(name: str, value: Any) -> None:
-        # A copy: later in-place operations may write to it.
+        # Copy it, since later in-place operations may write to it.
         expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
 
     def compare(name: str, value: Any) -> None:
@@ -201,7 +200,7 @@ def _first_divergence(
 
 
 class _Watcher(Interpreter):
-    """Passes the value of each node in ``names`` to ``on_value`` as soon as it is computed."""
+    """An interpreter that passes the value of each node in ``names`` to ``on_value`` as soon as it is computed."""
 
     def __init__(self, module: fx.GraphModule, names: set[str], on_value: Callable[[str, Any], None]) -> None:
         super().__init__(module)
@@ -230,7 +229,7 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
         return OutputErrors(0.0, 0.0, 1.0, True)
     complex_ = expected.is_complex() or value.is_complex()
     x, y = _numbers(expected, complex_), _numbers(value, complex_).to(expected.device)
-    # Elements that are NaN, or the same infinity, on both sides agree, and are left out of the norms.
+    # Elements that are NaN or the same infinity on both sides agree, and are left out of the norms.
     agree = (x == y) | (x.isnan() & y.isnan())
     special = agree & ~x.isfinite()
     x, y = x.masked_fill(special, 0), y.masked_fill(special, 0)
@@ -254,7 +253,7 @@ def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> Ou
 
 
 def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
-    """Return the elements of ``tensor`` in float64; of complex ones, both parts."""
+    """Return the elements of ``tensor`` in float64; for complex numbers, both parts."""
     plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
     return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
 
@@ -263,7 +262,7 @@ def _speedup(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int
 ) -> float:
     times: tuple[list[float], list[float]] = ([], [])
-    # In turns, so that other load slows both.
+    # Alternate, so that other load affects both.
     for _ in range(runs):
         for function, taken in zip((original, transformed), times, strict=True):
             arguments = _copies(inputs)
@@ -276,8 +275,10 @@ def _speedup(
 
 
 def _wait(inputs: tuple[Any, ...]) -> None:
-    """Wait for the work on the GPU's current stream. Waiting for the whole device would break a CUDA graph capture in
-    another thread."""
+    """Wait for the work on the GPU's current stream.
+
+    Synchronizing the whole device would break a CUDA graph capture in another thread.
+    """
     for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 

@@ -1,4 +1,4 @@
-"""Side effects of a node: randomness, writes to memory, and effects that cannot be known."""
+"""Detect side effects of a node: randomness, writes to memory, and unknown code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from fxcore.tracing.writes import mutated_argument
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
+# Arguments of random functions; unless one of them says otherwise, the function does not draw.
+_MODES = (*_TRAINING, "dropout_p")
 
-# Random Python functions whose names are not those of torch operators.
+# Python functions that may draw random numbers and are not named like torch operators.
 _RANDOM = {
     "dropout1d", "dropout2d", "dropout3d", "drop_block2d", "drop_block3d", "fractional_max_pool2d",
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
@@ -23,8 +25,8 @@ _RANDOM = {
 }  # fmt: skip
 _OVERLOAD, _OVERLOAD_PACKET = type(torch.ops.aten.relu.default), type(torch.ops.aten.relu)
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
-# Functions that return uninitialised memory, which is as random as dropout.
-UNINITIALIZED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Functions that return uninitialised memory, which counts as random.
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 # Modules whose functions have no side effects; torch's builtins have no module name.
 _TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")
@@ -36,8 +38,8 @@ _EFFECTS = {"backward", "register_hook", "register_post_accumulate_grad_hook", "
 
 
 def train_mode(module: nn.Module, node: fx.Node) -> str | None:
-    """Return the argument, such as ``training=True``, by which ``node`` calls a function in train mode; None in eval
-    mode.
+    """Return the argument, such as ``training=True``, that puts the function called by ``node`` in train mode; None in
+    eval mode.
 
     Dropout with rate zero counts as eval mode.
 
@@ -58,7 +60,7 @@ def train_mode(module: nn.Module, node: fx.Node) -> str | None:
 
 
 def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, including defaults."""
     assert callable(node.target)
     with contextlib.suppress(Exception):  # ambiguous overloads; a signature that cannot be read
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
@@ -74,21 +76,41 @@ def _named_arguments(module: nn.Module, node: fx.Node) -> dict[str, Any]:
 def is_random(module: nn.Module, node: fx.Node) -> bool:
     """Return whether ``node`` may return different values for the same arguments.
 
-    >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x) + x.bernoulli() + torch.relu(x))
+    Dropout and the like are random only in train mode.
+
+    >>> model = fx.symbolic_trace(lambda x: torch.rand_like(x) + x.bernoulli() + torch.dropout(x, 0.1, False))
     >>> [node.name for node in model.graph.nodes if is_random(model, node)]
     ['rand_like', 'bernoulli']
     """
     if node.op == "call_module":
-        return any(m.training or isinstance(m, _RANDOM_MODULES) for m in called(module, node).modules())
+        return any(m.training or _is_random_module(m) for m in called(module, node).modules())
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node)
-    return name in _RANDOM or name in UNINITIALIZED or _is_seeded(name) or train_mode(module, node) is not None
+    if train_mode(module, node) is not None:
+        return "batch_norm" not in name  # it depends on the batch, but draws nothing
+    return is_uninitialized(node) or ((name in _RANDOM or _is_seeded(name)) and not _draws_nothing(module, node))
+
+
+def is_uninitialized(node: fx.Node) -> bool:
+    """Return whether ``node`` returns uninitialised memory, such as ``torch.empty_like(x)``."""
+    return node.op in ("call_function", "call_method") and _name(node) in UNINITIALIZED
+
+
+def _draws_nothing(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether the arguments of a random function that is not in train mode show that it draws nothing: it has a
+    mode, or gets its random numbers as an argument."""
+    given = _named_arguments(module, node) if node.op == "call_function" else {}
+    return any(given.get(name) is not None for name in (*_MODES, "_random_samples"))
+
+
+def _is_random_module(module: nn.Module) -> bool:
+    return isinstance(module, _RANDOM_MODULES) and module._random_samples is None
 
 
 @functools.cache
 def _is_seeded(name: str) -> bool:
-    """Return whether torch tags an operator of that name as drawing from a random generator."""
+    """Return whether torch has an operator of that name that is tagged as drawing random numbers."""
     packet = getattr(torch.ops.aten, name, None) if name and name.isidentifier() else None
     return packet is not None and any(
         torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
@@ -111,6 +133,8 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
         return False
     modules = {str(node.target): called(module, node)} if node.op == "call_module" else {}
     if mutated_argument(node, modules) is not None or is_random(module, node) or "out" in node.kwargs:
+        return False
+    if train_mode(module, node) is not None:  # batch normalisation, which updates its statistics
         return False
     if node.op == "call_module":
         return _is_pure_module(called(module, node))

@@ -1,7 +1,7 @@
-"""Constants of a graph: tensors that the model made while it was traced.
+"""Constants of a graph: tensors that the model created while it was traced.
 
-torch.fx records operations on inputs and parameters. ``torch.randn(3)`` has neither: it runs during the trace, and its
-result becomes a constant of the graph, the same in every call.
+torch.fx records operations on inputs and parameters. ``torch.randn(3)`` involves neither: it runs during the trace, and
+its result becomes a constant of the graph, the same in every call.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxcore.nesting import tensors_in
+from fxcore.tracing.unchanged import Unchanged
 
-#: key in ``node.meta`` of a constant that the model made while it was traced: an :class:`Origin`
+#: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
 FROZEN = "frozen"
 
 _FXCORE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (_FXCORE, str(Path(torch.__file__).parent) + os.sep, "<frozen")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _UNSET = ("empty", "empty_strided", "new_empty", "empty_like")
-# What ``torch.tensor([1, 2])`` dispatches to.
+# ``torch.tensor([1, 2])`` dispatches to these.
 _LITERALS = ("lift_fresh", "lift_fresh_copy")
 _FILLS = ("fill_", "zero_", "copy_")
 
 
 class FrozenDraw(UserWarning):
-    """A model drew random numbers while it was traced; every call of the graph uses the same."""
+    """A model drew random numbers while it was traced; every call of the graph uses the same numbers."""
 
 
 class StateWrite(RuntimeError):
-    """A model tried to write to a parameter or buffer while it was traced; ``name`` is the tensor's."""
+    """A model tried to write to the parameter or buffer ``name`` while it was traced."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"writes to {name}")
@@ -49,9 +49,9 @@ class Origin(NamedTuple):
     """The origin of a constant.
 
     Attributes:
-        function: torch's name of the operator that made it, such as ``randn``.
+        function: torch's name of the operator that created it, such as ``randn``.
         source: ``file:line: code`` of the model.
-        random: whether it would differ if it were made again.
+        random: whether running the operator again would give different values.
     """
 
     function: str
@@ -59,33 +59,35 @@ class Origin(NamedTuple):
     random: bool
 
 
-class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, records the origin of each tensor that this thread makes without tensors as arguments.
+class FactoryRecorder(Unchanged):  # type: ignore[no-untyped-call]
+    """A dispatch mode that records the origin of each tensor that this thread creates without tensor arguments.
 
     Args:
-        model: its parameters and buffers are protected. In train mode, writes to them are undone on exit; in eval
-            mode they raise :class:`StateWrite`, since later calls would see them and the graph would not.
+        model: the model whose parameters and buffers to protect. In train mode, writes to them are undone on exit; in
+            eval mode they raise :class:`StateWrite`, since later calls would see them and the graph would not.
 
     Attributes:
         draws: the origin of each random draw, one for each line of the model.
     """
 
+    supports_higher_order_operators = False  # they have no tags that say whether they are random
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return False
+
     def __init__(self, model: Any = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._training = False
-        self._state: dict[int, str] = {}
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
-        if isinstance(model, nn.Module):
-            self._training = model.training
-            tensors = (*model.named_parameters(), *model.named_buffers())
-            self._state = {t.untyped_storage()._cdata: name for name, t in tensors}
+        super().__init__(model)
+        self._training = isinstance(model, nn.Module) and model.training
         self.draws: dict[str, Origin] = {}
         self._origins: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            self._check_write(func, args, kwargs)
+        for tensor in self._overwritten(func, args, kwargs):
+            if not self._training:
+                raise StateWrite(self._state[tensor.untyped_storage()._cdata])
+            self._save(tensor)
         result = func(*args, **kwargs)
         name = str(func.overloadpacket.__name__)
         given = tensors_in((args, kwargs))
@@ -110,25 +112,8 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._origins[tensor] = Origin(name.removesuffix("_"), _line(), False)
         return result
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for tensor, before in self._saved.values():
-                tensor.copy_(before)
-
-    def _check_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-        targets = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        for tensor in tensors_in(targets):
-            place = tensor.untyped_storage()._cdata
-            if place in self._state and not self._training:
-                raise StateWrite(self._state[place])
-            if place in self._state and place not in self._saved:
-                whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                self._saved[place] = whole, whole.clone()
-
     def kept_in(self, tensor: Tensor) -> str | None:
-        """Return the parameter or buffer of a model in eval mode whose memory ``tensor`` is in, or None."""
+        """Return the name of the parameter or buffer whose memory ``tensor`` shares; None if none, or in train mode."""
         return None if self._training else self._state.get(tensor.untyped_storage()._cdata)
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
@@ -137,7 +122,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def warn(self, model: str) -> None:
-        """Warn of random draws."""
+        """Warn about random draws."""
         if self.draws:
             lines = "; ".join(f"{made.function} at {made.source}" for made in self.draws.values())
             warnings.warn(
@@ -150,7 +135,7 @@ class FactoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def frozen(graph: fx.Graph) -> dict[str, Origin]:
-    """Return the constants that the model made while it was traced: attribute name → origin.
+    """Return the origins of the constants that the model created while it was traced, by attribute name.
 
     >>> from fxcore import trace
     >>> made = frozen(trace(lambda x: x + torch.arange(3)).graph)["_tensor_constant0"]
@@ -161,9 +146,9 @@ def frozen(graph: fx.Graph) -> dict[str, Origin]:
 
 
 def made_constants(graph: fx.Graph) -> list[str]:
-    """Return names of the attributes that tracing adds for constants, in order of first use.
+    """Return the names of attributes that tracing adds for constants, in order of first use.
 
-    torch.fx records operations on parameters; of operations on buffers it keeps the result only:
+    torch.fx records operations on parameters; for operations on buffers it stores only the result:
 
     >>> import torch
     >>> from fxcore import trace
@@ -182,7 +167,7 @@ def made_constants(graph: fx.Graph) -> list[str]:
 
 
 def _line() -> str:
-    """Return the line of the model that is running, as ``file:line: code``."""
+    """Return the model's line that is running, as ``file:line: code``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -195,7 +180,7 @@ def _is_library(file: str) -> bool:
 
 
 def _outside() -> int:
-    """Number of frames from :meth:`FactoryRecorder.warn` to the first outside of fxcore."""
+    """Return the number of frames from :meth:`FactoryRecorder.warn` to the first frame outside fxcore."""
     frame, level = sys._getframe(2), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FXCORE):
         frame, level = frame.f_back, level + 1

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, trace
 from fxcore.analysis.agreement import GraphDiffers, compare_rows
@@ -58,9 +60,48 @@ def test_what_tracing_does_not_see_is_refused(unseen: Callable[[Tensor], Tensor]
         assert "last" in caught.value.detail
 
 
-def test_random_values_are_not_compared() -> None:
-    model, x = Net(lambda x: x + torch.rand_like(x)).eval(), torch.randn(3, 4)
-    assert create_extractor(model, ["last"], x)(x)["last"].shape == (3, 4)
+def filled(x: Tensor) -> Tensor:
+    made = torch.empty_like(x)
+    made[..., :2] = x[..., :2]
+    made[..., 2:] = x[..., 2:].softmax(0)
+    return made
+
+
+DRAWING_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "dropout without rate": lambda x: F.dropout(x, 0.0),
+    "depth": lambda x: stochastic_depth(x, 0.5, "row", training=False),
+    "rrelu": lambda x: F.rrelu(x),
+    "memory": filled,
+    "memory of a size": lambda x: torch.empty(x.size()).copy_(x),
+}
+
+
+@pytest.mark.parametrize("function", DRAWING_NOTHING.values(), ids=DRAWING_NOTHING.keys())
+def test_values_after_a_function_that_draws_nothing_are_compared(function: Callable[[Tensor], Tensor]) -> None:
+    model, x = Net(function).eval(), torch.randn(3, 5, 4)
+    torch.testing.assert_close(create_extractor(model, ["last"], x)(x)["last"], model(x))
+    with pytest.raises(GraphDiffers):
+        create_extractor(Net(lambda x: with_autocast(function(x))).eval(), ["last"], x)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.rand_like,
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.0) + torch.rand_like(x),
+        lambda x: torch.empty_like(x).uniform_(),
+    ],
+)
+def test_random_values_are_not_compared(draw: Callable[[Tensor], Tensor]) -> None:
+    model, x = Net(lambda x: x + draw(x)).eval(), torch.randn(3, 5, 4)
+    assert create_extractor(model, ["last"], x)(x)["last"].shape == (3, 5, 4)
+
+
+def test_memory_that_is_never_set_is_the_same_in_both() -> None:
+    model, x = Net(lambda x: torch.cat([x, torch.empty_like(x)], 1)).eval(), torch.randn(300, 5, 4)
+    assert create_extractor(model, ["last"], x)(x)["last"].shape == (300, 10, 4)
 
 
 BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
@@ -79,6 +120,15 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
     "mean": (lambda x: x - x.mean(0), ["sub"], "sub"),
     "softmax": (lambda x: x.softmax(0) * 2, ["softmax", "mul"], "softmax"),
     "statistics": (nn.BatchNorm1d(5, track_running_stats=False), ["0"], "0"),
+    "attention": (lambda x: F.scaled_dot_product_attention(x, x, x), [], None),
+    "attention across": (
+        lambda x: F.scaled_dot_product_attention(*[x.permute(1, 0, 2)] * 3).permute(1, 0, 2),
+        ["scaled_dot_product_attention", "permute_1"],
+        "scaled_dot_product_attention",
+    ),
+    "function": (lambda x: F.batch_norm(x, None, None, training=True), ["batch_norm"], "batch_norm"),
+    "memory": (lambda x: torch.empty_like(x).copy_(x), [], None),
+    "memory across": (lambda x: filled(x).exp(), ["softmax", "exp"], "softmax"),
     "unused": (lambda x: torch.stack([x.softmax(0), x])[1], ["softmax", "stack"], None),
     "unused rows": (lambda x: torch.cat([x.softmax(0), x], 1)[:, 5:], ["softmax", "cat"], None),
 }

@@ -34,6 +34,7 @@ def net() -> fx.GraphModule:
     return trace(model, leaf_functions=(sleepy,))
 
 
+@pytest.mark.exhaustive
 def test_the_slow_node_is_found(net: fx.GraphModule) -> None:
     found = profile(net, torch.ones(2, 8), runs=3)
     assert found.slowest(1)[0].name == "sleepy"

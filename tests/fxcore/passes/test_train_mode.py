@@ -12,6 +12,7 @@ from torchvision import ops
 
 from fxcore import trace
 from fxcore.backends import BACKENDS, Options
+from fxcore.passes.effects import is_pure, is_random
 from fxcore.transforms import CannotTransform, fold_constants, fuse_conv_bn, remove, split_at
 from tests.fxcore.capture import traced
 
@@ -37,7 +38,7 @@ def query(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 IN_TRAIN_MODE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "dropout": (lambda x: F.dropout(x), "training=True"),
     "by name": (lambda x: F.dropout(x, p=0.1, training=True), "training=True"),
-    "1d": (lambda x: F.dropout1d(x), "training=True"),
+    "1d": (lambda x: F.dropout1d(x.flatten(2)), "training=True"),
     "2d": (lambda x: F.dropout2d(x), "training=True"),
     "alpha": (lambda x: F.alpha_dropout(x, 0.1, True), "training=True"),
     "torch's": (lambda x: torch.dropout(x, 0.5, True), "train=True"),
@@ -79,6 +80,34 @@ def test_functions_in_eval_mode_and_deliberate_noise_are_not(name: str) -> None:
     expected = module(x)
     torch.manual_seed(0)
     torch.testing.assert_close(fuse_conv_bn(module)(x), expected)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(function for function, _ in IN_TRAIN_MODE.values()),
+        *IN_EVAL_MODE.values(),
+        lambda x: F.fractional_max_pool2d(x, 1, output_size=3),
+        lambda x: F.fractional_max_pool2d(x, 1, output_size=3, _random_samples=x.sigmoid().mean(3)[..., :2]),
+        nn.Sequential(nn.FractionalMaxPool2d(1, output_size=3)).eval(),
+        nn.Sequential(nn.FractionalMaxPool2d(1, output_size=3, _random_samples=torch.rand(2, 3, 2))).eval(),
+        lambda x: F.scaled_dot_product_attention(x, x, x, None, x.shape[0] / 4),
+        lambda x: torch.native_dropout(x, 0.5, False)[0],
+        lambda x: F.gumbel_softmax(x),
+        lambda x: x.bernoulli(0.5),
+    ],
+)
+def test_a_function_is_random_if_its_runs_differ(function: Callable[[Tensor], Tensor]) -> None:
+    x, module = torch.randn(2, 3, 4, 4), trace(function)
+    first = function(x)
+    differ = any(not torch.equal(function(x), first) for _ in range(20))
+    assert any(is_random(module, node) for node in module.graph.nodes) == differ
+
+
+@pytest.mark.parametrize("name", IN_TRAIN_MODE)
+def test_functions_in_train_mode_are_not_pure(name: str) -> None:
+    module = trace(IN_TRAIN_MODE[name][0])
+    assert not is_pure(module, list(module.graph.nodes)[-2])
 
 
 @pytest.mark.parametrize(("rate", "refused"), [(0.0, False), (0.1, True)])

@@ -32,6 +32,11 @@ def time_first(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1).flatten(0, 1)
 
 
+def attention_across(x: Tensor) -> Tensor:
+    turned = x.permute(1, 0, 2)
+    return nn.functional.scaled_dot_product_attention(turned, turned, turned).permute(1, 2, 0)
+
+
 def entry_of(build: Callable[[], nn.Module], **described: Any) -> UserEntry:
     model = UserModel(build, preprocessing={"resize_size": 64, "crop_size": 64}, **described)
     return user_entry("net", model)
@@ -61,13 +66,14 @@ def test_rows_in_which_images_are_mixed_are_not_offered() -> None:
     [
         (lambda x: (x - x.mean(0)).mT, None, "sub"),
         (lambda x: x.softmax(0).mT, None, "softmax"),
+        (attention_across, nn.Flatten(), "scaled_dot_product_attention"),
         (lambda x: x, nn.BatchNorm1d(8, track_running_stats=False), "last"),
     ],
 )
 def test_values_that_depend_on_the_batch_are_refused_or_computed_one_by_one(
     unseen: Callable[[Tensor], Tensor], last: nn.Module | None, node: str
 ) -> None:
-    with pytest.raises(BadUserModel, match=rf"first in {node}; write batch = false"):
+    with pytest.raises(BadUserModel, match=rf"first in {node}; set batch = false"):
         run_check(entry_of(lambda: Net(unseen, last)))
     assert not run_check(entry_of(lambda: Net(unseen, last), batch=False)).apart
 
