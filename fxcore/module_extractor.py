@@ -1,4 +1,4 @@
-"""Extractors of any module in memory, from any of its nodes to others."""
+"""Build extractors from any module in memory, between any of its nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from fxcore.analysis.agreement import check_traced
 from fxcore.copies import narrowed, own_modules
 from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
-from fxcore.graph.annotate import MANY, metadata, observe, observe_many
-from fxcore.graph.cut import cut, is_named_tensor, pruned
+from fxcore.graph.annotate import GROWS, MANY, metadata, observe, observe_many
+from fxcore.graph.cut import cut, is_named_tensor, pruned, require_sizes
 from fxcore.graph.node_names import NodeNames
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import fork, require_eval
@@ -24,6 +24,7 @@ from fxcore.tracing.interpreter import Inputs, bound, positional
 from fxcore.tracing.names import PATH
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
+from fxcore.tracing.unchanged import Unchanged
 from fxcore.wrappers import check_python, unwrapped
 
 
@@ -36,38 +37,39 @@ def create_extractor(
     leaf_functions: Sequence[Callable[..., Any]] = (),
     inputs: Sequence[str] = (),
 ) -> fx.GraphModule:
-    """Make an extractor of any module: a graph module in eval mode that returns the values of chosen nodes.
+    """Create an extractor for any module: a graph module in eval mode that returns the values of chosen nodes.
 
     ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, but no
-    modules: it stays in eval mode when training goes on. In-place operations
-    are replaced by out-of-place ones, so that no value depends on which others are extracted.
+    modules, so it stays in eval mode when training goes on. In-place operations are replaced by out-of-place ones, so
+    that no value depends on which others are extracted.
 
     Args:
-        module: any module, or what :func:`~fxcore.tracing.tracer.trace` returned. Of compiled modules, DataParallel and
-            the like it is the model inside, whose nodes may also be named by the wrapper's paths.
-        return_nodes: names, which are their own keys, or name → key. A name is torchvision's name of a node
-            (``get_graph_node_names``), or a truncated path, which means the last node under it.
+        module: any module, or a graph module from :func:`~fxcore.tracing.tracer.trace`. Wrappers (compiled modules,
+            DataParallel and the like) are removed; nodes may be named with or without the wrapper's prefix.
+        return_nodes: names, which are also the keys, or a mapping from names to keys. A name is torchvision's name of a
+            node (``get_graph_node_names``), or a truncated path, which means the last node under it.
         example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
             Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
             result. The module runs on copies of them, and on random tensors of the same shapes, to check the graph.
         leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
-        inputs: names of nodes to begin at instead of the module's arguments; ``example_inputs`` stay the module's. They
-            are the result's arguments, dots in them as underscores. Where the number of rows is used beside them, it is
-            theirs.
+        inputs: names of nodes to start from instead of the module's arguments; ``example_inputs`` are still the
+            module's. They become the result's arguments, with dots replaced by underscores. If the number of rows is
+            used elsewhere, it is taken from them. If other sizes of the module's arguments are, they are fixed to their
+            values here, and the result raises :class:`BadTensor` for values of other sizes.
 
     Returns:
-        A graph module that takes the tensors, by position or by name, and returns ``{key: value}`` in the order of
-        ``return_nodes``. Its nodes have ``meta["tensor_meta"]`` as by torch's ``ShapeProp``.
+        A graph module that accepts the tensors by position or by name, and returns ``{key: value}`` in the order of
+        ``return_nodes``. Its nodes have ``meta["tensor_meta"]``, like those of torch's ``ShapeProp``.
 
     Raises:
         NotAModule: ``module`` is not a module.
         NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
-        UnknownNode: there is no node of that name, or its value has no tensor.
+        UnknownNode: there is no node of that name, or its value contains no tensor.
         DuplicateKey: two names have the same key.
-        BadTensor: the module does not take ``example_inputs``.
+        BadTensor: the module does not accept ``example_inputs``.
         CannotTransform: its in-place operations cannot be rewritten.
         OpenCut, UnneededInput: see :func:`~fxcore.graph.cut.cut`.
-        GraphDiffers: the graph computes something else than the module; ``node`` is the first that differs.
+        GraphDiffers: the graph and the module compute different values; ``node`` is the first that differs.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -85,10 +87,10 @@ def create_extractor(
     """
     check_python(module)
     if not isinstance(module, nn.Module):
-        raise NotAModule(f"an extractor is made of a module, not of {module!r:.100}")
+        raise NotAModule(f"an extractor is made from a module, not from {module!r:.100}")
     wrapper, module = module, unwrapped(module)
     if isinstance(module, fx.GraphModule):
-        require_eval(module, "create_extractor")  # before it runs, which would change running statistics
+        require_eval(module, "create_extractor")  # check first, since running it would change running statistics
         given = positional(module, example_inputs)
         traced = fork(module)
         own_modules(traced)
@@ -96,54 +98,57 @@ def create_extractor(
         module = enclosed_if_whole(module)
         model, given = _with_tensors_only(module, example_inputs)
         traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
-    try:
-        observe(traced, given)
-    except Exception as error:
-        raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
-    named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
-    names = NodeNames(
-        called(module),
-        named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
-        wrapped=module is not wrapper,
-    )
-    exact = names.resolve(return_nodes)
-    begin = names.resolve(inputs) if inputs else {}
-    for key, name in begin.items():
-        if not isinstance(names.by_name[name].meta["value"], Tensor):
-            raise UnknownNode(f"the value of {key!r} is no tensor; begin at nodes that are", name=key, suggestions=[])
-    if begin:
-        observe_many(traced, given)
-    pure = out_of_place(traced)
-    if not isinstance(module, fx.GraphModule):
-        check_traced(private(model, training=False), traced, pure, given)
+    with Unchanged(module):
+        try:
+            observe(traced, given)
+        except Exception as error:
+            raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
+        named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
+        names = NodeNames(
+            called(module),
+            named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
+            wrapped=module is not wrapper,
+        )
+        exact = names.resolve(return_nodes)
+        begin = names.resolve(inputs) if inputs else {}
+        for key, name in begin.items():
+            if not isinstance(names.by_name[name].meta["value"], Tensor):
+                raise UnknownNode(f"the value of {key!r} is not a tensor; start from tensors", name=key, suggestions=[])
+        if begin:
+            observe_many(traced, given)
+        pure = out_of_place(traced)
+        if not isinstance(module, fx.GraphModule):
+            check_traced(private(model, training=False), traced, pure, given)
     by_fx_name = {n.name: n for n in pure.graph.nodes}
     wanted = {key: by_fx_name[names.by_name[name].name] for key, name in exact.items()}
     if begin:
         entered = {key: by_fx_name[names.by_name[name].name] for key, name in begin.items()}
         part = cut(pure.graph, entered, wanted.values(), is_named_tensor)
+        if part.fixed:
+            require_sizes(part, entered)
     else:
         part = pruned(pure.graph, wanted.values())
     part.graph.output({key: part.kept[node] for key, node in wanted.items()})
     for node in part.graph.nodes:
         value = node.meta.pop("value", None)
-        for key in ("memory", "carries", "mutates", MANY):
+        for key in ("memory", "carries", "mutates", MANY, GROWS):
             node.meta.pop(key, None)
         if isinstance(value, Tensor) and value.layout is torch.strided:
             node.meta["tensor_meta"] = metadata(value)
     result = GraphModule(pure, part.graph, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(traced.meta)
     for child in result.modules():
-        if child is result or type(child) is nn.Module:  # a container that GraphModule made
+        if child is result or type(child) is nn.Module:  # a container that GraphModule created
             child.training = False
     return result
 
 
 class NotAModule(FxError):
-    """An argument that must be a module is something else."""
+    """An argument that must be a module is not one."""
 
 
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Narrow the forward of ``module`` to the arguments that hold tensors; returns it with their values."""
+    """Narrow the forward of ``module`` to the arguments that contain tensors; return it and their values."""
     call = bound(module, inputs)
     tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}

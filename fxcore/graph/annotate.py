@@ -1,6 +1,6 @@
 """Run a graph on meta tensors and record the shape, dtype and FLOPs of each node's value.
 
-Nothing is computed: they come from torch's meta kernels and FLOP counter.
+Nothing is computed: the results come from torch's meta kernels and FLOP counter.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from fxcore.nesting import map_tensors
 from fxcore.tracing.interpreter import Interpreter, on_device
 
 _BATCH = 13
-"""Batch size of the first of two runs. Dimensions that differ in the second, with one image, grow with the batch."""
+"""Batch size of the first of two runs; the second has one image. Dimensions that differ grow with the batch."""
 
 MANY = "many"
-"""Key in ``node.meta`` of a value without tensors that depends on the number of images: how many times as many there
-were in another run, and the value there."""
+"""Key in ``node.meta`` for values without tensors that depend on the number of images: a tuple of the factor by which
+another run had more images, and the value in that run."""
+
+GROWS = "grows"
+"""Key in ``node.meta`` for the only dimension of a tensor that grows with the rows of the inputs; None if there is
+none, or several. Set by :func:`observe_many`."""
 
 _JOINING = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, "repeat", "tile")
 
 
 class _Recorder(Interpreter):
-    """Passes each node's value to a callback.
+    """An interpreter that passes each node's value to a callback.
 
     Args:
         on_value: called with a node and its value.
-        only: the nodes to run, beside the inputs; None: all.
-        device: replaces the devices in the graph; None: they stay as they were recorded.
+        only: the nodes to run, in addition to the inputs; None for all.
+        device: replaces the devices in the graph; None to keep them as recorded.
         keep: keep all values until the end, so that no storage is reused.
     """
 
@@ -70,8 +74,8 @@ class _Recorder(Interpreter):
         return (args, kwargs) if self._device is None else on_device(args, kwargs, self._device)
 
     def _versions(self, n: fx.Node) -> list[int | None]:
-        """torch's version counters, which count the writes to each tensor; None for inference tensors, which have
-        none."""
+        """Return torch's version counter of each input, which counts writes; None for inference tensors, which have no
+        counter."""
         values = (self.env.get(m) for m in n.all_input_nodes)
         return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
 
@@ -87,22 +91,21 @@ def annotate(
     Args:
         module: a traced model with its parameters on ``device``.
         shapes: the shape of each input without its batch dimension.
-        device: ``meta``, or ``cpu`` for models that do not run on meta tensors, whose values are then computed.
-        dtype: of the inputs.
+        device: ``meta``, or ``cpu`` for models that do not run on meta tensors; their values are computed.
+        dtype: dtype of the inputs.
 
     Sets in ``meta``:
 
     - ``value``: the value for one image: a meta tensor, a quantized tensor on ``device``, or whatever the node returns;
-    - ``rows``: how many rows of the first dimension belong to one image; 0 where that dimension does not grow with the
-      batch; absent for values that are not tensors;
+    - ``rows``: number of rows of the first dimension that belong to one image; 0 if that dimension does not grow with
+      the batch; absent for values that are not tensors;
     - ``patches``: see :mod:`fxcore.graph.tokens.patches`;
     - ``adds_prefix``: see :func:`fxcore.graph.tokens.prefix_tokens.adds_prefix`;
     - ``axes``: see :mod:`fxcore.graph.layout`;
-    - ``carries``: whether the value holds any tensor;
+    - ``carries``: whether the value contains a tensor;
     - ``many``: see :data:`MANY`;
-    - ``memory``: numbers of the storages that the value lies in; nodes that share one share memory;
-    - ``mutates``: indices of the ``all_input_nodes`` that the node overwrites, as functions that fx does not trace
-      into may (MViT's do).
+    - ``memory``: ids of the value's storages; nodes with an id in common share memory;
+    - ``mutates``: indices of the ``all_input_nodes`` that the node overwrites; leaf functions may do so (MViT's do).
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -134,7 +137,7 @@ def annotate(
             node.meta["rows"] = _rows(value.shape, many.get(node))
         _note_many(node, value, numbers.get(node), _BATCH)
 
-    with torch.no_grad():  # not inference mode, whose tensors have no versions
+    with torch.no_grad():  # not inference mode, whose tensors have no version counters
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device, dtype))
     _mark_mixed(module.graph)
@@ -145,8 +148,8 @@ def annotate(
 
 
 def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Set ``meta["value"]``, ``["memory"]``, ``["carries"]`` and ``["mutates"]`` of each node of ``module`` (see
-    :func:`annotate`) from one run on copies of ``inputs``.
+    """Run ``module`` on copies of ``inputs`` and set ``value``, ``memory``, ``carries`` and ``mutates`` in each node's
+    ``meta`` (see :func:`annotate`).
 
     Raises:
         Exception: whatever the module raises for these inputs.
@@ -167,11 +170,14 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Set :data:`MANY` of each node of ``module``, on which :func:`observe` was called, from a run on twice the rows.
-    Where the module does not take those, values without tensors are noted as unknown there."""
+    """Set :data:`MANY` and :data:`GROWS` of each node of ``module`` by a run on twice the rows, after :func:`observe`.
+
+    If the module does not accept that many rows, values are recorded as unknown for that run.
+    """
 
     def note(node: fx.Node, value: Any) -> None:
         _note_many(node, node.meta["value"], value, 2)
+        node.meta[GROWS] = _doubled(node.meta["value"], value)
 
     try:
         with torch.no_grad():
@@ -179,6 +185,15 @@ def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     except Exception:
         for node in module.graph.nodes:
             _note_many(node, node.meta["value"], None, 2)
+            node.meta[GROWS] = None
+
+
+def _doubled(one: Any, two: Any) -> int | None:
+    """Return the only dimension that differs between two tensors, if it is twice as large in the second."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or one.ndim != two.ndim:
+        return None
+    differ = [axis for axis, size in enumerate(one.shape) if size != two.shape[axis]]
+    return differ[0] if len(differ) == 1 and two.shape[differ[0]] == 2 * one.shape[differ[0]] else None
 
 
 def _note_many(node: fx.Node, value: Any, many: Any, factor: int) -> None:
@@ -193,7 +208,7 @@ def count_flops(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> dict[fx.Node, int]:
-    """FLOPs of each node for one image, as ``torch.utils.flop_counter`` counts them (a multiply-add is two).
+    """Return the FLOPs of each node for one image, as counted by ``torch.utils.flop_counter`` (a multiply-add is two).
 
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 5), nn.ReLU())).to("meta")
     >>> {n.name: flops for n, flops in count_flops(model, [(4,)], torch.device("meta")).items() if flops}
@@ -221,7 +236,7 @@ def values_at(
 ) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
-    Other nodes are not run, and annotations stay as they are. Thread-safe.
+    Other nodes are not run, and annotations are left unchanged. Thread-safe.
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -242,7 +257,7 @@ def values_at(
 
 
 def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
-    """Number of parameters of ``node`` that are not in ``seen`` yet (by id), which gets them."""
+    """Return the number of parameters of ``node`` whose ids are not in ``seen``, and add those ids to ``seen``."""
     if node.op == "call_module":
         candidates = list(module.get_submodule(str(node.target)).parameters())
     elif node.op == "get_attr":
@@ -260,7 +275,7 @@ def _inputs(shapes: Sequence[tuple[int, ...]], batch: int, device: torch.device,
 
 
 def _mark_mixed(graph: fx.Graph) -> None:
-    """Mark the values in which an image's rows lie between those of others: joined or repeated along the batch."""
+    """Set ``rows`` to 0 for values whose rows of one image are not contiguous, e.g. concatenated along the batch."""
     mixed: set[fx.Node] = set()
     for node in graph.nodes:
         if node.meta.get("rows", 0) > 1 and (_joins_batches(node) or not mixed.isdisjoint(node.all_input_nodes)):
@@ -269,7 +284,7 @@ def _mark_mixed(graph: fx.Graph) -> None:
 
 
 def _joins_batches(node: fx.Node) -> bool:
-    """Return whether ``node`` gives whole batches one after the other."""
+    """Return whether ``node`` concatenates or repeats whole batches."""
     return node.target in _JOINING and node.meta["rows"] > max(n.meta.get("rows", 0) for n in node.all_input_nodes)
 
 
@@ -287,7 +302,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def metadata(value: Tensor) -> TensorMetadata:
-    """What torch.fx's ShapeProp notes of a dense tensor."""
+    """Return the ``TensorMetadata`` that torch.fx's ShapeProp would record for a dense tensor."""
     formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
     ranks = {torch.channels_last: 4, torch.channels_last_3d: 5}
     fitting = (f for f in formats if value.ndim == ranks.get(f, value.ndim) and value.is_contiguous(memory_format=f))

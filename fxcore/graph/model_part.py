@@ -1,4 +1,4 @@
-"""A part of a model, from inner nodes to others, without weights."""
+"""A part of a model between inner nodes, without weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fxcore.tracing.names import PATH
 
 
 class ModelPart:
-    """What a model computes from inner nodes to others.
+    """The part of a model between some of its inner nodes.
 
     Args:
-        graph: of the model; it does not change.
-        inputs: key → exact name of a node to begin at, from :meth:`ModelGraph.resolve`.
-        return_nodes: key → exact name of a node to end at.
+        graph: the model's graph; it is not changed.
+        inputs: exact names of the nodes to start from by key, from :meth:`ModelGraph.resolve`.
+        return_nodes: exact names of the nodes to end at, by key.
 
     Attributes:
-        inputs: its inputs, in order. Height and width of a map are None where the rest may take others.
-        graph: from them to the nodes to end at.
-        any_size: whether it may take them: no size of the image is a constant in it.
+        inputs: the part's inputs, in order. Height and width of a map are None if they may vary.
+        graph: the graph from the inputs to the nodes to end at.
+        any_size: whether height and width may vary, because no size of the image is a constant in the graph.
 
     Raises:
-        OpenCut: the nodes to end at depend on the image beside ``inputs``; ``missing`` closes the cut.
-        UnneededInput: they do not depend on one of ``inputs``.
-        DuplicateKey, UnknownNode: no values can be given for one of ``inputs``.
+        OpenCut: ``return_nodes`` depend on the image by a path that avoids ``inputs``; ``missing`` would close the cut.
+        UnneededInput: ``return_nodes`` do not depend on one of ``inputs``.
+        DuplicateKey, UnknownNode: one of ``inputs`` cannot be an input.
         CannotTransform: the model's in-place operations cannot be rewritten.
 
     >>> from fxcore import model_graph
@@ -51,7 +51,7 @@ class ModelPart:
         functionalize(whole, dict(graph.traced_modules))
         given = {key: copies[graph.by_name[name]] for key, name in inputs.items()}
         wanted = [copies[graph.by_name[name]] for name in return_nodes.values()]
-        part = cut(whole, given, wanted, lambda node: PATH in node.meta and graph.extractable(node))
+        part = cut(whole, given, wanted, lambda n: PATH in n.meta and graph.extractable(n) and _is_floating(n))
         part.graph.output(tuple(part.kept[node] for node in wanted))
         self.graph = part.graph
         self._module = fx.GraphModule(graph.root, part.graph)
@@ -61,11 +61,12 @@ class ModelPart:
     def values_at(
         self, shapes: Sequence[tuple[int, ...]], wanted: Collection[str]
     ) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Return shape and dtype of the values of ``wanted`` nodes and of what they depend on, for one image; see
-        :meth:`ModelGraph.values_at`.
+        """Return shape and dtype of the values of ``wanted`` nodes and of their ancestors, for one image.
+
+        See :meth:`ModelGraph.values_at`.
 
         Raises:
-            BadTensor: the part does not take inputs of that shape.
+            BadTensor: the part does not accept inputs of that shape.
         """
         nodes = [node for node in self._module.graph.nodes if node.meta.get(PATH) in wanted]
         try:
@@ -77,11 +78,11 @@ class ModelPart:
 
 
 def closed(graph: ModelGraph, at: str, of: str) -> list[str]:
-    """Return names of nodes to begin at, ``at`` first, through which alone ``of`` depends on the image.
+    """Return the names of a closed cut that starts with ``at``: ``of`` depends on the image only through these nodes.
 
     Raises:
         UnneededInput: ``of`` does not depend on ``at``.
-        UnknownNode: there is no such node, or its values cannot be given.
+        UnknownNode: there is no such node, or it cannot be an input.
 
     >>> from fxcore import model_graph
     >>> closed(model_graph("resnet18"), "layer2.0.conv1", "fc")
@@ -97,19 +98,23 @@ def closed(graph: ModelGraph, at: str, of: str) -> list[str]:
 
 
 def check_inputs(graph: ModelGraph, inputs: Mapping[str, str]) -> None:
-    """Check that values can be given for nodes.
+    """Check that nodes can be inputs of a part.
 
     Raises:
         DuplicateKey: a node is named twice.
-        UnknownNode: the values of a node are no floating-point numbers.
+        UnknownNode: a node does not have floating-point values.
     """
     for key, name in inputs.items():
         if list(inputs.values()).count(name) > 1:
             raise DuplicateKey(f"the input {key!r} is {name}, which is an input already; name each node once", key=key)
-        value = graph.by_name[name].meta["value"]
-        if not returned_dtype(value.dtype, torch.float32).is_floating_point:
-            detail = f"{name!r} has values of {dtype_name(value.dtype)}; begin at a node of floating-point numbers"
+        if not _is_floating(graph.by_name[name]):
+            shown = dtype_name(graph.by_name[name].meta["value"].dtype)
+            detail = f"{name!r} has values of {shown}; begin at a node of floating-point numbers"
             raise UnknownNode(detail, name=key, suggestions=[])
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return returned_dtype(node.meta["value"].dtype, torch.float32).is_floating_point
 
 
 def _spec(key: str, node: fx.Node, fixed: bool) -> TensorSpec:

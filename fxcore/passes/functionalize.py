@@ -1,4 +1,4 @@
-"""Rewrite the in-place operations of a graph, so that no node's value depends on what runs after it."""
+"""Rewrite the in-place operations of a graph, so that no node's value changes after it is computed."""
 
 from __future__ import annotations
 
@@ -20,27 +20,30 @@ _BOOLEAN = frozenset(
         *("logical_and", "logical_or", "logical_xor", "logical_not"),
     )
 )
-"""Operations whose out-of-place form gives booleans, whatever their operands."""
+"""Operations whose out-of-place form returns booleans for any operands."""
+
+_OF_VALUE = ("value", "carries", "rows", "axes")
+"""Keys in ``node.meta`` that describe a node's value, see :func:`fxcore.graph.annotate.annotate`."""
 
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
-    """Rewrite in-place operations in ``graph``, which should be a copy, and those that depend on the memory format
+    """Rewrite in-place operations in ``graph``, and those that depend on the memory format
     (:func:`~fxcore.passes.memory_formats.ignore_memory_formats`).
 
     ``torch.func.functionalize`` is not used: it works on ATen operations, and node names would be lost.
 
     Args:
-        graph: any traced graph. Where it is annotated, writes hidden in functions that fx does not trace into are
+        graph: any traced graph; it is modified, so pass a copy. If it is annotated, writes hidden in leaf functions are
             found too, and views are known exactly.
-        modules: the traced model's modules by path, to see which are in-place. A ``call_module`` node is left as it is:
-            the caller sets ``inplace = False`` on the modules that will run, since other graphs share them.
+        modules: the traced model's modules by path, to find in-place ones. ``call_module`` nodes are left alone: the
+            caller must set ``inplace = False`` on the modules that will run, since other graphs share them.
 
     Returns:
         Number of operations that were in-place.
 
     Raises:
-        CannotTransform: a node is read after a write to its storage, and it is not known how it is a view of that
-            storage.
+        CannotTransform: a node is read after a write to its storage, and it is unknown which view of the storage the
+            node is.
     """
     count = _Functionalizer(graph, modules).run()
     ignore_memory_formats(graph, modules)
@@ -49,12 +52,12 @@ def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
 
 class _Write(NamedTuple):
-    """What a node overwrites.
+    """The values that a node overwrites.
 
     Attributes:
-        bases: the nodes whose values it overwrites.
-        by_name: whether its target says so (``add_``, ``inplace=True``), so that an out-of-place target may exist;
-            otherwise the write was observed when the graph was annotated.
+        bases: the nodes whose values are overwritten.
+        by_name: whether the node's name or arguments show it (``add_``, ``inplace=True``), so that an out-of-place
+            target may exist; otherwise the write was observed when the graph was annotated.
     """
 
     bases: list[fx.Node]
@@ -62,12 +65,12 @@ class _Write(NamedTuple):
 
 
 class _Aliases:
-    """Which nodes share which storage, and which node holds each node's value now.
+    """The nodes that share each storage, and the node that currently holds each node's value.
 
     Attributes:
-        storages: the storages, by number, that each node's value lies in.
+        storages: ids of the storages of each node's value.
         sharing: the nodes of the original graph that share each storage, in order.
-        roots: the node that holds the whole of each storage now: at first the first tensor in it, after a write a new
+        roots: the node that currently holds the whole of each storage: initially its first tensor, after a write a new
             node.
     """
 
@@ -84,27 +87,27 @@ class _Aliases:
         return next(iter(self.storages[node]))
 
     def current(self, node: fx.Node) -> fx.Node:
-        """Return the node that holds the value of ``node`` now."""
+        """Return the node that currently holds the value of ``node``."""
         return self._replaced_by.get(node, node)
 
     def replace(self, node: fx.Node, by: fx.Node, storage: int) -> None:
-        """Note that ``by`` holds the value of ``node``, and of all nodes that ``node`` has replaced."""
+        """Record that ``by`` now holds the value of ``node``, and of all nodes that ``node`` replaced."""
         self.storages[by] = frozenset({storage})
         self._replaced_by |= {m: by for m in [node, *self.sharing[storage]] if self.current(m) is node}
 
 
 class _Functionalizer:
-    """Rewrites one graph, write by write, in order of execution.
+    """Rewrite a graph, write by write, in execution order.
 
     A write replaces the root of its storage by a new node, which holds the whole storage after the write. Views that
-    were made before the write and are read after it are made again, of the new root::
+    are created before the write and read after it are recreated from the new root::
 
         row = x[0]                   row = x[0]
         row.add_(1)           →      added = row.add(1)
         return x, row                copy = x.clone(); put = copy[0].copy_(added); whole = (copy, put)[0]
                                      return whole, added
 
-    A write without an out-of-place form, such as one inside a function, is done to a copy of the storage.
+    A write without an out-of-place form, such as one inside a function, is applied to a copy of the storage.
     """
 
     def __init__(self, graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
@@ -117,7 +120,7 @@ class _Functionalizer:
             if ON_COPY in node.meta:
                 continue
             if node.target in IN_PLACE_OPERATORS and node.meta.get("carries") is False:
-                node.target = IN_PLACE_OPERATORS[node.target]  # of numbers, which are not written to
+                node.target = IN_PLACE_OPERATORS[node.target]  # on numbers, which cannot be written to
             base = mutated_argument(node, modules)
             observed = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
             if base is not None or observed:
@@ -129,14 +132,14 @@ class _Functionalizer:
                 self._substitute(write.bases[0], node)
             else:
                 self._write_to_copies(node, write.bases)
-        for node in self.graph.nodes:  # no storage is shared now, and only copies are written to
+        for node in self.graph.nodes:  # now no storage is shared, and only copies are written to
             node.meta.pop("memory", None)
             if ON_COPY not in node.meta:
                 node.meta.pop("mutates", None)
         return len(self.writes)
 
     def _make_pure(self, base: fx.Node, node: fx.Node) -> bool:
-        """Call the out-of-place form of ``node``'s operation in its place; False if there is none."""
+        """Replace ``node``'s operation by its out-of-place form; return False if there is none."""
         target = pure_target(node)
         if target is None:
             return False
@@ -144,18 +147,20 @@ class _Functionalizer:
         operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
         keeps_dtype = not _same_dtype([before, *operands]) or getattr(target, "__name__", target) in _BOOLEAN
         if keeps_dtype and node.op != "call_module" and target is not written:
-            # An in-place operation keeps the dtype of what it overwrites, whatever the dtype of the other operand.
+            # An in-place operation keeps the dtype of the overwritten tensor, whatever the dtype of the other operand.
             with self.graph.inserting_before(node):
                 computed = self.graph.create_node(node.op, target, node.args, node.kwargs)
             node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (computed, before), {}
         else:
             node.target = target
+        if target is written:  # item assignment returned None, but this node returns the value after it
+            node.meta |= {key: base.meta[key] for key in _OF_VALUE if key in base.meta}
         if node.op == "call_function":
             node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
         return True
 
     def _substitute(self, base: fx.Node, node: fx.Node) -> None:
-        """Make later reads of ``base`` read ``node``, which overwrote it and is out-of-place now."""
+        """Make later readers of ``base`` read ``node``, which overwrote it and is now out-of-place."""
         aliases, storage = self.aliases, self.aliases.storage_of(base)
         current = aliases.current(base)
         others = [m for m in self._read_after(node, storage) if aliases.current(m) is not current]
@@ -163,7 +168,7 @@ class _Functionalizer:
         if others:
             views = self._views_of([base, *others], storage, node)
             with self.graph.inserting_before(node.next):
-                if views[base]:  # the write goes through a view: only a part of the storage changes
+                if views[base]:  # the write goes through a view, so only a part of the storage changes
                     copy = self._clone_storage(storage)
                     put = self.graph.call_method("copy_", (self._apply(views[base], copy, storage), node))
                     put.meta[ON_COPY] = True
@@ -174,14 +179,14 @@ class _Functionalizer:
         aliases.roots[storage] = whole
 
     def _write_to_copies(self, node: fx.Node, bases: Sequence[fx.Node]) -> None:
-        """Pass copies to ``node`` in place of ``bases``; later reads read the copies."""
+        """Pass copies of ``bases`` to ``node``; later readers read the copies."""
         storages = dict.fromkeys(map(self.aliases.storage_of, bases))
         copies = [copy for storage in storages for copy in self._write_to_copy(node, storage)]
         node.meta["mutates"] = [i for i, m in enumerate(node.all_input_nodes) if m in copies]
         node.meta[ON_COPY] = True
 
     def _write_to_copy(self, node: fx.Node, storage: int) -> list[fx.Node]:
-        """Pass a copy of ``storage`` to ``node``, which later reads read.
+        """Pass a copy of ``storage`` to ``node``; later readers read the copy.
 
         Returns:
             The new arguments of ``node``.
@@ -191,7 +196,7 @@ class _Functionalizer:
         readers = self._read_after(node, storage)
         values = {aliases.current(m) for m in (*arguments, *readers)}
         views: Mapping[fx.Node, list[fx.Node]]
-        if len(values) == 1:  # nobody else reads the rest of the storage: copy this value alone
+        if len(values) == 1:  # no other node reads the rest of the storage: copy only this value
             root = values.pop()
             views = {m: [] for m in (*arguments, *readers)}
             with self.graph.inserting_before(node):
@@ -214,7 +219,7 @@ class _Functionalizer:
         return copies
 
     def _read_after(self, node: fx.Node, storage: int) -> list[fx.Node]:
-        """Return nodes of ``storage`` before ``node`` whose values are read after it, one for each value."""
+        """Return the nodes of ``storage`` before ``node`` whose values are read after it, one per value."""
         order = self._order()
         found: dict[fx.Node, fx.Node] = {}
         for m in self.aliases.sharing[storage]:
@@ -222,7 +227,7 @@ class _Functionalizer:
                 break
             current = self.aliases.current(m)
             readers = [user for user in current.users if order[user] > order[node]]
-            # Reading a size does not count: a write does not change it.
+            # Reading a size does not count, since a write does not change it.
             if any(user.meta.get("carries") is not False or user in self.writes for user in readers):
                 found.setdefault(current, m)
         return list(found.values())
@@ -234,8 +239,8 @@ class _Functionalizer:
         """Return the view operations that lead from the root of ``storage`` to ``node``, in order.
 
         Raises:
-            CannotTransform: an operation on the way has several arguments in this storage, or it is not known which
-                part of it the operation returns; ``writer`` is named as the reason.
+            CannotTransform: an operation on the way has several arguments in this storage, or it is unknown which part
+                of the storage it returns; the error names ``writer`` as the reason.
         """
         views: list[fx.Node] = []
         at = node
@@ -256,7 +261,7 @@ class _Functionalizer:
         return views[::-1]
 
     def _apply(self, views: Sequence[fx.Node], start: fx.Node, storage: int) -> fx.Node:
-        """Apply copies of the operations ``views`` to ``start``, one after the other."""
+        """Apply copies of the operations ``views`` to ``start``, in order."""
         for view in views:
             made = self.graph.node_copy(
                 view,
@@ -275,12 +280,14 @@ class _Functionalizer:
         return self.graph.call_method("clone", (self.aliases.roots[storage],), options)
 
     def _after_write(self, copy: fx.Node, writer: fx.Node) -> fx.Node:
-        """``copy`` after ``writer`` has run: a node that depends on both, so that dead code elimination keeps the
-        writer for those who read the copy."""
+        """Return a node for ``copy`` after ``writer`` has run.
+
+        It depends on both, so that dead code elimination keeps ``writer`` for readers of the copy.
+        """
         return self.graph.call_function(operator.getitem, ((copy, writer), 0))
 
     def _redirect(self, successors: Mapping[fx.Node, fx.Node], storage: int) -> None:
-        """Make nodes that come after a successor read it instead of the value that it succeeds."""
+        """Make nodes after each successor read it instead of the value that it replaces."""
         order = self._order()
         for node, successor in successors.items():
             before, at = self.aliases.current(node), order[successor]
@@ -297,7 +304,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _same_dtype(nodes: Sequence[fx.Node]) -> bool:
-    """Return whether the values of annotated nodes have one dtype; a single node has one."""
+    """Return whether the values of annotated nodes have the same dtype; always True for a single node."""
     values = [node.meta.get("value") for node in nodes]
     return len(nodes) == 1 or len({v.dtype if isinstance(v, Tensor) else object() for v in values}) == 1
 

@@ -109,6 +109,79 @@ def test_the_module_stays_as_it_is() -> None:
     assert all(part.training for part in model.modules())
 
 
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2.0
+
+
+class Looked(nn.Module):
+    """Looks rows up in a function, which scales them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(20, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.rows, max_norm=1.0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda: nn.Embedding(20, 6, max_norm=1.0),
+        lambda: nn.EmbeddingBag(20, 6, max_norm=1.0),
+        Looked,
+        lambda: nn.Sequential(nn.Embedding(20, 6), Counting()),
+    ],
+    ids=["embedding", "bag", "function", "kept whole"],
+)
+def test_parameters_that_the_module_itself_writes_to_stay_as_they_are(
+    first: Callable[[], nn.Module], training: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(first(), nn.Linear(6, 6)).train(training)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    extractor = fxcore.create_extractor(model, ["1"], IDS, leaf_modules=[Counting])
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    expected = hooked(copy.deepcopy(model).eval(), "1", IDS)
+    with torch.no_grad():
+        assert torch.equal(extractor(IDS)["1"], expected)
+
+
+def test_a_part_that_compiles_itself_still_does() -> None:
+    class Compiled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            # It raises if nothing was compiled.
+            done: Tensor = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(x)
+            return done
+
+    model, x = nn.Sequential(Compiled(), nn.Tanh()).eval(), torch.rand(2, 4)
+    assert torch.equal(fxcore.create_extractor(model, ["1"], x, leaf_modules=["0"])(x)["1"], model(x))
+
+
+def test_inputs_without_dimensions() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return self.mix(x) * scale
+
+    model, x = Scaled().eval(), torch.rand(2, 4)
+    extractor = fxcore.create_extractor(model, ["mix", "mul"], (x, torch.tensor(3.0)))
+    found = extractor(x, torch.tensor(5.0))
+    assert torch.equal(found["mix"], hooked(model, "mix", x, torch.tensor(5.0)))
+    assert torch.equal(found["mul"], model(x, torch.tensor(5.0)))
+
+
 @pytest.mark.parametrize(("make", "name"), [(nn.Sequential.eval, "3"), (fxcore.trace, "3"), (fx.symbolic_trace, "_3")])
 def test_training_that_goes_on_does_not_change_it(make: Callable[[nn.Module], nn.Module], name: str) -> None:
     torch.manual_seed(0)
