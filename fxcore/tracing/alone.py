@@ -1,6 +1,6 @@
-"""A module of torch.nn that is all of a model, and cannot be traced from inside.
+"""Wrap a torch.nn layer that is the whole model and cannot be traced into.
 
-Inside a model, such modules are kept whole. Alone, they are the only part of a module around them.
+Inside a model, such layers are leaf modules. On its own, the layer becomes the only submodule of a wrapper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def is_layer(root: object) -> bool:
-    """Return whether ``root`` is one of torch.nn's own modules, but no container of others.
+    """Return whether ``root`` is one of torch.nn's own modules and not a container.
 
     >>> is_layer(nn.GRU(2, 3)), is_layer(nn.Sequential(nn.GRU(2, 3)))
     (True, False)
@@ -22,8 +22,8 @@ def is_layer(root: object) -> bool:
 
 
 def enclosed(layer: nn.Module) -> nn.Module:
-    """Return a module whose only part is ``layer``, under the name of its class in lower case; it takes the same
-    arguments.
+    """Wrap ``layer`` in a module that takes the same arguments; its only submodule is named after the layer's class, in
+    lower case.
 
     >>> made = enclosed(nn.Linear(2, 3))
     >>> [path for path, _ in made.named_modules()], type(made).__name__

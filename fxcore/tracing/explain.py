@@ -1,7 +1,7 @@
 """Explain why a model cannot be traced: the kind of code, the line and module, and what to do.
 
 torch.fx records a run with proxies in place of tensors. Code that needs a value (to branch, to count, to loop) cannot
-be recorded. Its kind is recognised by the error message and by the expression that raised the error.
+be recorded. The kind of code is recognised by the error message and the expression that raised the error.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ class _Reason(NamedTuple):
 
 
 def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) -> NotTraceable:
-    """Return the error to raise for a trace that failed.
+    """Return the error to raise for a failed trace.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
     ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``other``), ``module``
     (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
-        error: what the tracer raised.
-        model: what was traced.
-        path: of the innermost module that raised it; empty for ``model`` itself.
+        error: the exception raised by the tracer.
+        model: the module or function that was traced.
+        path: path of the innermost module that raised it; empty for ``model`` itself.
     """
     spot = _spot(error, model)
     reason = _reason(error, spot)
@@ -203,7 +203,7 @@ def _iteration(shown: str, code: str, statement: str, spot: _Spot | None) -> _Re
 
 
 def _keyword_dicts(spot: _Spot | None) -> list[str]:
-    """Return names of the variables that refer to the ``**`` parameter of what is traced."""
+    """Return the names of variables that refer to the ``**`` parameter of the traced function."""
     scope = spot.frame.f_locals if spot else {}
     return [
         name for name, value in scope.items() if isinstance(value, fx.Proxy) and str(value.node.target).startswith("**")
@@ -216,8 +216,7 @@ def _calls(code: str, names: tuple[str, ...]) -> bool:
 
 
 def _outside(spot: _Spot | None) -> str | None:
-    """Return the name of the function that the expression calls, if it is not torch's, Python's, or in the model's
-    source."""
+    """Return the name of the called function, unless it belongs to torch, Python or the model's source."""
     called = _called(spot.expression) if spot else None
     if spot is None or called is None:
         return None
@@ -240,8 +239,7 @@ def _outside(spot: _Spot | None) -> str | None:
 
 
 def _own_function(spot: _Spot | None, model: Any) -> str | None:
-    """Return the name of the function that the spot is in, if it is one that the model's source defines outside a
-    class."""
+    """Return the name of the function that contains the spot, if it is a top-level function of the model's source."""
     name = spot.frame.f_code.co_name if spot else ""
     found = spot.frame.f_globals.get(name) if spot else None
     own = isinstance(found, FunctionType) and spot is not None and found.__code__ is spot.frame.f_code
@@ -249,7 +247,7 @@ def _own_function(spot: _Spot | None, model: Any) -> str | None:
 
 
 def _called(expression: str) -> str | None:
-    """Return the name of the function in a call expression; None for other expressions, even if they begin with a
+    """Return the name of the function in a call expression; None for other expressions, even if they start with a
     call."""
     try:
         parsed = ast.parse(expression, mode="eval").body
@@ -260,8 +258,7 @@ def _called(expression: str) -> str | None:
 
 
 def _spot(error: BaseException, model: Any) -> _Spot | None:
-    """Return the innermost frame that is in the model's source, not in torch, Python or a library that the model
-    calls."""
+    """Return the innermost frame in the model's source, skipping torch, Python and libraries that the model calls."""
     parts = model.modules() if isinstance(model, nn.Module) else [model]
     packages = {str(getattr(type(m) if isinstance(m, nn.Module) else m, "__module__", "")).split(".")[0] for m in parts}
     walked = [*traceback.walk_tb(error.__traceback__)]
@@ -284,15 +281,15 @@ def _is_models(file: str, packages: set[str]) -> bool:
 
 
 def _expression(summary: traceback.FrameSummary) -> str:
-    """Return the expression that raised the error, by the columns in the traceback; empty if it spans lines."""
+    """Return the expression that raised the error, from the traceback's columns; empty if it spans several lines."""
     start, end = summary.colno, summary.end_colno
     if start is None or end is None or summary.lineno != summary.end_lineno or summary.line is None:
         return ""
-    # ``line`` may come stripped while columns count from the start of the file's line, in bytes.
+    # ``line`` may be stripped, while columns count bytes from the start of the line in the file.
     original = getattr(summary, "_original_line", "") or summary.line
     return original.encode()[start:end].decode(errors="replace").strip()
 
 
 def _short(source: str) -> str:
-    """Shorten a path to what follows site-packages, or to the file's name: errors show no installation paths."""
+    """Shorten a path to the part after site-packages, or to the file name, so that errors hide installation paths."""
     return source.split("site-packages/")[-1] if "site-packages/" in source else Path(source).name

@@ -1,6 +1,6 @@
-"""Runs on tensors that have shapes, dtypes and devices, and no values.
+"""Run functions on fake tensors, which have a shape, dtype and device but no values.
 
-torch's are private, and slow to import. The only file that uses them: where they are missing, nothing is found.
+torch's fake tensors are private and slow to import. Only this file uses them; without them, no failure is found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODULE = "torch._subclasses.fake_tensor"
 
 
 def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Exception | None:
-    """Return what ``function(*inputs)`` raises where tensors have no values; None if nothing."""
+    """Return the exception that ``function(*inputs)`` raises on fake tensors; None if it succeeds."""
     try:
         from torch._subclasses import fake_tensor
     except ImportError:
@@ -30,7 +30,7 @@ def fake_failure(function: Callable[..., Any], inputs: Sequence[Any]) -> Excepti
 
 
 def needs_values(failure: Exception) -> bool:
-    """Return whether what :func:`fake_failure` found says nothing of real tensors: an operator needs values, or has no
+    """Return whether a failure of :func:`fake_failure` is specific to fake tensors: an operator needs values or has no
     shape function."""
     # torch raises NotImplementedError itself for an operator without a shape function.
     return isinstance(failure, NotImplementedError) or type(failure).__module__ == _MODULE
@@ -38,7 +38,7 @@ def needs_values(failure: Exception) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """It logs what it raises."""
+    """Silence fake tensors' logger, which logs each exception that they raise."""
     logger = logging.getLogger(_MODULE)
     before, logger.disabled = logger.disabled, True
     try:

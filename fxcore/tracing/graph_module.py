@@ -1,4 +1,4 @@
-"""GraphModules that are the same once pickled and read again, and the attributes that their nodes read."""
+"""GraphModules that survive pickling unchanged, and the attributes that their nodes read."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.fx.node import map_aggregate
 
 _PLAIN = (str, int, float, bool, type(None))
 
-# Attributes that a GraphModule recreates from its graph, and hooks for editors of the graph.
+# Attributes that a GraphModule recreates from its graph, and hooks for graph editors.
 _MADE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(vars(nn.Module())) - {"meta"}
 
 
 class GraphModule(fx.GraphModule):
     """A torch.fx.GraphModule that is pickled with its graph: node names, ``node.meta`` and ``module.meta`` are kept.
 
-    torch.fx pickles the generated code and traces it when it is unpickled, which loses names and ``meta``, traces into
-    functions that were leaves, and patches ``nn.Module`` for all threads meanwhile. Of ``node.meta``, text, numbers
-    and tuples of those are kept.
+    torch.fx pickles the generated code and traces it again on unpickling. That loses names and ``meta``, traces into
+    functions that were leaves, and patches ``nn.Module`` for all threads meanwhile. From ``node.meta``, strings,
+    numbers and tuples of them are kept.
 
     >>> import pickle
     >>> from fxcore.tracing.names import names
@@ -43,14 +43,14 @@ class GraphModule(fx.GraphModule):
 
 @dataclass(frozen=True)
 class _Reference:
-    """A node as an argument of another, by name."""
+    """A reference by name to a node that is an argument of another node."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class _Named:
-    """A function by its qualified name; pickle cannot import all of torch's."""
+    """A function's qualified name, since pickle cannot import all of torch's functions."""
 
     name: str
 
@@ -87,8 +87,7 @@ def _read(
 
 
 def _name(function: Callable[..., Any]) -> Any:
-    """Return a name under which the function is found, or the function itself where there is none; pickle decides about
-    it."""
+    """Return a name that resolves to the function; if there is none, the function itself, to be pickled as it is."""
     module = str(getattr(function, "__module__", None)).replace("torch._ops", "torch.ops")
     for home in (module, "builtins", "torch", "torch.nn.functional", "torch.Tensor"):
         name = f"{home}.{getattr(function, '__name__', '')}"

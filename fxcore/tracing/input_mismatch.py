@@ -1,4 +1,4 @@
-"""Explain why a module does not take its inputs."""
+"""Explain why a module does not accept its inputs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
 _RAISED = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
-"""What torch raises where shapes or dtypes do not match, and for other reasons."""
+"""Exceptions that torch raises for mismatched shapes or dtypes, among other reasons."""
 
 _SPATIAL = {1: "length", 2: "height, width", 3: "depth, height, width"}
 
 
 @contextlib.contextmanager
 def explain_mismatch(function: Callable[..., Any], inputs: tuple[Any, ...]) -> Iterator[None]:
-    """In the block, which calls ``function``, turn an error that only shapes or dtypes cause into a :class:`BadTensor`.
+    """Convert errors caused only by shapes or dtypes to :class:`BadTensor` in a block that calls ``function``.
 
-    For a graph module it names the first node that does not take its arguments, and what that node expects. Other
-    errors, such as out of memory, pass unchanged.
+    For a graph module, the error names the first node that does not accept its arguments, and what that node expects.
+    Other errors, such as out of memory, pass through unchanged.
 
     Raises:
-        BadTensor: ``function`` is a module and does not take ``inputs``; ``given``, ``node`` and ``expected``.
+        BadTensor: ``function`` is a module and does not accept ``inputs``; has ``given``, ``node`` and ``expected``.
 
     >>> import torch
     >>> module = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
@@ -53,7 +53,7 @@ def explain_mismatch(function: Callable[..., Any], inputs: tuple[Any, ...]) -> I
 
 
 def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> BadTensor | None:
-    """Run ``module`` on fake tensors to see whether it fails by shapes and dtypes alone; None if it does not."""
+    """Run ``module`` on fake tensors; return None unless it fails there too, because of shapes or dtypes alone."""
     locator = _Locator(module) if isinstance(module, fx.GraphModule) else None
     failure = fake_failure(module if locator is None else locator.run, inputs)
     if failure is None or needs_values(failure):
@@ -75,7 +75,7 @@ def _mismatch(module: nn.Module, inputs: tuple[Any, ...], error: Exception) -> B
 
 
 class _Locator(Interpreter):
-    """Records the node that runs, the module that it calls, and its arguments."""
+    """An interpreter that records the current node, the module that it calls, and its arguments."""
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
@@ -86,8 +86,7 @@ class _Locator(Interpreter):
 
 
 def _takes(layer: nn.Module | None) -> str | None:
-    """Return the dtype and shape that one of torch's layers takes; None for layers whose parameters do not decide
-    it."""
+    """Return the dtype and shape that a torch layer accepts; None for layers whose parameters do not determine them."""
     if isinstance(layer, nn.Embedding):
         return f"integers from 0 to {layer.num_embeddings - 1}"
     if isinstance(layer, nn.Linear):

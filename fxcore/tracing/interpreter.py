@@ -1,4 +1,4 @@
-"""Running a graph node by node."""
+"""Run a graph node by node."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fxcore.errors import BadTensor, FxError
 
 
 class NotAGraph(FxError):
-    """A graph module was needed and something else was given."""
+    """An object other than a graph module was given where one is required."""
 
 
 def require_graph(module: Any) -> None:
     """Check that ``module`` is a GraphModule.
 
     Raises:
-        NotAGraph: it is not.
+        NotAGraph: ``module`` is not a GraphModule.
     """
     if not isinstance(module, fx.GraphModule):
         raise NotAGraph(
-            f"to run node by node takes a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
+            f"running node by node needs a torch.fx.GraphModule, not a {type(module).__name__}; trace the model first"
         )
 
 
@@ -34,10 +34,10 @@ Inputs = Sequence[Any] | Mapping[str, Any] | Tensor
 
 
 def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
-    """Return the arguments of one call of ``function`` by name.
+    """Bind ``inputs`` to the parameters of ``function``.
 
     Raises:
-        BadTensor: it takes other arguments.
+        BadTensor: ``inputs`` do not match the parameters.
     """
     if not isinstance(inputs, (Tensor, Mapping, Sequence)) or isinstance(inputs, str):
         raise BadTensor(f"inputs are a tensor, a tuple of arguments, or a dictionary by name, not {inputs!r:.100}")
@@ -61,10 +61,10 @@ def bound(function: Callable[..., Any], inputs: Inputs) -> inspect.BoundArgument
 
 
 def positional(function: Callable[..., Any], inputs: Inputs) -> tuple[Any, ...]:
-    """``inputs`` as the positional arguments of one call of ``function``.
+    """Return ``inputs`` as positional arguments for a call of ``function``.
 
     Raises:
-        BadTensor: it takes other arguments.
+        BadTensor: ``inputs`` do not match the parameters, or one can only be given by name.
 
     >>> positional(lambda x, y, z=3: None, {"y": 2, "x": 1})
     (1, 2)
@@ -76,9 +76,9 @@ def positional(function: Callable[..., Any], inputs: Inputs) -> tuple[Any, ...]:
 
 
 class Interpreter(fx.Interpreter):
-    """torch.fx's interpreter, which also runs graphs whose arguments are lists.
+    """torch.fx's interpreter, extended to graphs whose arguments are lists.
 
-    torch.fx stores lists as immutable ones, and some operators do not take those for lists (swin3d).
+    torch.fx stores lists as immutable lists, which some operators do not accept (swin3d).
 
     Raises:
         NotAGraph: ``module`` is not a graph module.
@@ -109,7 +109,7 @@ class Interpreter(fx.Interpreter):
 
 
 def mutable(value: Any) -> Any:
-    """``value`` with plain lists and dicts for torch.fx's immutable ones.
+    """Replace torch.fx's immutable lists and dicts in ``value`` by plain ones.
 
     >>> graph = fx.symbolic_trace(lambda x: x.sum(dim=[0, 1])).graph
     >>> dims = graph.find_nodes(op="call_method", target="sum")[0].kwargs["dim"]

@@ -1,8 +1,8 @@
-"""Leaf functions: each call of them becomes one node.
+"""Leaf functions: each call to one becomes a single node.
 
-``torch.fx.wrap`` must be called at the top of the module that calls the function, and the tracer's
-``autowrap_functions`` patches the globals of ``forward`` only: not those of helpers that ``forward`` calls, nor names
-with an underscore. Here all references to a function are patched while the trace runs.
+``torch.fx.wrap`` must be called at the top of the module that calls the function. The tracer's ``autowrap_functions``
+patches only the globals of ``forward``: not those of helpers that ``forward`` calls, nor names with an underscore.
+Here, all references to a function are patched while the trace runs.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ _MISSING = object()
 
 
 class NotAFunction(FxError):
-    """Something in ``leaf_functions`` is not a function, or cannot be patched; ``name``."""
+    """The element ``name`` of ``leaf_functions`` is not a function, or cannot be patched."""
 
 
 @contextlib.contextmanager
 def kept_whole(
     functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]
 ) -> Iterator[Mapping[Callable[..., Any], Callable[..., Any]]]:
-    """In the block, record each call of ``functions`` with traced values from this thread as one node.
+    """Record each call to ``functions`` with traced values from this thread as a single node, within the block.
 
-    Calls from other threads, and without traced values, run the functions themselves.
+    Calls from other threads, or without traced values, run the functions themselves.
 
     Args:
         root: the module or function that is traced.
 
     Yields:
-        What stands in place of each function → the function. Where a function is wrapped by ``torch.fx.wrap``, torch.fx
-        wraps what it finds in its place and records calls of that.
+        A mapping from each function's replacement to the function. For a function wrapped by ``torch.fx.wrap``,
+        torch.fx wraps the replacement, and records calls to the replacement.
 
     Raises:
-        NotAFunction: one of ``functions`` is a class, which ``isinstance`` needs as it is, or no reference to it can be
-            found.
+        NotAFunction: one of ``functions`` is a class, which must stay one for ``isinstance``, or no reference to it can
+            be found.
     """
     for function in functions:
         if isinstance(function, type) or not callable(function):
-            raise NotAFunction(f"{function!r} is no function and cannot be kept whole", name=str(function))
+            raise NotAFunction(f"{function!r} is not a function and cannot be kept whole", name=str(function))
     places = _places(functions, root) if functions else {}
     originals = {}
     with contextlib.ExitStack() as stack:
         for function in functions:
             if id(function) not in places:
                 raise NotAFunction(
-                    f"{function!r} cannot be kept whole: no variable that refers to it is found in what is traced",
+                    f"{function!r} cannot be kept whole: the traced code has no variable that refers to it",
                     name=str(function),
                 )
             recorder = _recorder(function)
@@ -69,12 +69,15 @@ def kept_whole(
 
 
 _Place = Callable[[Any], contextlib.AbstractContextManager[None]]
-"""Replaces one reference to a function while it is entered."""
+"""A context manager factory that replaces one reference to a function while entered."""
 
 
 def _places(functions: Sequence[Callable[..., Any]], root: nn.Module | Callable[..., Any]) -> dict[int, list[_Place]]:
-    """Return all references to each of ``functions``, by its ``id``: globals of all modules and of the root's source,
-    attributes of the root if it is a module, and closure variables of its source."""
+    """Find all references to each of ``functions``, by its ``id``.
+
+    These are globals of all Python modules and of the root's source, attributes of the root's modules, and closure
+    variables of its source.
+    """
     parts = list(root.modules()) if isinstance(root, nn.Module) else []
     forwards = list(_functions(parts or [root]))
     own = {id(f.__globals__): f.__globals__ for f in forwards}
@@ -121,7 +124,8 @@ def _as_content(cell: CellType, value: Any) -> Iterator[None]:
 
 
 def _functions(parts: Sequence[nn.Module | Callable[..., Any]]) -> Iterator[FunctionType]:
-    """Yield the forwards of modules that are not torch's own, the functions, and all functions in their closures."""
+    """Yield the forward functions of modules that are not torch's own, the given functions, and all functions in their
+    closures."""
     kinds = {type(p) for p in parts if isinstance(p, nn.Module) and type(p).__module__.split(".")[0] != "torch"}
     run = [kind.forward for kind in kinds] + [p for p in parts if not isinstance(p, nn.Module)]
     waiting = [f for f in map(inspect.unwrap, run) if isinstance(f, FunctionType)]
@@ -137,12 +141,12 @@ def _functions(parts: Sequence[nn.Module | Callable[..., Any]]) -> Iterator[Func
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that has no value yet
+    except ValueError:  # an unassigned variable
         return _MISSING
 
 
 def one_node(function: Callable[P, R]) -> Callable[P, R]:
-    """Make each traced call of ``function`` one node, always: torch.fx traces again when it unpickles a module."""
+    """Make every traced call to ``function`` a single node permanently, since torch.fx traces again on unpickling."""
     return _recorder(function, lasting=True)
 
 

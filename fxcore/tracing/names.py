@@ -1,4 +1,4 @@
-"""The names of a graph's nodes, and what else tracing notes of them."""
+"""Names of a graph's nodes, and other metadata that tracing records for them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ from fxcore.tracing.explain import called
 PATH = "path"
 #: key in ``node.meta`` of the path of the module that was running
 MODULE = "module"
-#: key in ``node.meta`` of a module call that became a leaf because it cannot be traced into: the reason
+#: key in ``node.meta`` of the reason why a module cannot be traced into and became a leaf
 UNTRACEABLE = "untraceable"
 
-# Attributes of every GraphModule: no part of a model can have one of these names.
+# Attributes of every GraphModule; no part of a model can have one of these names.
 _RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def untraceable_modules(graph: fx.Graph) -> dict[str, str]:
-    """Return the modules that ``leaf_modules="auto"`` kept whole: path → reason."""
+    """Return the modules that ``leaf_modules="auto"`` kept whole, as a mapping from path to reason."""
     return {str(n.target): n.meta[UNTRACEABLE] for n in graph.nodes if UNTRACEABLE in n.meta}
 
 
 def names(graph: fx.Graph) -> list[str]:
-    """Return names of the nodes in order of execution, as ``get_graph_node_names`` returns them.
+    """Return the names of the nodes in execution order, as ``get_graph_node_names`` returns them.
 
-    The output and parameters that the graph reads itself have no name.
+    The output, and parameters read by the graph itself, have no name.
     """
     return [node.meta[PATH] for node in graph.nodes if PATH in node.meta]
 
 
 def name_nodes(graph: fx.Graph) -> None:
-    """Name the nodes of a graph of torchvision's, which does not keep its names: calls of modules by their paths, other
-    nodes, whose modules the graph does not show, by their fx names."""
+    """Name the nodes of a graph made by torchvision, which does not store names.
+
+    Module calls get the module's path; other nodes, whose modules the graph does not show, get their fx names.
+    """
     count: dict[str, int] = {}
     taken = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     for node in graph.nodes:
@@ -49,16 +51,17 @@ def name_nodes(graph: fx.Graph) -> None:
 
 
 def public_name(node: fx.Node) -> str:
-    """torchvision's name of the node, or its fx name where it has none."""
+    """Return torchvision's name for the node, or its fx name if it has none."""
     return str(node.meta.get(PATH, node.name))
 
 
 def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
-    """Check that a GraphModule can have the paths in ``graph``: torch.fx writes them into Python code, and sets the
-    modules as attributes beside its own.
+    """Check that a GraphModule can have the paths in ``graph``.
+
+    torch.fx writes paths into Python code, and sets the modules as attributes next to its own.
 
     Raises:
-        NotTraceable: it cannot.
+        NotTraceable: a path has a keyword or a reserved attribute name.
     """
     for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
         parts = path.split(".")

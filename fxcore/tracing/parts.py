@@ -1,8 +1,8 @@
-"""Trace models; of those that torch.fx cannot trace as a whole, the parts that it can.
+"""Trace models, or their traceable parts if torch.fx cannot trace the whole model.
 
 Detectors loop over images and RAFT's forward branches on shapes, so their forward is untraceable. A detector's
-backbone, feature pyramid and convolutional heads, and RAFT's two encoders, are traceable: a wrapper with these parts
-under their own names runs them alone, so that nodes keep their paths in the model.
+backbone, feature pyramid and convolutional heads, and RAFT's two encoders, are traceable. A wrapper holds these parts
+under their own names and runs only them, so that nodes keep their paths in the model.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class UntraceablePart:
 
 
 class DetectorParts(nn.Module):
-    """Preprocessed images ``[N, 3, H, W]`` → the backbone's feature maps and the dense head's raw predictions.
+    """A detector's backbone and dense head, from preprocessed images ``[N, 3, H, W]`` to feature maps and raw
+    predictions.
 
     Args:
-        detector: a detector of torchvision.
-        head: path of the dense head; None leaves it out.
+        detector: a torchvision detector.
+        head: path of the dense head; None to leave it out.
     """
 
     def __init__(self, detector: Any, head: str | None) -> None:
@@ -54,7 +55,7 @@ class DetectorParts(nn.Module):
 
 
 class FlowParts(nn.Module):
-    """One frame ``[N, 3, H, W]`` → the outputs of RAFT's two encoders."""
+    """RAFT's two encoders, from one frame ``[N, 3, H, W]`` to both outputs."""
 
     def __init__(self, raft: Any) -> None:
         super().__init__()
@@ -70,14 +71,14 @@ def trace_model(
 ) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
     """Trace ``model``, or its traceable parts if it is a detector or RAFT.
 
-    Sets the mode of ``model``, and adds the constants of the graph to the returned module as attributes.
+    This sets the mode of ``model``, and adds the constants of the graph to the returned module as attributes.
 
     Returns:
         The graph, the module that it was traced from (``model``, or a wrapper that shares its submodules), and the
         parts that could not be traced.
 
     Raises:
-        NotTraceable: nothing of the model can be traced.
+        NotTraceable: no part of the model can be traced.
     """
     model.train(training)
     if entry.task == "detection":
@@ -91,7 +92,7 @@ def trace_model(
 
 
 def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[UntraceablePart]]:
-    # torchvision's extractor does not trace into the pyramid, which would hide the feature maps.
+    # torchvision's extractor treats the pyramid as a leaf, which would hide the feature maps.
     leaves = tuple(c for c in default_leaf_modules() if c is not FeaturePyramidNetwork)
     head = "rpn.head" if hasattr(model, "rpn") else "head"
     parts = DetectorParts(model, head).train(model.training)
@@ -105,7 +106,7 @@ def _trace_detector(model: nn.Module) -> tuple[fx.Graph, nn.Module, list[Untrace
 
 
 def _untraceable(model: nn.Module, traced: set[str]) -> list[UntraceablePart]:
-    """Return the outermost modules that contain none of ``traced``, each with the error of tracing it."""
+    """Return the outermost modules that contain none of ``traced``, each with the reason why it was not traced."""
     found = []
     for path, child in _outermost(model, traced):
         try:

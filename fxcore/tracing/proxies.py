@@ -1,7 +1,7 @@
-"""Proxies that record what torch.fx's do not: in-place operators, and writes to items and attributes.
+"""Proxies that also record in-place operators, and writes to items and attributes.
 
 ``h += y`` writes to the memory of ``h``. torch.fx's proxies have no in-place operators, so Python falls back to
-``h = h + y``, and other names of the same memory miss the change (pytorch#198077).
+``h = h + y``, and aliases of the same memory miss the change (pytorch#198077).
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.proxy import Attribute
 
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, is_number
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, KEYS, is_number
 
 _OWN = frozenset(("tracer", "node", "root", "attr", "_node"))
-_KEYS = frozenset(("dtype", "device", "layout"))
 # Attributes of tensors that have no effect on values.
 _HARMLESS = frozenset(("requires_grad", "grad", "names"))
 
-# ``Tensor.__iadd__`` → ``operator.iadd``: what torch passes to proxies for ``tensor += proxy``.
+# ``Tensor.__iadd__`` and so on, which torch calls on proxies for ``tensor += proxy``, mapped to ``operator.iadd``.
 TENSOR_METHODS: dict[str, Callable[..., Any]] = {f"__{o.__name__}__": o for o in IN_PLACE_OPERATORS}
 TENSOR_METHODS["__setitem__"] = operator.setitem
 
 
 class TracedWrite(TypeError):
-    """A model sets an attribute of a traced value, which a graph cannot record."""
+    """The model sets an attribute of a traced value, which a graph cannot record."""
 
 
 class TracedKey(TypeError):
-    """A model looks a traced value up in a dictionary or set, whose entries its value would have to equal."""
+    """The model looks a traced value up in a dictionary or set, which would need to compare its value."""
 
 
 class RecordingProxy(fx.Proxy):
@@ -50,13 +49,14 @@ class RecordingProxy(fx.Proxy):
 
 
 class RecordingAttribute(RecordingProxy, Attribute):
-    """An attribute of a proxy, which records the same."""
+    """An attribute of a proxy that records in the same way."""
 
 
 def _set_attribute(proxy: fx.Proxy, name: str, value: Any) -> None:
-    """Set an attribute of Python's; refuse those of a tensor, of which its values depend.
+    """Set a plain Python attribute of a proxy; reject attributes that determine a tensor's values.
 
-    ``x.data += 1`` sets ``x.data`` to the result of an operation that wrote to it; there is nothing more to record.
+    ``x.data += 1`` sets ``x.data`` to the result of an operation that already wrote to it, so there is nothing to
+    record.
 
     Raises:
         TracedWrite: ``name`` is an attribute of tensors.
@@ -71,20 +71,20 @@ def _set_attribute(proxy: fx.Proxy, name: str, value: Any) -> None:
 
 
 def _hash(proxy: fx.Proxy) -> int:
-    """Hash a proxy by identity, as torch hashes tensors; refuse what Python hashes by value.
+    """Hash a proxy by identity, as torch hashes tensors; reject values that Python hashes by value.
 
     Raises:
-        TracedKey: it is a size, computed from sizes alone, a dtype or a device.
+        TracedKey: the proxy is a size, a number computed from sizes, a dtype or a device.
     """
     node = proxy.node
-    if is_number(node) or (node.target is getattr and node.args[1] in _KEYS):
+    if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
         raise TracedKey("uses a traced value as a key")
     return id(proxy)
 
 
 def _recorder(in_place: Callable[..., Any], pure: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
     def record(self: fx.Proxy, other: Any) -> fx.Proxy:
-        # Under the name that torch.fx gives it, and torchvision's extractor.
+        # Use the node name that torch.fx and torchvision's extractor would give.
         name = self.tracer.graph._target_to_str(pure)
         return self.tracer.create_proxy("call_function", in_place, (self, other), {}, name=name)
 

@@ -1,7 +1,7 @@
 """Trace the call of a module rather than the forward of its class.
 
-torch.fx traces ``type(root).forward``. It sees neither hooks of the root, nor ``root.forward = ...``, nor a
-``__call__`` of its class, all of which calling the root runs (pytorch#105445).
+torch.fx traces ``type(root).forward``. It misses hooks of the root, ``root.forward = ...``, and a ``__call__`` defined
+by its class, all of which run when the root is called (pytorch#105445).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fxcore.copies import has_own_call, shallow_copy
 
 
 def called_otherwise(root: nn.Module) -> bool:
-    """Return whether calling ``root`` runs more, or something else, than the forward of its class.
+    """Return whether calling ``root`` runs anything other than the forward of its class.
 
     >>> model = nn.ReLU()
     >>> called_otherwise(model), called_otherwise(model.register_forward_hook(print) and model)
@@ -30,9 +30,9 @@ def called_otherwise(root: nn.Module) -> bool:
 
 
 def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Return a module to trace in place of ``root``, whose forward calls a copy of ``root``; and that copy.
+    """Return a module to trace in place of ``root``, whose forward calls a copy of ``root``, and that copy.
 
-    Both have the submodules and tensors of ``root``.
+    Both share the submodules and tensors of ``root``.
 
     >>> model = nn.Linear(2, 3)
     >>> _ = model.register_forward_hook(lambda module, inputs, output: output * 0 + 1)
@@ -48,10 +48,10 @@ def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]:
-    """Return a method that calls the expression ``called``, with the parameters by which ``root`` is called.
+    """Return a method with the parameters of ``root`` that calls the expression ``called`` with them.
 
     Args:
-        names: what the expression may name beside ``self``.
+        names: names that the expression may use in addition to ``self``.
     """
     parameters = _parameters(root)
     kinds = inspect.Parameter
@@ -76,8 +76,8 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
 
 
 def _parameters(root: nn.Module) -> list[inspect.Parameter]:
-    """Return the parameters by which ``root`` is called: of its ``__call__`` or, where that takes any, of its
-    forward."""
+    """Return the parameters of a call of ``root``: those of its own ``__call__``, or of its forward if there is no such
+    ``__call__`` or it has only ``*args, **kwargs``."""
     found: list[Any] = [type(root).__call__] if has_own_call(type(root)) else []
     for function in (*found, type(root).forward):
         function = vars(root).get("forward", function) if function is type(root).forward else function

@@ -19,14 +19,14 @@ from fxcore.tracing.explain import called
 from fxcore.tracing.leaves import NotAFunction
 from fxcore.wrappers import check_python
 
-#: in ``leaf_modules``: keep whole what cannot be traced
+#: in ``leaf_modules``: keep modules whole that cannot be traced
 AUTO = "auto"
 
 LeafModule = type[nn.Module] | str
 
 
 class UnknownArgument(FxError):
-    """An argument names something that the model does not have; ``name`` and ``suggestions``."""
+    """An argument refers to ``name``, which the model does not have; ``suggestions`` has similar names."""
 
 
 def default_leaf_modules() -> tuple[type[nn.Module], ...]:
@@ -39,7 +39,7 @@ def check_root(root: Any) -> None:
     """Check that ``root`` is a module or a Python function.
 
     Raises:
-        NotTraceable: it is not; the error says what to pass instead.
+        NotTraceable: ``root`` is neither; the error says what to pass instead.
     """
     if isinstance(root, (nn.Module, FunctionType)):
         return
@@ -67,7 +67,7 @@ def leaves(given: Any) -> tuple[LeafModule, ...]:
     """Check ``leaf_modules``, and return its classes, paths and patterns.
 
     Raises:
-        UnknownArgument: it holds something else.
+        UnknownArgument: it contains another type of object.
     """
     found = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
     for leaf in found if given is not None else ():
@@ -81,10 +81,10 @@ def leaves(given: Any) -> tuple[LeafModule, ...]:
 
 
 def check_functions(leaf_functions: Any) -> None:
-    """Check that ``leaf_functions`` is a list.
+    """Check that ``leaf_functions`` is a sequence.
 
     Raises:
-        NotAFunction: it is not.
+        NotAFunction: it is not a sequence.
     """
     if not isinstance(leaf_functions, Sequence):
         raise NotAFunction(f"leaf_functions is a list of functions, not {leaf_functions!r:.100}", name="leaf_functions")
@@ -94,7 +94,7 @@ def check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str
     """Check that each of ``patterns``, a path or shell pattern, matches a module of ``model``.
 
     Raises:
-        UnknownArgument: one does not; ``suggestions`` has similar paths.
+        UnknownArgument: a pattern matches no module; ``suggestions`` has similar paths.
     """
     paths = [path for path, _ in model.named_modules()] if patterns and isinstance(model, nn.Module) else []
     for pattern in patterns:
@@ -110,7 +110,7 @@ def check_arguments(model: nn.Module | Callable[..., Any], concrete: Any) -> dic
     """Check that ``concrete`` names arguments of ``model``, and return it as a dictionary.
 
     Raises:
-        UnknownArgument: it is not a mapping, or ``model`` takes no argument of that name.
+        UnknownArgument: ``concrete`` is not a mapping, or ``model`` has no argument of that name.
     """
     if not isinstance(concrete, Mapping | None):
         raise UnknownArgument(
@@ -124,7 +124,7 @@ def check_arguments(model: nn.Module | Callable[..., Any], concrete: Any) -> dic
             if name not in known:
                 raise UnknownArgument(
                     f"{'forward of ' if isinstance(model, nn.Module) else ''}{called(model)} takes "
-                    f"{', '.join(known) or 'nothing'}, and no {name!r}",
+                    f"{', '.join(known) or 'nothing'}, but not {name!r}",
                     name=name,
                     suggestions=known,
                 )

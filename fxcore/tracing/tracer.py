@@ -1,8 +1,8 @@
 """Trace a module or function to a torch.fx graph whose nodes have torchvision's node names.
 
-The tracer is torchvision's, so that names equal those of ``get_graph_node_names``. Added to it: other threads can run
-models meanwhile, any module or function can be a leaf, and an error says where and why tracing fails; what cannot be
-traced can become a leaf automatically.
+The tracer extends torchvision's, so names equal those of ``get_graph_node_names``. In addition, other threads can run
+models during a trace, any module or function can be a leaf, errors say where and why tracing failed, and modules that
+cannot be traced can become leaves automatically.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _TRACE_LOCK = threading.RLock()
 
 
 class Tracer(NodePathTracer):  # type: ignore[misc]
-    """torchvision's tracer, which records the calls of its own thread only.
+    """torchvision's tracer, restricted to the calls of its own thread.
 
     While a trace runs, torch.fx routes ``nn.Module.__call__`` and ``__getattr__`` of the whole process through the
-    tracer. Calls from other threads (inference that goes on meanwhile) pass straight through.
+    tracer. Calls from other threads, such as concurrent inference, pass straight through.
 
     Args:
         leaf_modules: classes to keep whole, besides torch.nn's own.
         patterns: paths or shell patterns of modules to keep whole.
         untraceable: paths of modules to keep whole because they cannot be traced, each with the reason.
-        factories: records the origins of constants; the caller enters it for the trace.
-        originals: functions to record in place of others, see :func:`fxcore.tracing.leaves.kept_whole`.
-        paths: paths of modules that stand for parts of the traced one, such as those that its hooks refer to.
+        factories: records the origins of constants; the caller must enter it for the trace.
+        originals: functions to record in place of others; see :func:`fxcore.tracing.leaves.kept_whole`.
+        paths: paths for modules that stand for parts of the traced module, such as those that its hooks refer to.
 
     Attributes:
         failure: the error that ended the trace, and the path of the innermost module that raised it.
@@ -73,8 +73,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         paths: Mapping[nn.Module, str] | None = None,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
-        # torch.fx replaces what it wraps in every module's namespace, for all threads. Functions still do their work
-        # there; classes would no longer be classes, and `isinstance` in another thread would fail.
+        # torch.fx replaces wrapped objects in every module's namespace, for all threads. Wrapped functions still work
+        # in other threads, but classes would no longer be classes, and `isinstance` there would fail.
         self._autowrap_function_ids -= {
             id(value) for value in vars(torchvision.ops).values() if isinstance(value, type)
         }
@@ -85,7 +85,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self._originals = originals or {}
         self._paths = paths or {}
         self._thread = threading.get_ident()
-        self._latest: dict[str, int] = {}  # by a name without its number: the number of the latest that has one
+        self._latest: dict[str, int] = {}  # latest number suffix by name without suffix
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
         if not module_qualname:
@@ -104,7 +104,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
-            # The innermost module is the first to see the error.
+            # The innermost module sees the error first.
             if self.failure is None or self.failure[0] is not error:
                 self.failure = error, self.path_of_module(m)
             raise
@@ -138,19 +138,20 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         return cast(fx.Proxy, proxy)
 
     def _check_write(self, base: fx.Node) -> None:
-        """Refuse writes to the memory of ``base`` if it is a parameter or buffer: later calls would see them.
+        """Reject writes to the memory of ``base`` if it is a parameter or buffer, since later calls would see them.
 
         Raises:
-            StateWrite: it is.
+            StateWrite: ``base`` is a parameter or buffer, or a view of one.
         """
         source = viewed(base)
         if source.op == "get_attr" and (name := self.factories.kept_in(attribute(self.root, str(source.target)))):
             raise StateWrite(name)
 
     def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
-        """torchvision's name for ``node``.
+        """Return torchvision's name for ``node``.
 
-        torchvision compares it with every name before, by a regular expression: half of the time of a large model.
+        torchvision's own method matches each earlier name by a regular expression, half of the trace time of a large
+        model.
         """
         name = module_qualname
         if node.op != "call_module":
@@ -166,7 +167,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
-    """``add_2`` → ``add`` and 2; any other name as it is, and None."""
+    """Split ``add_2`` into ``add`` and 2; return any other name unchanged, with None."""
     base, _, number = name.rpartition("_")
     return (base, int(number)) if base and number.isascii() and number.isdigit() else (name, None)
 
@@ -185,27 +186,27 @@ def trace(
     be on the meta device.
 
     Args:
-        root: any module, or a Python function. Of compiled modules, DataParallel and the like it is the model inside.
+        root: any module, or a Python function. Wrappers (compiled modules, DataParallel and the like) are removed.
         training: trace in train mode; the result is in that mode.
         leaf_modules: modules to keep whole, besides torch.nn's own: classes, which replace the default ones
             (:func:`~fxcore.tracing.trace_arguments.default_leaf_modules`); paths such as ``layer4.0`` and patterns
             such as ``layer4.*``, in addition; and ``"auto"``, which keeps whole the innermost module in which
             tracing fails, and traces again, as often as needed
             (:func:`~fxcore.tracing.names.untraceable_modules` lists them).
-        leaf_functions: functions to keep whole wherever they are called from. Unlike with ``torch.fx.wrap``, nothing
-            is needed where they are defined.
-        concrete_args: values of arguments that are fixed in the graph; the result does not take these arguments.
+        leaf_functions: functions to keep whole wherever they are called from. Unlike ``torch.fx.wrap``, this needs no
+            change where they are defined.
+        concrete_args: values of arguments to fix in the graph; the result does not have these arguments.
 
-    Tensors that ``root`` makes without inputs become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
-    if they are random, a :class:`fxcore.tracing.frozen.FrozenDraw` warning says so.
+    Tensors that ``root`` creates without inputs become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
+    a :class:`fxcore.tracing.frozen.FrozenDraw` warning reports random ones.
 
     Returns:
-        A module whose ``graph`` has each node's name under ``node.meta["path"]``, but for ``output``.
+        A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output``.
 
     Raises:
-        NotTraceable: names the module and the line at which tracing failed, and what to do; or the part of the model
-            whose name no graph module can have, such as ``heads.class`` or ``meta``.
-        UnknownArgument: a path, pattern or argument name that ``root`` does not have.
+        NotTraceable: tracing failed; the error names the module and line, and what to do. Also raised if a part of the
+            model has a name that no graph module can have, such as ``heads.class`` or ``meta``.
+        UnknownArgument: ``root`` does not have a given path, pattern or argument name.
         NotAFunction: one of ``leaf_functions`` cannot be kept whole.
 
     >>> import torch
@@ -234,7 +235,7 @@ def trace(
     ...     print(error.extra["module"], error.extra["kind"], error.extra["source"].split(": ")[-1], sep=" | ")
     1 | control_flow | return x if x.sum() > 0 else -x
 
-    Modules kept whole by class, by path and by pattern, a function kept whole, and an argument given its value:
+    Keep modules whole by class, by path and by pattern, keep a function whole, and fix an argument:
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -282,13 +283,13 @@ def trace(
             advice=advice,
         ) from error
     for part in made.modules():
-        if part is made or type(part) is nn.Module:  # a container that GraphModule made
+        if part is made or type(part) is nn.Module:  # a container that GraphModule created
             part.training = training
     return made
 
 
 def enclosed_if_whole(root: nn.Module, training: bool = False) -> nn.Module:
-    """``root``, or a module around it, where it is a layer of torch.nn that cannot be traced from inside."""
+    """Wrap ``root`` in a module if it is a torch.nn layer that cannot be traced into; otherwise return ``root``."""
     if not is_layer(root):
         return root
     try:
@@ -309,11 +310,11 @@ def record(
     """Trace a private module in its current mode, or a function; see :func:`trace`.
 
     Args:
-        original: the module that ``root`` is a copy of; its hooks and closures may refer to its own parts.
+        original: the module that ``root`` is a copy of; hooks and closures may refer to the original's parts.
 
     Returns:
-        The graph, and the module that it refers to. That is ``root`` itself if it is a module, or a copy with the same
-        parts if ``root`` has hooks or a ``__call__`` of its own: constants of the graph become its attributes
+        The graph, and the module that it refers to: ``root`` itself, or a copy with the same parts if ``root`` has
+        hooks or its own ``__call__``. Constants of the graph become attributes of this module
         (:func:`fxcore.tracing.frozen.made_constants`).
     """
     check_root(root)
@@ -349,10 +350,10 @@ def record(
 
 
 def private(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of ``model`` to trace in the mode ``training``, with the same parameters.
+    """Return a copy of ``model`` to trace in the mode ``training``, sharing its parameters.
 
     Raises:
-        NotTraceable: it is in another mode and cannot be copied.
+        NotTraceable: ``model`` is in the other mode and cannot be copied.
     """
     check_python(model)
     try:
@@ -376,11 +377,11 @@ def private(model: nn.Module, training: bool) -> nn.Module:
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
     """Erase inputs that are fixed by ``concrete``.
 
-    torch.fx keeps them with their old defaults and asserts that they have the fixed value, so where the two differ,
-    calling the module without them fails.
+    torch.fx keeps these inputs with their old defaults and asserts that they equal the fixed values, so calling the
+    module without them fails if the two differ.
     """
     if type(graph._codegen) is not CodeGen:
-        return  # nested arguments, of which some leaves are inputs
+        return  # nested arguments, some of whose leaves are inputs
     for node in graph.find_nodes(op="placeholder"):
         name, _, number = str(node.target).rpartition("_")
         if name in concrete and number.isdecimal():

@@ -1,4 +1,4 @@
-"""In-place operations and aliases: what a node overwrites, and which nodes share memory."""
+"""In-place operations and aliasing: find the value that a node overwrites, and nodes that share memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 
-#: key in ``node.meta`` of a node that writes to a copy which was made for it alone
+#: key in ``node.meta`` of a node that writes to a copy made only for it
 ON_COPY = "on_copy"
 
-# Methods whose names end with an underscore, but that do not write to the tensor.
+# Methods whose names end with an underscore but that do not write to the tensor's values.
 _NO_WRITES = ("requires_grad_", "share_memory_")
 
 _VIEWS = {
@@ -38,10 +38,33 @@ _VIEWS = {
     "permute", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
     "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
+_LISTS = {"chunk", "dsplit", "hsplit", "split", "split_with_sizes", "tensor_split", "unbind", "vsplit"}
 _VIEW_ATTRIBUTES = ("data", "real", "imag", "T", "mT", "H", "mH")
 _CASTS = {"double", "to", "type", "type_as"}
 _SIZES = {"dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
 _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, *DROPOUTS)
+KEYS = frozenset(("dtype", "device", "layout"))
+
+# Operations of torch and operators whose results never share memory with their arguments, whatever these are.
+_ALLOCATING = {
+    *(pure.__name__ for pure in IN_PLACE_OPERATORS.values()),
+    *("abs", "cos", "div", "exp", "invert", "log", "neg", "pow", "reciprocal", "rsqrt", "sin", "sqrt", "square"),
+    *("eq", "ge", "gt", "le", "lt", "ne", "clamp", "masked_fill", "maximum", "minimum", "where"),
+    *("addmm", "baddbmm", "bmm", "embedding", "linear", "mm", "scaled_dot_product_attention"),
+    *(f"conv{transposed}{n}d" for transposed in ("", "_transpose") for n in (1, 2, 3)),
+    *("batch_norm", "group_norm", "instance_norm", "layer_norm", "local_response_norm", "normalize", "rms_norm"),
+    *("celu", "elu", "gelu", "glu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "mish", "prelu", "relu"),
+    *("relu6", "selu", "sigmoid", "silu", "softmax", "log_softmax", "softplus", "softsign", "tanh", "threshold"),
+    *(f"{kind}_pool{n}d" for kind in ("adaptive_avg", "adaptive_max", "avg", "max") for n in (1, 2, 3)),
+    *("cat", "clone", "concat", "concatenate", "flip", "interpolate", "pad", "repeat", "repeat_interleave", "roll"),
+    *("amax", "amin", "cumsum", "mean", "stack", "sum"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+}  # fmt: skip
+# The same for torch's layers, by the module that defines them.
+_ALLOCATING_LAYERS = {
+    f"torch.nn.modules.{kind}"
+    for kind in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "padding", "pooling")
+}
 
 
 @one_node
@@ -53,7 +76,7 @@ def written(base: Tensor, index: Any, value: Any) -> Tensor:
 
 
 def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
-    """Return the node whose value ``node`` overwrites by its name or arguments (``add_``, ``inplace=True``), or
+    """Return the node whose value ``node`` overwrites, judging by name and arguments (``add_``, ``inplace=True``), or
     None."""
     first = _first(node)
     if first is None:
@@ -77,7 +100,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
 def pure_target(node: fx.Node) -> Any:
     """Return the out-of-place target for an in-place node; None if torch has none.
 
-    A ``call_module`` node keeps its target: being in-place is an attribute of the module.
+    A ``call_module`` node keeps its target, because ``inplace`` is an attribute of the module.
 
     >>> graph = fx.symbolic_trace(lambda x: x.add_(1).zero_()).graph
     >>> [pure_target(node) for node in graph.nodes if node.op == "call_method"]
@@ -94,19 +117,19 @@ def pure_target(node: fx.Node) -> Any:
         if node.target in IN_PLACE_OPERATORS:
             return IN_PLACE_OPERATORS[node.target]
         assert callable(node.target)
-        # Builtins of torch have no module name.
+        # torch's builtins have no module name.
         home = sys.modules.get(node.target.__module__ or "torch", torch)
         return getattr(home, node.target.__name__.removesuffix("_"), None)
     return node.target
 
 
 def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
-    """Reduce the writes of a traced graph to those that matter in one call.
+    """Reduce the writes of a traced graph to those that matter within one call.
 
-    Constants that are written to are cloned in each call. In-place operators (``h += y``) become plain ones where
-    nothing reads the overwritten memory later, and where they compute sizes: passes that look for additions find those
-    of torchvision's residual blocks, which write ``out += identity``. An operator whose write is seen through another
-    name stays in place.
+    In-place operators (``h += y``) become out-of-place if nothing that may share the overwritten memory is read later,
+    or if they compute sizes. Passes that search for additions then find those of torchvision's residual blocks, which
+    write ``out += identity``. An operator whose write may be visible through an alias stays in-place, since only a call
+    can tell whether ``y.float()`` is ``y`` itself. Constants that may be written to are cloned in each call.
 
     >>> def twice(x):
     ...     h = x * 2
@@ -120,34 +143,33 @@ def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
     """
     modules = dict(root.named_modules())
     writes = {node: base for node in graph.nodes if (base := mutated_argument(node, modules)) is not None}
-    for target in {str(source.target) for base in writes.values() if (source := viewed(base)).op == "get_attr"}:
-        _clone_constant(graph, target)
-    operators = [node for node in graph.nodes if node.target in IN_PLACE_OPERATORS]
-    if not operators:
-        return
-    memory, rank = memory_of(graph, modules), {n: i for i, n in enumerate(graph.nodes)}
+    memory, rank = _possible_memory(graph, modules), {n: i for i, n in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node, storages in memory.items():
         for storage in storages:
             sharing.setdefault(storage, []).append(node)
-    for node in operators:
+    for node in [node for node in graph.nodes if node.target in IN_PLACE_OPERATORS]:
         base = node.args[0]
         others = {m for storage in memory.get(base, ()) for m in sharing[storage] if rank[m] < rank[node]}
         seen = any(rank[user] > rank[node] for m in others for user in m.users)
         if node not in writes or not (seen or _may_cast(node, root)):
             node.target = IN_PLACE_OPERATORS[node.target]
+            writes.pop(node, None)
+    overwritten = frozenset().union(*(memory[base] for base in writes.values()))
+    constants = [node for node in graph.find_nodes(op="get_attr") if not overwritten.isdisjoint(memory[node])]
+    for target in dict.fromkeys(str(node.target) for node in constants):
+        _clone_constant(graph, target)
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """Return the node of which ``node`` is a view, by the names of the operations between them; itself if it is
-    none."""
+    """Return the node that ``node`` is a view of, judging by the names of operations; ``node`` if it is not a view."""
     while is_view(node, {}) and (first := _first(node)) is not None:
         node = first
     return node
 
 
 def _clone_constant(graph: fx.Graph, target: str) -> None:
-    """Clone the attribute ``target`` once in each call, and let all that read it read the clone."""
+    """Clone the attribute ``target`` once in each call, and make all its readers read the clone."""
     first, *others = (node for node in graph.nodes if node.op == "get_attr" and node.target == target)
     with graph.inserting_after(first):
         clone = graph.call_method("clone", (first,))
@@ -158,7 +180,7 @@ def _clone_constant(graph: fx.Graph, target: str) -> None:
 
 
 def _may_cast(node: fx.Node, root: nn.Module) -> bool:
-    """Return whether the operands of an in-place operator may differ in dtype: its result has that of the first."""
+    """Return whether an in-place operator's operands may differ in dtype; its result has the dtype of the first."""
     waiting = [argument for argument in node.all_input_nodes if argument is not node.args[0]]
     seen: set[fx.Node] = set()
     while waiting:
@@ -177,9 +199,10 @@ def _may_cast(node: fx.Node, root: nn.Module) -> bool:
 
 
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
-    """Return the storages that each node's value lies in, by number.
+    """Map each node to ids of the storages of its value.
 
-    For annotated nodes they are known. For others the operation decides; one that may return a view counts as one.
+    Annotated nodes have them in ``meta``. For other nodes they follow from the operation; one that may return a view is
+    assumed to do so.
     """
     found: dict[fx.Node, frozenset[int]] = {}
     attributes: dict[str, frozenset[int]] = {}
@@ -193,8 +216,52 @@ def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, f
     return found
 
 
+def _possible_memory(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
+    """Map each node to ids of all storages that its value may have; an operation that is not known to allocate may
+    return its arguments."""
+    found: dict[fx.Node, frozenset[int]] = {}
+    attributes: dict[str, frozenset[int]] = {}
+    for number, node in enumerate(graph.nodes):
+        own: frozenset[int] = frozenset({number})
+        if node.op == "get_attr":
+            found[node] = attributes.setdefault(str(node.target), own)
+        elif (base := mutated_argument(node, modules)) is not None:
+            found[node] = found[base]
+        elif _allocates(node, modules):
+            found[node] = own
+        else:
+            indexed = _first(node) if node.target is operator.getitem else None  # an index is never returned
+            sources = node.all_input_nodes if indexed is None else [indexed]
+            found[node] = frozenset().union(*(found[m] for m in sources)) or own
+    return found
+
+
+def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Return whether the value of ``node`` surely has no memory in common with its arguments."""
+    if node.op == "call_module":
+        called = modules.get(str(node.target))
+        return type(called).__module__ in _ALLOCATING_LAYERS and not isinstance(called, _SAME)
+    if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
+        return True
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name not in _ALLOCATING or "out" in node.kwargs:
+        return False
+    home = "torch" if node.op == "call_method" else getattr(node.target, "__module__", None) or "torch"
+    return home.split(".")[0] == "torch" or (home == "_operator" and not any(map(_is_list, node.args)))
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether ``value`` is a list or tuple, or a node known to return one: adding to it allocates no tensors."""
+    if not isinstance(value, fx.Node):
+        return isinstance(value, (list, tuple))
+    if value.target is operator.getitem:
+        return isinstance(value.args[1], slice) and _is_list(value.args[0])
+    name = value.target if value.op == "call_method" else getattr(value.target, "__name__", "")
+    return name in _LISTS or (value.target in (operator.add, operator.mul) and any(map(_is_list, value.args)))
+
+
 def is_number(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` is a size or computed from sizes alone, and so holds no memory."""
+    """Return whether the value of ``node`` is a size, or computed only from sizes, and so has no storage."""
     if "carries" in node.meta:
         return not node.meta["carries"]
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -210,13 +277,13 @@ def _first(node: fx.Node) -> fx.Node | None:
 
 
 def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Return whether ``node`` returns a view of its first argument, or may, by its name."""
+    """Return whether ``node`` returns, or may return, a view of its first argument, judging by its name."""
     if node.op == "call_module":
         return isinstance(modules.get(str(node.target)), _SAME)
     if node.target is getattr:
         return node.args[1] in _VIEW_ATTRIBUTES
     if node.target is operator.getitem:
-        return len(node.all_input_nodes) == 1  # an index that is a tensor makes a copy
+        return len(node.all_input_nodes) == 1  # indexing with a tensor makes a copy
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     return node.op.startswith("call_") and name in _VIEWS
 

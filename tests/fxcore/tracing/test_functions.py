@@ -62,7 +62,7 @@ def test_the_advice_for_a_function_can_be_followed() -> None:
     module = trace(repeated, concrete_args={"times": 3, "negative": True})
     assert torch.equal(module(torch.tensor(8.0), shift=1.0), torch.tensor(0.0))
     assert names(module.graph) == ["x", "shift", "truediv", "truediv_1", "truediv_2", "neg", "add"]
-    with pytest.raises(UnknownArgument, match="repeated takes x, times, negative, shift, and no 'time'"):
+    with pytest.raises(UnknownArgument, match="repeated takes x, times, negative, shift, but not 'time'"):
         trace(repeated, concrete_args={"time": 3})
 
 
