@@ -1,7 +1,7 @@
 """Pool feature maps to one vector per image, point or mask, or to one small map per box.
 
-The pooled dimensions depend on the layout: all but the batch and the channels. Vectors are returned as they are, and
-tokens that stand for no position are left out.
+All dimensions except the batch and the channels are pooled; the layout determines which these are. Vectors are returned
+unchanged, and tokens that do not stand for a position are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Method = Literal["avg", "max", "gem", "cls"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 GEM_POWER = 3.0
-"""Exponent of the generalised mean, as published (Radenović et al., 2018) for retrieval features."""
+"""Exponent of the generalised mean, as published for retrieval features (Radenović et al., 2018)."""
 
 _GEM_FLOOR = 1e-6
 
@@ -34,7 +34,7 @@ _GEM_FLOOR = 1e-6
 def channel_dim(layout: str | None, ndim: int) -> int:
     """Return the dimension of the channels.
 
-    Without a known layout, sequences ``[N, L, C]`` are taken to have channels last, and other tensors in dimension 1.
+    If the layout is unknown, sequences ``[N, L, C]`` are assumed to have channels last, other tensors in dimension 1.
     """
     if layout == TOKENS:
         return ndim - 1
@@ -44,24 +44,24 @@ def channel_dim(layout: str | None, ndim: int) -> int:
 
 
 def pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens = NO_PREFIX) -> Tensor:
-    """Pool ``tensor`` over all dimensions but the batch and the channels.
+    """Pool ``tensor`` over all dimensions except the batch and the channels.
 
     Args:
-        tensor: floating-point: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``, tokens ``[N, L, C]``, …;
-            ``[N, C]`` and ``[N]`` are returned as they are.
-        layout: of an :class:`~fxcore.extractor.OutputInfo`.
-        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive) or
-            ``cls`` (the class token), or :data:`DISTILLED`; or several joined by ``+``, whose vectors are concatenated
+        tensor: a floating-point tensor: ``[N, C, H, W]``, ``[N, H, W, C]``, ``[N, C, T, H, W]``, tokens ``[N, L, C]``,
+            …; ``[N, C]`` and ``[N]`` are returned unchanged.
+        layout: layout as in :class:`~fxcore.extractor.OutputInfo`.
+        method: ``avg``, ``max``, ``gem`` (generalised mean with exponent 3, over values clamped to be positive),
+            ``cls`` (the class token) or :data:`DISTILLED`; or several joined by ``+``, whose vectors are concatenated
             in that order.
-        prefix: of tokens, those before the ones that are pooled, as in timm's own pooling.
+        prefix: the tokens before those to pool, which are left out as in timm's own pooling.
 
     Returns:
-        ``[N, C]`` in the dtype of ``tensor``, ``[N, k * C]`` for ``k`` methods; sums are accumulated in float32 or
+        ``[N, C]`` in the dtype of ``tensor``, or ``[N, k * C]`` for ``k`` methods; sums are accumulated in float32 or
         wider.
 
     Raises:
-        BadTensor: an unknown method, ``cls`` for something else than tokens with a class token, or a tensor that is not
-            floating-point.
+        BadTensor: the method is unknown, ``cls`` is used for values other than tokens with a class token, it is not
+            known which tokens stand for positions, or the tensor is not floating-point.
 
     >>> pool(torch.arange(8.0).reshape(1, 2, 2, 2), "NCHW", "avg")
     tensor([[1.5000, 5.5000]])
@@ -103,18 +103,23 @@ def _pool(tensor: Tensor, layout: str | None, method: str, prefix: PrefixTokens)
 def check_poolable(
     layout: str | None, ndim: int, floating: bool, method: str, prefix: PrefixTokens = NO_PREFIX
 ) -> None:
-    """Check that :func:`pool` takes tensors with this layout, number of dimensions and prefix tokens.
+    """Check that :func:`pool` supports tensors with this layout, number of dimensions and prefix tokens.
 
     Raises:
         BadTensor: the method does not apply to such tensors.
     """
     methods = method.split("+")
     if not floating:
-        raise BadTensor(f"pool={method} needs floating values and this node gives integers or booleans; use pool=none")
+        raise BadTensor(f"pool={method} needs floating-point values; this node has integers or booleans, use pool=none")
     if "cls" in methods and (layout not in (TOKENS, None) or ndim != 3):
         raise BadTensor(
             f"pool={method} takes the class token and this node gives {layout or 'something else'}; use pool=avg",
             layout=layout,
+        )
+    if not prefix.known and ndim == 3:
+        raise BadTensor(
+            f"pool={method} needs to know which tokens stand for positions, and this node has others among or after "
+            "them; use pool=none"
         )
     if "cls" in methods and not prefix.class_token:
         kept = f"{prefix.count} before those of the patches, none of them a class token" if prefix.count else "none"
@@ -134,7 +139,7 @@ class MapGrid:
     """The grid of a feature map over the model's input.
 
     Attributes:
-        height, width: of the map.
+        height, width: size of the map.
         stride_y, stride_x: input pixels from one position to the next.
         prefix: number of tokens before those of the grid.
     """
@@ -146,8 +151,9 @@ class MapGrid:
     prefix: int = 0
 
     def samples(self, boxes: Tensor, size: int) -> int:
-        """Number of points that :func:`pool_regions` samples from each channel: for each position of the result, as
-        many as the map has positions under it, at least one.
+        """Return the number of points that :func:`pool_regions` samples from each channel.
+
+        For each position of the result, it samples as many points as the map has positions under it, at least one.
 
         Args:
             boxes: ``[n, 4]``: x1, y1, x2, y2 in input pixels.
@@ -159,12 +165,12 @@ class MapGrid:
 
 
 def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Sequence[Tensor], size: int) -> Tensor:
-    """Pool regions of feature maps by :func:`torchvision.ops.roi_align`, with ``aligned=True``.
+    """Pool regions of feature maps with :func:`torchvision.ops.roi_align` and ``aligned=True``.
 
     Args:
-        tensor: floating-point: ``[N, C, H, W]``, ``[N, H, W, C]``, or tokens ``[N, L, C]``.
-        layout: of an :class:`~fxcore.extractor.OutputInfo`.
-        grid: of the map, or of the tokens.
+        tensor: a floating-point tensor: ``[N, C, H, W]``, ``[N, H, W, C]``, or tokens ``[N, L, C]``.
+        layout: layout as in :class:`~fxcore.extractor.OutputInfo`.
+        grid: the grid of the map or of the tokens.
         boxes: ``[n, 4]`` for each of the N images: x1, y1, x2, y2 in input pixels.
         size: positions per side of the result.
 
@@ -186,8 +192,9 @@ def pool_regions(tensor: Tensor, layout: str | None, grid: MapGrid, boxes: Seque
 
 
 def pool_points(tensor: Tensor, layout: str | None, grid: MapGrid, points: Sequence[Tensor]) -> Tensor:
-    """Sample feature maps at points by :func:`torch.nn.functional.grid_sample`, bilinear and with
-    ``align_corners=False``, so that values fade to zero outside of the outer positions' centres.
+    """Sample feature maps at points with :func:`torch.nn.functional.grid_sample`.
+
+    Sampling is bilinear with ``align_corners=False``, so that values fade to zero outside the outermost centres.
 
     Args:
         tensor, layout, grid: as for :func:`pool_regions`.
@@ -214,7 +221,7 @@ def pool_masks(tensor: Tensor, layout: str | None, grid: MapGrid, weights: Seque
 
     Args:
         tensor, layout, grid: as for :func:`pool_regions`.
-        weights: ``[n, height * width]`` for each of the N images, of sum 1 each.
+        weights: ``[n, height * width]`` for each of the N images; each row sums to 1.
 
     Returns:
         ``[masks, C]`` in the dtype of ``tensor``, computed in float32 or wider.
@@ -234,8 +241,8 @@ def as_maps(tensor: Tensor, layout: str | None, grid: MapGrid | TokenGrid | None
 
     Args:
         tensor: maps ``[N, C, H, W]`` or ``[N, H, W, C]``, or tokens ``[N, L, C]``.
-        layout: of an :class:`~fxcore.extractor.OutputInfo`.
-        grid: the positions of tokens; those before them are left out.
+        layout: layout as in :class:`~fxcore.extractor.OutputInfo`.
+        grid: the positions of tokens; tokens before them are left out.
     """
     if layout != TOKENS:
         return tensor.movedim(channel_dim(layout, tensor.ndim), 1)
@@ -250,7 +257,9 @@ def _wide_maps(tensor: Tensor, layout: str | None, grid: MapGrid) -> Tensor:
 
 
 def pooled_regions_shape(shape: list[int], layout: str | None, size: int) -> list[int]:
-    """Return the shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``; for a ``size`` of 1
-    also of those of :func:`pool_points` and :func:`pool_masks`."""
+    """Return the shape of the result of :func:`pool_regions` for one box and a tensor of ``shape``.
+
+    For a ``size`` of 1, it is also the shape for :func:`pool_points` and :func:`pool_masks`.
+    """
     channels = shape[channel_dim(layout, len(shape))]
     return [1, channels] if size == 1 else [1, channels, size, size]

@@ -1,4 +1,4 @@
-"""Which nodes give attention weights ``[…, queries, keys]``, and whether these are tokens or channels."""
+"""Find nodes that return attention weights ``[…, queries, keys]``, over tokens or over channels."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def called(node: fx.Node) -> str:
 
 
 def is_attention(node: fx.Node) -> bool:
-    """Return whether an annotated ``node`` gives attention weights ``[…, queries, keys]``, of tokens or of channels."""
+    """Return whether an annotated ``node`` returns attention weights ``[…, queries, keys]`` over tokens or channels."""
     return _makes_other_weights(node) or _of_softmax(node) is not None
 
 
 def is_attention_of_tokens(node: fx.Node) -> bool:
-    """Return whether an annotated ``node`` gives attention weights ``[…, queries, keys]`` of tokens to tokens.
+    """Return whether an annotated ``node`` returns attention weights ``[…, queries, keys]`` over tokens.
 
-    Those of channels to channels, as of XCiT and DaViT, are not; nor are they where the graph does not show what they
-    weigh.
+    False for attention over channels (XCiT, DaViT), and if the graph does not show which it is.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("timm.davit_tiny")
@@ -44,7 +43,7 @@ def is_attention_of_tokens(node: fx.Node) -> bool:
     if node.target is scaled_dot_product_weights:
         weighed = _weighed(node.args[2] if len(node.args) > 2 else node.kwargs.get("value"), -1)
     elif _makes_other_weights(node):
-        return True  # those of Swin's windows and of nn.MultiheadAttention
+        return True  # Swin's windows and nn.MultiheadAttention
     else:
         weighed = _of_softmax(node)
     if weighed is None:
@@ -54,18 +53,20 @@ def is_attention_of_tokens(node: fx.Node) -> bool:
 
 
 def last_is_channels(node: fx.Node) -> bool:
-    """Return whether a linear layer, or a normalization of the last axis, gives the value of ``node``."""
+    """Return whether ``node`` is a linear layer or a normalization over the last axis."""
     return called(node) in _KEEPS_LAST
 
 
 def _makes_other_weights(node: fx.Node) -> bool:
-    """Return whether ``attention_maps`` added ``node`` for weights that exist inside one call only."""
+    """Return whether ``attention_maps`` added ``node`` for weights that exist only inside a single call."""
     return bool(node.meta.get(ATTENTION)) and node.target is not attention_weights
 
 
 def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return what the result of a softmax over the last dimension is multiplied with, as :func:`_weighed` has it; None
-    of a node that does not give such a result."""
+    """Return the values that are multiplied by ``node``, a softmax over the last dimension; see :func:`_weighed`.
+
+    None if ``node`` is not such a softmax.
+    """
     if node.target is attention_weights:
         made = node.args[0]
         return _of_softmax(made) if isinstance(made, fx.Node) else None
@@ -82,7 +83,7 @@ def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:
-    """Return what ``weights`` are multiplied with, perhaps after a dropout, or a linear layer over the heads."""
+    """Return the values multiplied by ``weights``, directly or after dropout or a linear layer over the heads."""
     for user in weights.users:
         name = called(user)
         if name in _MULTIPLIES:
@@ -102,7 +103,7 @@ def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _free_dim(equation: str, place: int) -> int | None:
-    """Return the dimension of the other factor that the one at ``place`` of an einsum of two does not have."""
+    """Return the dimension of the other factor of a two-factor einsum that the factor at ``place`` does not have."""
     factors = equation.replace(" ", "").partition("->")[0].split(",")
     if len(factors) != 2 or "." in equation:
         return None
@@ -111,14 +112,14 @@ def _free_dim(equation: str, place: int) -> int | None:
 
 
 def _weighed(values: object, dim: int | None) -> tuple[fx.Node, int] | None:
-    """Return values that are weighed, and the dimension of theirs that stays as it is."""
+    """Return the values that attention weights are applied to, and their dimension that is not summed over."""
     return (values, dim) if isinstance(values, fx.Node) and dim is not None else None
 
 
 def _channels_lie_along(node: fx.Node, dim: int) -> bool:
-    """Return whether the last channels known above ``node`` lie along the dimension ``dim`` of its value.
+    """Return whether the channels of the nearest ancestor with known channels lie along dimension ``dim`` of ``node``.
 
-    The channels are numbered there, and the numbers go through the operations that lead to ``node``.
+    The channels of that ancestor are numbered, and the numbers are passed through the operations down to ``node``.
     """
     numbers = _numbered(node)
     if not isinstance(numbers, Tensor) or numbers.ndim < 2:
@@ -127,7 +128,7 @@ def _channels_lie_along(node: fx.Node, dim: int) -> bool:
 
 
 def _numbered(node: fx.Node) -> Any:
-    """Return the number of its channel at each place of the value of ``node``; None if unknown."""
+    """Return the channel number of each element of the value of ``node``; None if unknown."""
     way = [node]
     while (start := _start(way[-1])) is None:
         above = next((one for one in way[-1].all_input_nodes if one.meta.get("carries")), None)
@@ -147,7 +148,7 @@ def _start(node: fx.Node) -> Tensor | None:
     value, axes = node.meta.get("value"), node.meta.get("axes")
     if not isinstance(value, Tensor):
         return None
-    if last_is_channels(node):  # whatever the axes are taken to be
+    if last_is_channels(node):  # takes precedence over the inferred axes
         dim = value.ndim - 1
     elif axes is not None and len(axes) == value.ndim and "C" in axes:
         dim = axes.index("C")
@@ -159,7 +160,7 @@ def _start(node: fx.Node) -> Tensor | None:
 
 
 def _moved(node: fx.Node, above: fx.Node, numbers: Any) -> Any:
-    """Return what ``node`` makes of the numbers of the node ``above``; None if unknown."""
+    """Apply ``node`` to the channel numbers of the node ``above``; return None if unknown."""
     value, before = node.meta.get("value"), above.meta.get("value")
     alike = isinstance(value, Tensor) and isinstance(before, Tensor) and value.shape == before.shape
     if alike and called(node) not in _REORDERS:

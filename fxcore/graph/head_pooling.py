@@ -1,4 +1,4 @@
-"""How a transformer pools its tokens before its head, as timm's models declare it."""
+"""Detect how a transformer pools its tokens before the head, as declared by timm's models."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor, fx, nn
 from fxcore.tracing.names import PATH
 
 DISTILLED = "distilled"
-"""A method of :func:`fxcore.pooling.pool` that no request names: the mean of two class tokens, the second from
-distillation, as the heads of such models take it."""
+"""A method of :func:`fxcore.pooling.pool` that requests cannot name: the mean of the class token and the distillation
+token, as used by the heads of distilled models."""
 
 _METHODS = {"avg": "avg", "max": "max", "token": "cls", DISTILLED: DISTILLED}
-"""timm's names of poolings, as :func:`fxcore.pooling.pool` calls them."""
+"""timm's pooling names, mapped to methods of :func:`fxcore.pooling.pool`."""
 
 _ATTENTION_POOL = "attn_pool"
-"""timm's name of the module that pools tokens by attention."""
+"""timm's name for the module that pools tokens by attention."""
 
 
 def declared_pooling(model: nn.Module) -> str | None:
-    """Return the method of :func:`fxcore.pooling.pool` by which ``model``, or a transformer in it, pools its tokens
-    before its head, by timm's attributes ``global_pool`` and ``head_dist``; None if there is no such declaration, parts
-    of the model differ, or it pools in another way.
+    """Return the :func:`fxcore.pooling.pool` method that ``model``, or a transformer in it, uses before its head.
+
+    It is read from timm's attributes ``global_pool`` and ``head_dist``. None if they are missing, parts of the model
+    differ, or the model pools in another way.
 
     >>> import torch
     >>> vit = nn.Module()
@@ -36,10 +37,10 @@ def declared_pooling(model: nn.Module) -> str | None:
 
 
 def attention_pools(graph: fx.Graph, modules: Collection[str]) -> Mapping[str, str]:
-    """Return the names of nodes whose tokens the model pools by attention, each with that of the pooled vectors' node.
+    """Map the name of each node whose tokens the model pools by attention to the name of the pooled vectors' node.
 
     Args:
-        graph: annotated.
+        graph: an annotated graph.
         modules: paths of the model's modules.
     """
     pools: dict[str, str] = {}

@@ -2,8 +2,8 @@
 
 Axes are propagated through the graph as letters: N batch, T time, C channels, H and W space, L a sequence of positions.
 An operation that permutes axes permutes the letters; one that keeps the rank keeps them; one that merges space into a
-sequence yields L. Where none of this applies (attention heads, windows) the layout is unknown until an operation whose
-output layout is fixed.
+sequence yields L. Where none of this applies (attention heads, windows), the layout is unknown until the next operation
+with a fixed output layout.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.graph.moved_axes import moved, moves_axes
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
 
 TOKENS = "tokens"
 
-# Modules that take channels in dimension 1 only.
+# Modules that require channels in dimension 1.
 CHANNELS_FIRST = (
     *(*ALL_CONVOLUTIONS, *POOLS, *BATCH_NORMS, *INSTANCE_NORMS),
     nn.GroupNorm,
@@ -27,13 +28,40 @@ CHANNELS_FIRST = (
     ops.Conv3dNormActivation,
     ops.SqueezeExcitation,
 )
-# Of these, those that also take [N, C].
+# Those of them that also accept [N, C].
 _ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
 _CHANNELS_FIRST_AXES = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
 FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
-# Most nodes between a windows partition and its reverse: MaxViT's attention has the most.
+_RESHAPES = {"reshape", "view"}
+# Maximum number of nodes between a window partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40
-_PERMUTE = {"permute", "transpose", "swapaxes", "swapdims", "movedim"}
+# Operations whose result has the axes of their input if it has the same rank. Sizes may change.
+_KEEPING = {
+    *("linear", "matmul", "bmm", "baddbmm", "conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+    *("max_pool1d", "max_pool3d", "avg_pool1d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool3d"),
+    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "lp_pool1d", "lp_pool2d", "upsample"),
+    *("interpolate", "pixel_shuffle", "pixel_unshuffle", "grid_sample", "fold", "pad", "constant_pad_nd", "glu"),
+    *("mean", "sum", "amax", "amin", "max", "min", "prod", "std", "var", "norm", "vector_norm", "logsumexp", "all"),
+    *("any", "argmax", "argmin", "median", "add", "iadd", "sub", "mul", "imul", "div", "truediv", "floordiv", "pow"),
+    *(
+        "where",
+        "maximum",
+        "minimum",
+        "lerp",
+        "addcmul",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and_",
+        "or_",
+        "masked_fill",
+    ),
+    *("cat", "concat", "concatenate", "getitem", "narrow", "index_select", "gather", "take_along_dim", "slice_scatter"),
+    *("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "diff", "topk", "dequantize"),
+}
 
 
 def layout_name(axes: str | None) -> str | None:
@@ -46,7 +74,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
 
     Args:
         node: a node whose inputs have been visited.
-        value: its value (a tensor on any device, or something else).
+        value: its value (a tensor on any device, or another object).
         module: the module that a ``call_module`` node calls.
     """
     inputs = [n for n in node.all_input_nodes if n.meta.get("axes")]
@@ -59,6 +87,8 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(module, CHANNELS_FIRST) or name in FUNCTIONS_CHANNELS_FIRST:
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _CHANNELS_FIRST_AXES.get(value.ndim)
+    if inputs and module is None and moves_axes(node, name):
+        return moved(node, name, value)
     if value.ndim == 2:
         return "NC" if inputs else None
     if not inputs:
@@ -66,11 +96,9 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
     axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")
     if isinstance(module, ops.Permute):
         return _reordered(axes, [*module.dims])
-    if name in _PERMUTE:
-        return _permuted(axes, before, value, name, node)
     return (
         _of_equal_input(inputs, value)
-        or _with_kept_rank(axes, before, value, reshapes=name in ("reshape", "view"))
+        or (_with_kept_rank(axes, before, value, name) if _may_keep_axes(node, inputs, value, name, module) else None)
         or _with_merged_space(axes, before, value)
         or _with_split_positions(axes, before, value, node)
         or _restored(node, value)
@@ -86,16 +114,35 @@ def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:
     return None
 
 
-def _with_kept_rank(axes: str, before: Any, value: Tensor, reshapes: bool) -> str | None:
-    """Return the axes of an input of the same rank. If the operation reshapes, only where the first two sizes stay."""
+def _may_keep_axes(node: fx.Node, inputs: list[fx.Node], value: Tensor, name: str, module: nn.Module | None) -> bool:
+    """Return whether an operation that changes sizes is known, or seems, not to move the axes of ``inputs``.
+
+    Of models' own leaf modules and functions, those that do not give an axis the size that another one had seem so.
+    """
+    origin = str(type(module).__module__ if module is not None else getattr(node.target, "__module__", None))
+    if name in _KEEPING or name in _RESHAPES or (module is not None and origin.startswith(("torch.nn.", "torch.ao."))):
+        return True
+    if node.op == "call_method" or origin.partition(".")[0] in ("torch", "_operator", "builtins", "None"):
+        return False
+    return not any(_seems_permuted(n.meta.get("value"), value) for n in inputs)
+
+
+def _seems_permuted(before: Any, value: Tensor) -> bool:
+    if not isinstance(before, Tensor) or before.ndim != value.ndim:
+        return False
+    return any(old != new and new in before.shape[1:] for old, new in zip(before.shape, value.shape, strict=True))
+
+
+def _with_kept_rank(axes: str, before: Any, value: Tensor, name: str) -> str | None:
+    """Return the axes of an input of the same rank; for reshapes, only if the first two sizes are unchanged."""
     if len(axes) != value.ndim:
         return None
     kept = isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]
-    return axes if kept or not reshapes else None
+    return axes if kept or name not in _RESHAPES else None
 
 
 def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
-    """Return the axes of a sequence of positions, made of a map of the axes ``axes``."""
+    """Return the axes of a sequence of positions flattened from a map with ``axes``."""
     if value.ndim != 3 or not isinstance(before, Tensor):
         return None
     if axes in ("NCHW", "NCTHW"):
@@ -106,7 +153,7 @@ def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:
 
 
 def _with_split_positions(axes: str, before: Any, value: Tensor, node: fx.Node) -> str | None:
-    """Return the axes of a map, made of tokens that were a map of the same height and width before."""
+    """Return the axes of a map restored from tokens that were a map of the same height and width."""
     if axes != "NLC" or value.ndim != 4 or not isinstance(before, Tensor):
         return None
     if (value.shape[0], value.shape[1:3].numel(), value.shape[3]) != before.shape:
@@ -115,7 +162,7 @@ def _with_split_positions(axes: str, before: Any, value: Tensor, node: fx.Node) 
 
 
 def _sizes_above(node: fx.Node) -> set[torch.Size]:
-    """Return height and width of the maps among the nearest ancestors, each by its first input."""
+    """Return height and width of the maps among the nearest ancestors, following first inputs."""
     found: set[torch.Size] = set()
     for axes, shape in _above(node):
         if axes == "NCHW":
@@ -126,8 +173,10 @@ def _sizes_above(node: fx.Node) -> set[torch.Size]:
 
 
 def _restored(node: fx.Node, value: Tensor) -> str | None:
-    """Return the axes of the nearest ancestor of the same shape: a reshape back to it restores them, as in channel
-    shuffles and attention. Or those of a map or tokens whose neighbours were merged."""
+    """Return the axes of the nearest ancestor of the same shape, or of a map or tokens whose neighbours were merged.
+
+    A reshape back to an earlier shape restores its axes, as in channel shuffles and attention.
+    """
     for axes, shape in _above(node):
         if shape == value.shape:
             return axes
@@ -139,9 +188,9 @@ def _restored(node: fx.Node, value: Tensor) -> str | None:
 
 
 def _above(node: fx.Node) -> Iterator[tuple[str, torch.Size]]:
-    """Yield axes and shape of the nearest ancestors whose axes are known, each by its first input, nearest first.
+    """Yield axes and shape of ancestors with known axes, following first inputs, nearest first.
 
-    The way goes through tuples of tensors, into which attention splits queries, keys and values.
+    Tuples of tensors are followed too, since attention splits queries, keys and values into them.
     """
     for _ in range(_WINDOW_NODES):
         above = next((n for n in node.all_input_nodes if _holds_tensors(n.meta.get("value"))), None)
@@ -158,7 +207,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _pools_tokens(before: torch.Size, after: torch.Size) -> bool:
-    """Return whether ``[N, L, C]`` becomes ``[N, L/k**2, C]`` or a multiple of C, as between the stages of Hiera."""
+    """Return whether ``[N, L, C]`` becomes ``[N, L/k**2, m*C]``, as between the stages of Hiera."""
     if len(before) != 3 or len(after) != 3 or before[0] != after[0] or not after[1] or not before[2]:
         return False
     if before[1] % after[1]:
@@ -176,25 +225,3 @@ def _merges_patches(before: torch.Size, after: torch.Size) -> bool:
 
 def _reordered(axes: str, dims: list[int]) -> str | None:
     return "".join(axes[d] for d in dims) if len(dims) == len(axes) else None
-
-
-def _permuted(axes: str, before: Any, value: Tensor, name: str, node: fx.Node) -> str | None:
-    """Permute a meta tensor whose sizes all differ by the node's operation, and read the axes from the result."""
-    if not isinstance(before, Tensor) or before.ndim != len(axes):
-        return None
-    marked = torch.empty(tuple(range(2, 2 + before.ndim)), device="meta")
-    arguments = [a for a in node.args[1:] if not isinstance(a, fx.Node)]
-    try:
-        moved = getattr(torch, name)(
-            marked, *_dims(name, arguments), **{k: v for k, v in node.kwargs.items() if k != "input"}
-        )
-    except (TypeError, RuntimeError, IndexError):
-        return None
-    return "".join(axes[size - 2] for size in moved.shape) if moved.ndim == value.ndim else None
-
-
-def _dims(name: str, arguments: list[Any]) -> list[Any]:
-    """Arguments as ``torch.permute(x, (0, 2, 1))`` takes them, from those of ``x.permute(0, 2, 1)``."""
-    if name == "permute" and arguments and isinstance(arguments[0], int):
-        return [arguments]
-    return arguments

@@ -1,4 +1,4 @@
-"""The names by which the nodes of any traced module are chosen."""
+"""Names of the nodes of any traced module."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class NodeNames:
 
     Args:
         model: name of the module, for errors.
-        by_name: observed nodes by name, in order of execution.
-        wrapped: whether names may be paths in a wrapper of the module.
+        by_name: observed nodes by name, in execution order.
+        wrapped: whether names may have the path prefix of a wrapper around the module.
     """
 
     def __init__(self, model: str, by_name: dict[str, fx.Node], wrapped: bool = False) -> None:
@@ -38,7 +38,7 @@ class NodeNames:
         return bool(node.meta["carries"])
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-        """Key → exact name, see :func:`fxcore.graph.nodes.resolve`."""
+        """Map each key to an exact name; see :func:`fxcore.graph.nodes.resolve`."""
         pairs = [*(return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes)))]
         for pair in pairs:
             if not all(isinstance(name, str) for name in (pair if isinstance(return_nodes, Mapping) else pair[1:])):

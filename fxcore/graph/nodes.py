@@ -1,7 +1,7 @@
 """Resolve names to nodes of a graph.
 
-Names are looked up, never matched as patterns: torchvision's extractor treats them as regular expressions and uses each
-node for one name only, so that overlapping names return wrong tensors.
+Names are looked up and never matched as regular expressions. torchvision's extractor does match them, and uses each
+node for only one name, so overlapping names return wrong tensors there.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from fxcore.graph.levels import Level
 from fxcore.tensors import dtype_name
 from fxcore.tracing.parts import UntraceablePart
 
-#: key in ``node.meta`` of a value whose rows are not those of one image each, as a run has shown
+#: key in ``node.meta`` for values whose rows, as a run has shown, mix images
 APART = "apart"
 
 _LEVEL = re.compile(r"[CP]\d")
-"""How levels are called."""
+"""Names of levels."""
 
 
 class Named(Protocol):
-    """What names are looked up in: a :class:`~fxcore.graph.model_graph.ModelGraph`."""
+    """A graph to look up names in, such as a :class:`~fxcore.graph.model_graph.ModelGraph`."""
 
     eval_nodes: list[str]
     levels: dict[str, Level]
@@ -39,7 +39,7 @@ class Named(Protocol):
 
     @property
     def by_name(self) -> Mapping[str, fx.Node]:
-        """Nodes by their names."""
+        """Nodes by name."""
         ...
 
     def extractable(self, node: fx.Node) -> bool:
@@ -48,7 +48,7 @@ class Named(Protocol):
 
 
 def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """See :meth:`fxcore.graph.model_graph.ModelGraph.resolve`."""
+    """Map keys to exact node names; see :meth:`fxcore.graph.model_graph.ModelGraph.resolve`."""
     if isinstance(return_nodes, str):
         return_nodes = [return_nodes]
     if not isinstance(return_nodes, Iterable):
@@ -60,7 +60,7 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
         name, key = wrong[0]
         raise BadArgument(f"names of nodes and keys are text, not {key if isinstance(name, str) else name!r:.100}")
     if not pairs:
-        raise UnknownNode("no node was asked for; name at least one", name="", suggestions=_examples(graph))
+        raise UnknownNode("no node was requested; name at least one", name="", suggestions=_examples(graph))
     resolved: dict[str, str] = {}
     for name, key in pairs:
         if key in resolved:
@@ -75,12 +75,12 @@ def is_group(name: object) -> bool:
 
 
 def group(graph: Named, name: str) -> list[str]:
-    """Return the paths that ``name`` matches, in order of execution; ``*`` in it stands for one component of a path.
+    """Return the paths that ``name`` matches, in execution order; ``*`` stands for one component of a path.
 
     Paths whose last node cannot be extracted are left out.
 
     Raises:
-        UnknownNode: there are none.
+        UnknownNode: no path matches.
     """
     parts = name.split(".")
     found: dict[str, None] = {}
@@ -106,7 +106,7 @@ def resolve_one(graph: Named, name: str) -> str:
     """Return the exact name of the node that ``name`` means: an exact name, a level, or the last node under a path.
 
     Raises:
-        UnknownNode: nothing of that name, or its value is not a tensor of the images.
+        UnknownNode: no node has that name, or its value is not a tensor with rows per image.
     """
     exact = _lookup(graph, name)
     if exact is None and is_group(name):
@@ -159,8 +159,10 @@ def _lookup(graph: Named, name: str) -> str | None:
 
 
 def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
-    """At most ``count`` names that are spelled like ``name``: of nodes, levels, paths, and of nodes by their targets,
-    which may differ (ViT's node ``…encoder_layer_0.ln`` calls the module ``ln_1``)."""
+    """Return up to ``count`` nodes, levels and paths that are spelled like ``name``.
+
+    Nodes are found by their targets too, which may differ: ViT's node ``…encoder_layer_0.ln`` calls ``ln_1``.
+    """
     candidates: dict[str, str] = {}
     for level in graph.levels:
         candidates[level] = level
@@ -181,7 +183,7 @@ def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
 
 
 def _extractable_near(graph: Named, exact: str, count: int = 3) -> list[str]:
-    """Return the extractable nodes nearest to a node in order of execution, the nearest first."""
+    """Return the extractable nodes nearest to a node in execution order, the nearest first."""
     index = graph.eval_nodes.index(exact)
     order = sorted(range(len(graph.eval_nodes)), key=lambda i: (abs(i - index), i > index))
     return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:count]

@@ -1,4 +1,4 @@
-"""The axes of one image's row of a value, where its layout is unknown too: as far as what writes and reads it says."""
+"""The axes of a value's row, inferred from the nodes that write and read it where its layout is unknown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcore.layer_types import DROPOUTS
 
 UNKNOWN = "?"
 
-# What gives each element its own result, by the names of functions, methods and classes, in lower case.
+# Elementwise operations (and softmax) by lower-case name of the function, method or class.
 _ELEMENTWISE = {
     *("add", "iadd", "sub", "isub", "mul", "imul", "truediv", "div", "neg", "clamp", "where"),
     *("relu", "relu_", "relu6", "gelu", "gelutanh", "quickgelu", "silu", "swish", "mish", "hardmish", "elu", "prelu"),
@@ -23,11 +23,11 @@ _ELEMENTWISE = {
 
 
 def row_axes(node: fx.Node) -> str:
-    """Return the axes of a row, one letter for each dimension, of an annotated ``node`` whose value is a tensor.
+    """Return the axes of an annotated ``node`` whose value is a tensor, one letter per dimension.
 
-    Letters are those of :mod:`fxcore.graph.layout`, ``K`` for windows, which are several an image and get a dimension
-    of their own, ``Q`` and ``S`` for the queries and keys of attention weights, whose heads are the channels ``C``, and
-    ``?`` where the axis is unknown.
+    Letters are those of :mod:`fxcore.graph.layout`; ``K`` for windows, which get a separate dimension since an image
+    has several; ``Q`` and ``S`` for the queries and keys of attention weights, whose heads are the channels ``C``; and
+    ``?`` for unknown axes.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("vit_b_16")
@@ -64,8 +64,8 @@ def _known(node: fx.Node) -> str | None:
 
 
 def _alike(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield ``node`` and those that have its axes, the nearest first: values of its shape that elementwise operations
-    make of each other."""
+    """Yield ``node`` and nodes with the same axes, nearest first: those of its shape that are connected to it by
+    elementwise operations."""
     waiting = [node]
     for found in waiting:
         yield found
@@ -77,7 +77,7 @@ def _alike(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Return the users of ``node`` that take it as their input, not as a weight."""
+    """Return the users of ``node`` that read it as their input rather than as a weight."""
     return [user for user in node.users if user.all_input_nodes[0] is node]
 
 

@@ -1,4 +1,4 @@
-"""A model traced without weights: everything about it that does not depend on the input size."""
+"""Trace a model without weights, and keep everything that does not depend on the input size."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class TracedModel:
 
     Attributes:
         entry: the model.
-        weights: the canonical weights whose structure was traced (``random``: the model as its library builds it).
-        preprocessing: turns images into its inputs.
+        weights: canonical weights whose structure was traced; ``random`` for the library's default structure.
+        preprocessing: converts images to the model's inputs.
         root: the module that was traced.
-        module: the eval graph over ``root``, its parameters on ``device``.
-        device: ``meta``, or ``cpu`` for models that do not run on meta tensors: int8 models, and those of which a part
-            that was not traced into computes with values.
-        train_nodes: names of the nodes in train mode, in order of execution.
+        module: the eval graph over ``root``, with parameters on ``device``.
+        device: ``meta``, or ``cpu`` for models that do not run on meta tensors: int8 models, and models with a leaf
+            that branches on values.
+        train_nodes: names of the nodes in train mode, in execution order.
         untraceable: parts of the model that could not be traced.
-        feature_maps, prefix_tokens: those that the model declares.
+        feature_maps, prefix_tokens: as declared by the model.
         pooling: see :func:`fxcore.graph.head_pooling.declared_pooling`.
-        num_params: number of parameters, untraceable parts included.
-        constants: names of attributes for tensors that tracing computes from buffers; their values differ by weights.
-        modules: modules by path as they were traced, in-place ones included.
+        num_params: number of parameters, including untraceable parts.
+        constants: names of attributes for tensors computed from buffers during tracing; values depend on the weights.
+        modules: modules by path as traced, including in-place ones.
         tensor_bytes: bytes of tensors that are not on the meta device.
     """
 
@@ -57,13 +57,13 @@ class TracedModel:
 
 
 def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -> TracedModel:
-    """Build ``entry`` with the structure of ``weights``, without weights, and trace it in both modes.
+    """Build ``entry`` with the structure of ``weights``, without loading them, and trace it in train and eval mode.
 
     Args:
         on_cpu: build it with random weights on the CPU, to run it there.
 
     Raises:
-        NotTraceable: nothing of the model can be traced.
+        NotTraceable: no part of the model can be traced.
     """
     model = entry.build(weights) if on_cpu else entry.build_weightless(weights)
     num_params = sum(parameter.numel() for parameter in model.parameters())
@@ -73,7 +73,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
     modules = dict(root.named_modules())
     device = torch.device("cpu" if on_cpu or entry.is_quantized(weights) else "meta")
     module = fx.GraphModule(root, graph)
-    # A view of a parameter asks for a gradient even without autograd, which torch's FLOP counter does not take.
+    # A view of a parameter requires a gradient even without autograd, and torch's FLOP counter rejects that.
     module.requires_grad_(False)
     if device.type == "meta":
         module.to("meta")

@@ -1,1 +1,1 @@
-"""Tokens of a transformer, and the positions of an image that they stand for."""
+"""Tokens of a transformer and the image positions they stand for."""

@@ -17,11 +17,11 @@ class AttentionGrid:
     """The map whose positions attend to each other.
 
     Attributes:
-        height, width: of that map, at the input size that the graph is annotated for.
-        prefix: number of tokens before those of the map; they attend and are attended to.
-        window: height and width of the windows that the map is partitioned into, row by row, after it is padded at the
+        height, width: size of that map at the input size that the graph is annotated for.
+        prefix: number of tokens before those of the map; they take part in the attention.
+        window: height and width of the windows that the map is partitioned into, row by row, after padding at the
             bottom and right to whole windows; None for global attention.
-        shift: rows and columns by which the map is rolled, up and to the left, before that.
+        shift: rows and columns by which the map is rolled, up and to the left, before partitioning.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("swin_t").with_nodes_of("attention_maps")
@@ -37,10 +37,10 @@ class AttentionGrid:
 
 
 def attention_grid(node: fx.Node) -> AttentionGrid | None:
-    """Return the grid of an annotated ``node`` of attention weights ``[N, heads, L, L]``, or ``[N, windows, heads, L,
+    """Return the grid of an annotated ``node`` with attention weights ``[N, heads, L, L]`` or ``[N, windows, heads, L,
     L]``.
 
-    None if its value is no such weights, or the graph does not show their positions.
+    None if the value is not such weights, or the graph does not show their positions.
     """
     value = node.meta.get("value")
     if ATTENTION not in node.meta or not isinstance(value, Tensor) or value.shape[-1] != value.shape[-2]:

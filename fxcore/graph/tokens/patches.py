@@ -1,6 +1,6 @@
-"""The patches of a module that makes tokens of images and is not traced into, as embeddings of transformers may be.
+"""The patches of a leaf module that converts images to tokens, such as the embeddings of some transformers.
 
-Its output ``[N, L, C]`` has a token for each patch, row by row, after those that have no position.
+Its output ``[N, L, C]`` has tokens without a position first, then a token for each patch, row by row.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx, nn
 
 MAX_PREFIX = 64
-"""Maximum tokens before those of the patches. Published models have at most 16."""
+"""Maximum number of tokens before those of the patches. Published models have at most 16."""
 
 
 class Patches(NamedTuple):
@@ -22,12 +22,12 @@ class Patches(NamedTuple):
 
 
 def patches_of(node: fx.Node, value: Any, module: nn.Module | None) -> Patches | None:
-    """Return the patches that ``node``'s tokens stand for; None if it makes no tokens of images.
+    """Return the patches that ``node``'s tokens stand for; None if ``node`` does not convert images to tokens.
 
-    The patches are those of the only convolution in the module.
+    The patches are those of the module's only convolution.
 
     Args:
-        node: whose inputs are annotated.
+        node: a node whose inputs are annotated.
         value: its value.
         module: the module that it calls; None for other nodes.
     """
@@ -48,7 +48,7 @@ def patches_of(node: fx.Node, value: Any, module: nn.Module | None) -> Patches |
 
 
 def is_class_token(name: str) -> bool:
-    """Return whether a parameter of this name or path is a class token.
+    """Return whether the parameter with this name or path is a class token.
 
     >>> is_class_token("embeddings.cls_token"), is_class_token("class_embedding"), is_class_token("classes.weight")
     (True, True, False)

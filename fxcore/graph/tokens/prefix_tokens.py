@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx, nn
 
@@ -12,7 +12,7 @@ DECLARED = "declared_prefix"
 """Key in a node's ``meta`` of the :class:`PrefixTokens` that its model declares, or None."""
 
 ADDS_PREFIX = "adds_prefix"
-"""Key in a node's ``meta``: whether it reads parameters that are called as prefix tokens are."""
+"""Key in a node's ``meta``: whether it reads parameters that are named like prefix tokens."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,29 @@ class PrefixTokens:
     """The tokens before those that stand for positions of the input.
 
     Attributes:
-        count: how many there are.
-        class_token: whether the first of them is a class token.
+        count: number of prefix tokens.
+        class_token: whether the first one is a class token.
+        known: whether these are all such tokens. If not, others are among or after those of the positions, as when a
+            class token is appended.
     """
 
     count: int = 0
     class_token: bool = False
+    known: bool = field(default=True, repr=False)
 
 
 NO_PREFIX = PrefixTokens()
-"""Of values that are no tokens, or tokens that all stand for positions."""
+"""For values that are not tokens, or tokens that all stand for positions."""
+
+UNKNOWN_PREFIX = PrefixTokens(known=False)
+"""For tokens of which some stand for no position, and it is not known that these come first."""
 
 
 def declared_prefix(model: nn.Module) -> PrefixTokens | None:
-    """Return the prefix tokens that ``model``, or a transformer in it, declares by timm's attributes; None if there is
-    no such declaration, or parts of the model differ.
+    """Return the prefix tokens that ``model``, or a transformer in it, declares by timm's attributes.
 
-    timm's transformers have ``num_prefix_tokens``, and one or more of ``has_class_token``, ``num_reg_tokens`` and
-    ``cls_token``. Their attention layers have the first only.
+    None if it declares none, or parts of the model differ. timm's transformers have ``num_prefix_tokens``, and one or
+    more of ``has_class_token``, ``num_reg_tokens`` and ``cls_token``. Their attention layers have only the first.
 
     >>> vit = nn.Module()
     >>> vit.num_prefix_tokens, vit.num_reg_tokens = 4, 4
@@ -52,7 +57,7 @@ def declared_prefix(model: nn.Module) -> PrefixTokens | None:
 
 
 def adds_prefix(node: fx.Node, module: nn.Module | None) -> bool:
-    """Return whether ``node`` reads a parameter that is called as class tokens and registers are.
+    """Return whether ``node`` reads a parameter that is named like a class token or register.
 
     Args:
         module: the module that it calls; None for other nodes.

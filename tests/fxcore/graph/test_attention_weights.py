@@ -62,6 +62,7 @@ def test_weights_of_tokens_and_of_channels(way: str, of: str | None) -> None:
     assert {tuple(node.meta["value"].shape) for node in found} <= {(1, HEADS, SIZE, SIZE)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "nodes"),
     [

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from fxcore import UserModel, model_graph
+from fxcore import UserModel, build_extractor, load_model, model_graph
+from fxcore.graph.model_graph import trace_graph
+from fxcore.models.entry import ModelEntry
 from fxcore.models.user_models import user_entry
+from fxcore.pooling import pool
 from tests.fxcore.conftest import OwnEntry
 
 
@@ -37,6 +42,7 @@ def test_maps_keep_their_layout_between_the_stages_of_swin() -> None:
         assert (info.layout, info.channels, info.stride) == ("NHWC", value.shape[3], stride)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("side", [64, 128])
 def test_maps_keep_their_layout_around_attention_in_windows(side: int) -> None:
     """DaViT's turns tokens to maps, pads these to whole windows, and at the smaller size some are a single window."""
@@ -63,3 +69,100 @@ def test_what_attention_writes_is_tokens_again() -> None:
         info = found[f"blocks.2.attn.{name}"]
         assert (info.layout, info.channels, info.tokens) == ("tokens", 64, found["blocks.2.add"].tokens)
     assert found["blocks.2.attn.transpose"].layout is None
+
+
+class Turned(nn.Module):
+    """A convolution whose result is turned by a function, usually to channels last, before a norm."""
+
+    def __init__(self, turn: Callable[[Tensor], Tensor], last: int = 6) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 8, 8)
+        self.turn = turn
+        self.norm = nn.LayerNorm(last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(self.turn(self.conv(x))))
+
+
+def turned(turn: Callable[[Tensor], Tensor], last: int = 6) -> ModelEntry:
+    torch.manual_seed(0)
+    model = Turned(turn, last).eval()
+    return user_entry("turned", UserModel(lambda: copy.deepcopy(model), preprocessing={"crop_size": 32}))
+
+
+def _with_one_new_letter(h: Tensor) -> Tensor:
+    return torch.einsum("nchw,cd->nhwd", h, torch.eye(6))
+
+
+@pytest.mark.parametrize(
+    ("turn", "layout"),
+    [
+        (lambda h: h.flatten(2).mT, "tokens"),
+        (lambda h: h.flatten(2).adjoint(), "tokens"),
+        (lambda h: torch.einsum("ncl->nlc", h.flatten(2)), "tokens"),
+        (lambda h: torch.einsum("nchw->nhwc", h), "NHWC"),
+        (_with_one_new_letter, "NHWC"),
+        (lambda h: torch.moveaxis(h, 1, -1), "NHWC"),
+        (lambda h: h.movedim(source=-3, destination=-1), "NHWC"),
+        (lambda h: torch.swapaxes(h.flatten(2), axis0=-1, axis1=-2), "tokens"),
+        (lambda h: h.flatten(2).swapdims(1, 2), "tokens"),
+        (lambda h: torch.transpose(input=h.flatten(2), dim0=1, dim1=-1), "tokens"),
+        pytest.param(
+            *(lambda h: h.T.permute(3, 1, 0, 2), "NHWC"), marks=pytest.mark.filterwarnings("ignore:The use of `x.T`")
+        ),
+        (lambda h: h.permute(dims=(0, 2, -1, 1)), "NHWC"),
+    ],
+)
+def test_operations_that_permute_axes_permute_the_layout(turn: Callable[[Tensor], Tensor], layout: str) -> None:
+    """Each channel of the pooled value is the mean of the same channel of the value that a hook sees."""
+    entry = turned(turn)
+    graph, model = trace_graph(entry), load_model(entry, "DEFAULT").eval()
+    (info,) = (node for node in graph.nodes if node.name == "norm")
+    assert (info.layout, info.channels) == (layout, 6)
+    seen: list[Tensor] = []
+    model.get_submodule("norm").register_forward_hook(lambda module, given, output: seen.append(output))
+    image = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        model(image)
+        value = build_extractor(graph, load_model(entry, "DEFAULT"), {"norm": "norm"}).module(image)["norm"]
+    pooled = pool(value, info.layout, "avg")
+    by_hand = torch.stack([seen[0].reshape(2, 16, 6)[:, :, channel].mean(1) for channel in range(6)], 1)
+    assert torch.allclose(pooled, by_hand, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("turn", "last"),
+    [
+        (lambda h: torch.cdist(h.flatten(2).mT, h.flatten(2).mT), 16),
+        (lambda h: h.flatten(2).mT @ h.flatten(2), 16),
+        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT), 16),
+        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT[:, ::2]), 8),
+        (lambda h: h[:, None, :, 0], 4),
+        (lambda h: h[:, :, ::2].rot90(1, (1, 3)), 6),
+    ],
+)
+def test_operations_whose_axes_are_not_known_have_no_layout(turn: Callable[[Tensor], Tensor], last: int) -> None:
+    """Distances and products between positions, and an index that inserts an axis and takes another."""
+    (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")
+    assert info.layout is None
+
+
+@fx.wrap
+def turned_leaf(h: Tensor) -> Tensor:
+    return h.transpose(1, 2)[:, ::2]
+
+
+@fx.wrap
+def halved_leaf(h: Tensor) -> Tensor:
+    return h[:, :, ::2]
+
+
+@pytest.mark.parametrize(
+    ("turn", "last", "layout"),
+    [(lambda h: turned_leaf(h.flatten(2)), 6, None), (lambda h: halved_leaf(h.flatten(2)), 8, "NCL")],
+)
+def test_leaves_keep_the_layout_unless_they_seem_to_permute(
+    turn: Callable[[Tensor], Tensor], last: int, layout: str | None
+) -> None:
+    (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")
+    assert info.layout == layout

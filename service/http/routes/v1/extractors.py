@@ -1,4 +1,4 @@
-"""Extractors: create, list, show and delete them."""
+"""Creating, listing, showing and deleting extractors."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Rou
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0
 CHECK_SECONDS = 1.0
-"""How long the response about a new extractor waits for its checks."""
+"""Maximum seconds that the response for a new extractor waits for its checks."""
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
-# Problems of building an extractor. Every route that needs a built one has them, since evicted ones are rebuilt.
+# Problems of building an extractor. Every route that needs a built one may return them, because evicted ones are
+# rebuilt.
 BUILD_PROBLEMS = (
     problems.UnknownWeights,
     problems.BadParameter,
@@ -50,7 +51,7 @@ BUILD_PROBLEMS = (
     problems.ExtractorFailed,
 )
 
-# Problems of creating an extractor, also implicitly, as feature requests of a model do.
+# Problems of creating an extractor, explicitly or, like feature requests of a model, implicitly.
 MAKING_PROBLEMS = (
     problems.UnknownModel,
     problems.UnknownNode,
@@ -100,10 +101,7 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
             {"name": spec.name, "node": spec.node, "layout": spec.layout or None, "shape": spec.shape}
             for spec in description.inputs
         ],
-        "outputs": [
-            {name: value for name, value in asdict(output).items() if name in OutputDetail.model_fields}
-            for output in record.outputs
-        ],
+        "outputs": [OutputDetail.model_validate(asdict(output)).model_dump() for output in record.outputs],
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "sizes": [
@@ -153,7 +151,7 @@ async def describe_when_built(state: State, record: ExtractorRecord) -> dict[str
 
 
 async def require_json(request: Request) -> None:
-    """FastAPI dependency that refuses bodies without a JSON content type, such as forms of a browser.
+    """Check that the content type is JSON; browser forms, for example, are refused. A FastAPI dependency.
 
     Raises:
         Problem: 415.
@@ -167,7 +165,7 @@ async def require_json(request: Request) -> None:
 
 
 async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Runtime:
-    """Build an extractor, or load it again, if needed.
+    """Return the runtime of an extractor, building it if needed.
 
     Raises:
         NotReady: it takes longer than ``wait`` seconds.
@@ -186,7 +184,7 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
     status_code=201,
     dependencies=[Depends(require_json)],
     responses={
-        200: {"model": ExtractorDetail, "description": "The extractor existed already."},
+        200: {"model": ExtractorDetail, "description": "The extractor already existed."},
         201: {
             "description": "Created.",
             "headers": {"Location": {"description": "URL of the extractor.", "schema": {"type": "string"}}},
@@ -210,7 +208,7 @@ async def create_extractor(
         ),
     ] = DEFAULT_WAIT,
 ) -> Response:
-    """Create an extractor: a model pruned to what the chosen nodes need."""
+    """Create an extractor: a model pruned to the parts that the chosen nodes need."""
     record, created = await state.engine.extractor(spec, wait, keep=True, accepted=caller.accepted)
     if (failure := record.failure) is not None:
         raise failure
@@ -227,7 +225,7 @@ async def create_extractor(
 @router.get("", response_model=ExtractorList)
 @declares("read", problems.InvalidRequest, *LOOKUP_PROBLEMS)
 async def list_extractors(state: Shared, caller: Calling) -> Response:
-    """List all extractors in any state. Those that only other processes have built lack their outputs' shapes."""
+    """List all extractors in any state. Those built only by other processes lack the shapes of their outputs."""
     async with state.listings.place(caller) as place:
         others = await state.engine.extractors.elsewhere()
         records = state.engine.records.list()
@@ -286,7 +284,7 @@ async def show_graph(
     extractor: IdOrName,
     format: Annotated[
         GraphFormat | None,
-        Query(description="`table` and `code` are plain text. By default as Accept says.", examples=["svg"]),
+        Query(description="`table` and `code` are plain text. By default, `Accept` decides.", examples=["svg"]),
     ] = None,
     profile: Annotated[
         bool,

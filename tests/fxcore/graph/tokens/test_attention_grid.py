@@ -12,6 +12,7 @@ from fxcore import model_graph
 from fxcore.graph.tokens.attention_grid import attention_grid
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "node", "expected"),
     [

@@ -1,13 +1,18 @@
 """The grid of a transformer's tokens, and those before it, against what timm's own modules say of theirs."""
 
+import copy
+from functools import partial
+
 import pytest
 import timm
 import torch
 from torch import nn
 
-from fxcore import UserModel, build_extractor, load_model, model_graph
+from fxcore import Edit, UserModel, build_extractor, load_model, model_graph
+from fxcore.edits import BadEdit
 from fxcore.errors import BadTensor
-from fxcore.graph.tokens.prefix_tokens import PrefixTokens
+from fxcore.graph.model_graph import trace_graph
+from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, UNKNOWN_PREFIX, PrefixTokens
 from fxcore.graph.tokens.token_grid import TokenGrid, prefix_tokens, token_grid
 from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
@@ -138,3 +143,102 @@ def test_what_is_no_tokens_has_none():
     graph = model_graph("resnet18")
     assert token_grid(graph.by_name["layer4.1.relu_1"]) is None
     assert token_grid(graph.by_name["flatten"]) is None
+
+
+class Arranged(nn.Module):
+    """Sixteen patches and a class token, arranged by a function of both."""
+
+    def __init__(self, arrange):
+        super().__init__()
+        self.proj = nn.Conv2d(3, 8, 8, 8)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
+        self.arrange = arrange
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        patches = self.proj(x).flatten(2).transpose(1, 2)
+        return self.block(self.arrange(patches, self.cls_token.expand(x.shape[0], -1, -1)))
+
+
+def arranged(arrange):
+    """The model, its extractor, an image, and the values that a hook sees."""
+    torch.manual_seed(0)
+    model = Arranged(arrange).eval()
+    entry = user_entry("arranged", UserModel(lambda: copy.deepcopy(model), preprocessing={"crop_size": 32}))
+    graph = trace_graph(entry)
+    image = torch.rand(2, 3, 32, 32)
+    seen = []
+    model.block.register_forward_hook(lambda module, given, output: seen.append(output))
+    with torch.no_grad():
+        model(image)
+    build = partial(build_extractor, graph, load_model(entry, "DEFAULT"), {"block": "block"})
+    return build, image, seen[0]
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda patches, cls: torch.cat([patches, cls], dim=1),
+        lambda patches, cls: torch.cat([patches[:, :8], cls, patches[:, 8:]], dim=1),
+        lambda patches, cls: torch.cat([cls, patches], dim=1).roll(1, 1),
+        lambda patches, cls: torch.cat([cls, patches], dim=1).flip(1),
+        lambda patches, cls: torch.cat([cls, patches], dim=1).flip(dims=(-2,)),
+        lambda patches, cls: torch.cat([cls, patches], dim=1)[:, :-1],
+        lambda patches, cls: torch.cat([cls, patches], dim=1).index_select(1, torch.arange(16, -1, -1)),
+        lambda patches, cls: torch.cat([patches.mT, cls.mT], dim=-1).mT,
+        lambda patches, cls: torch.cat([cls, patches], dim=1) + torch.cat([patches, cls], dim=1),
+    ],
+)
+def test_tokens_among_or_after_the_patches_are_no_prefix(arrange):
+    """They cannot be pooled, and no box of them can be edited."""
+    build, image, seen = arranged(arrange)
+    extractor = build()
+    (info,) = extractor.outputs
+    assert (info.layout, info.tokens, info.prefix) == ("tokens", None, UNKNOWN_PREFIX)
+    with torch.no_grad():
+        value = extractor.module(image)["block"]
+    assert torch.allclose(value, seen, atol=1e-6)
+    for method in ("cls", "avg", "max", "cls+avg"):
+        with pytest.raises(BadTensor, match="which tokens stand for positions"):
+            pool(value, info.layout, method, info.prefix)
+    edited = build(edits={"block": "block"})
+    with pytest.raises(BadEdit, match="neither a map nor tokens on a grid"):
+        edited.factors([Edit("block", box=[0, 0, 1, 1], scale=0)], image)
+
+
+@pytest.mark.parametrize(
+    ("arrange", "prefix"),
+    [
+        (lambda patches, cls: torch.cat([cls, patches], dim=1), 1),
+        (lambda patches, cls: torch.cat([patches, cls], dim=1).roll(1, 1), 1),
+        (lambda patches, cls: torch.cat([patches, cls], dim=1)[:, :-1], 0),
+        (lambda patches, cls: torch.cat([cls, patches], dim=1).split([1, 16], dim=1)[1], 0),
+        (lambda patches, cls: torch.cat([cls.mT, patches.mT], dim=-1).mT, 1),
+        (lambda patches, cls: torch.cat([cls, patches.flip(1).flip(1)], dim=1), 1),
+    ],
+)
+def test_tokens_that_end_with_the_patches_have_their_grid(arrange, prefix):
+    build, image, seen = arranged(arrange)
+    extractor = build()
+    (info,) = extractor.outputs
+    assert (info.tokens.height, info.tokens.width, info.tokens.prefix) == (4, 4, prefix)
+    assert info.prefix == PrefixTokens(prefix, prefix > 0)
+    with torch.no_grad():
+        value = extractor.module(image)["block"]
+    assert torch.allclose(pool(value, info.layout, "avg", info.prefix), seen[:, prefix:].mean(1), atol=1e-6)
+    if prefix:
+        assert torch.allclose(pool(value, info.layout, "cls", info.prefix), seen[:, 0], atol=1e-6)
+    edited = build(edits={"block": "block"})
+    with torch.no_grad():
+        changed = edited.module(image, *edited.factors([Edit("block", box=[0, 0, 1, 1], scale=0)], image))["block"]
+    assert (changed[0] != value[0]).any(-1).nonzero().flatten().tolist() == [prefix]
+
+
+def test_patches_in_another_order_are_pooled_without_a_grid():
+    build, image, seen = arranged(lambda patches, cls: patches.flip(1) + cls)
+    extractor = build()
+    (info,) = extractor.outputs
+    assert (info.layout, info.tokens, info.prefix) == ("tokens", None, NO_PREFIX)
+    with torch.no_grad():
+        pooled = pool(extractor.module(image)["block"], info.layout, "avg", info.prefix)
+    assert torch.allclose(pooled, seen.mean(1), atol=1e-6)

@@ -1,0 +1,98 @@
+"""Axes of the results of operations that move them: permutations, ``einsum``, matrix products and indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_PERMUTING = {
+    *("permute", "transpose", "transpose_", "swapaxes", "swapaxes_", "swapdims", "swapdims_", "movedim", "moveaxis"),
+    *("t", "t_", "adjoint"),
+}
+_PERMUTING_ATTRIBUTES = {"T", "mT", "H", "mH"}
+_PRODUCTS = {"matmul", "__matmul__", "bmm"}
+# Those that may permute axes, in ways that are not followed.
+_UNCLEAR = {"rot90", "tensordot", "as_strided", "rearrange"}
+
+
+def moves_axes(node: fx.Node, name: str) -> bool:
+    """Return whether ``node``, an operation called ``name``, may move axes, so that :func:`moved` knows its result."""
+    if name == "getattr":
+        return node.args[1] in _PERMUTING_ATTRIBUTES
+    known = name in _PERMUTING or name in _UNCLEAR or name == "einsum"
+    return known or (name in _PRODUCTS and all(_axes_of(a) for a in node.args[:2])) or _reorders(node, name)
+
+
+def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
+    """Return the axes of ``node``'s ``value``, if :func:`moves_axes`; None if unknown."""
+    axes: str | None = None
+    if name == "einsum":
+        axes = _contracted(node)
+    elif name in _PRODUCTS:
+        left, right = (_axes_of(a) or "" for a in node.args[:2])
+        axes = left[:-1] + right[-1:] if len(left) == len(right) else None
+    elif name == "getattr" or name in _PERMUTING:
+        axes = _permuted(node)
+    fits = axes is not None and len(axes) == value.ndim == len(set(axes))
+    return axes if fits else None
+
+
+def _axes_of(argument: Any) -> str | None:
+    """Return the axes of an argument that is a tensor; None if unknown."""
+    if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("value"), Tensor):
+        return None
+    axes: str | None = argument.meta.get("axes")
+    return axes if axes and len(axes) == argument.meta["value"].ndim else None
+
+
+def _reorders(node: fx.Node, name: str) -> bool:
+    """Return whether ``node`` indexes a tensor in a way that may move axes, such as ``x[:, 0, None]``."""
+    if name != "getitem" or not isinstance(node.args[0], fx.Node):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    others = [one for one in index if not isinstance(one, slice) and one is not Ellipsis]
+    return len(others) > 1 and isinstance(node.args[0].meta.get("value"), Tensor)
+
+
+def _permuted(node: fx.Node) -> str | None:
+    """Apply the node's permutation to a meta tensor of distinct sizes, and read the axes from the result."""
+    source = node.all_input_nodes[0]
+    axes = _axes_of(source)
+    if axes is None:
+        return None
+    marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: marked if n is source else n.meta.get("value"))
+    try:
+        if callable(node.target):
+            result = node.target(*args, **kwargs)
+        else:
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return "".join(axes[size - 2] for size in result.shape)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return None
+
+
+def _contracted(node: fx.Node) -> str | None:
+    """Return the axes of an ``einsum``.
+
+    A letter of the result has the axis that it has in the operands. If one letter of the result is new, and one axis is
+    summed, the operation is a linear map along that axis.
+    """
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    inputs, result = equation.replace(" ", "").split("->")
+    found: dict[str, set[str]] = {}
+    for letters, operand in zip(inputs.split(","), operands, strict=False):
+        for letter, axis in zip(letters, _axes_of(operand) or "", strict=False):
+            found.setdefault(letter, set()).add(axis)
+    if any(len(axes) > 1 for axes in found.values()):
+        return None
+    new, summed = [one for one in result if one not in found], [one for one in found if one not in result]
+    if len(new) == len(summed) == 1:
+        found[new[0]] = found[summed[0]]
+    return "".join(next(iter(found[one])) for one in result) if set(result) <= found.keys() else None

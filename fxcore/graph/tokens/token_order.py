@@ -1,0 +1,126 @@
+"""The order of a transformer's tokens: which position of a map each of them stands for.
+
+Operations that join, cut or reorder tokens are applied to the numbers of their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxcore.graph.tokens.patches import MAX_PREFIX
+
+ELSEWHERE = -1
+"""For tokens that stand for no position, or an unknown one."""
+
+_FOLLOWED = {
+    *("cat", "concat", "concatenate", "getitem", "narrow", "split", "split_with_sizes", "tensor_split", "chunk"),
+    *("flip", "roll"),
+}
+_SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
+
+# Orders by node: an index for each token, a tuple of such orders for a tuple of tensors, or None if unknown.
+_Orders = Mapping[fx.Node, Any]
+
+
+def token_order(nodes: Iterable[fx.Node], source: fx.Node, area: int) -> Tensor | None:
+    """Return the position, or :data:`ELSEWHERE`, of each token of the last of ``nodes``; None if unknown.
+
+    Args:
+        nodes: an annotated node and all its ancestors.
+        source: the one of them whose map of ``area`` positions, row by row, is flattened into tokens.
+    """
+    orders: dict[fx.Node, Any] = {}
+    node = source
+    for node in sorted(nodes):
+        if node is source or not orders.keys().isdisjoint(node.all_input_nodes):
+            orders[node] = _order(node, orders, area)
+    order = orders.get(node)
+    return order if isinstance(order, Tensor) else None
+
+
+def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op in ("call_function", "call_method") and any(_orders_tokens(n, orders) for n in node.all_input_nodes):
+        if name in _FOLLOWED:
+            return _applied(node, orders)
+        if name in _SHUFFLING:
+            return _lost(node.meta["value"], node)
+    given = [orders[n] for n in node.all_input_nodes if orders.get(n) is not None]
+    length = _length(node)
+    if length is None:
+        return given[0] if given else None
+    fitting = [order for order in given if isinstance(order, Tensor) and len(order) == length]
+    if any(not torch.equal(fitting[0], other) for other in fitting[1:]):
+        return _lost(node.meta["value"], node)
+    return fitting[0] if fitting else None if given else _first(node, length, area)
+
+
+def _first(node: fx.Node, length: int, area: int) -> Tensor | None:
+    """Return the order of a map's positions where they become tokens; a module may have added tokens before them."""
+    prefix = length - area
+    if prefix and not (node.meta.get("patches") and 0 < prefix <= MAX_PREFIX):
+        return None
+    return torch.cat([torch.full((prefix,), ELSEWHERE), torch.arange(area)])
+
+
+def _applied(node: fx.Node, orders: _Orders) -> Any:
+    """Apply ``node``'s operation to the orders of its inputs."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _spread(n.meta["value"], orders.get(n), _dim(n)))
+    try:
+        if callable(node.target):
+            result = node.target(*args, **kwargs)
+        else:
+            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return _read(result, _dim(node))
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return _lost(node.meta["value"], node)
+
+
+def _spread(value: Any, order: Any, dim: int) -> Any:
+    """Return a tensor like ``value`` that holds the position of its token at each index; other objects as they are."""
+    if isinstance(value, (tuple, list)):
+        known = isinstance(order, tuple) and len(order) == len(value)
+        return tuple(_spread(one, order[i] if known else None, dim) for i, one in enumerate(value))
+    if not isinstance(value, Tensor) or value.ndim != 3:
+        return value
+    if not isinstance(order, Tensor) or len(order) != value.shape[dim]:
+        order = torch.full((value.shape[dim],), ELSEWHERE)
+    return (order[:, None] if dim == 1 else order).expand(value.shape)
+
+
+def _read(result: Any, dim: int) -> Any:
+    """Return the order that :func:`_spread` would turn into ``result``."""
+    if isinstance(result, (tuple, list)):
+        return tuple(_read(one, dim) for one in result)
+    if not isinstance(result, Tensor) or result.ndim != 3:
+        return None
+    return result[0, :, 0] if dim == 1 else result[0, 0]
+
+
+def _lost(value: Any, node: fx.Node) -> Tensor | None:
+    tokens = isinstance(value, Tensor) and value.ndim == 3
+    return torch.full((value.shape[_dim(node)],), ELSEWHERE) if tokens else None
+
+
+def _orders_tokens(node: fx.Node, orders: _Orders) -> bool:
+    """Return whether the order of ``node``'s tokens ``[N, L, C]`` or ``[N, C, L]``, or tuple of such, is known."""
+    order, value = orders.get(node), node.meta.get("value")
+    if isinstance(order, tuple):
+        return True
+    return order is not None and isinstance(value, Tensor) and value.ndim == 3 and len(order) == value.shape[_dim(node)]
+
+
+def _length(node: fx.Node) -> int | None:
+    """Return the number of ``node``'s tokens; None if its value is not tokens, but may become them again."""
+    value = node.meta.get("value")
+    if not isinstance(value, Tensor) or value.ndim != 3 or node.meta.get("axes") not in ("NLC", "NCL"):
+        return None
+    return value.shape[_dim(node)]
+
+
+def _dim(node: fx.Node) -> int:
+    return 2 if node.meta.get("axes") == "NCL" else 1
