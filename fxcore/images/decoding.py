@@ -1,23 +1,24 @@
 """Decode and preprocess images to rows of a model's input, in one of three modes.
 
-- ``default``: what torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
-  apply_exif_orientation=True))``, to the bit. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with
-  equal pixels; PIL decodes or refuses files that simplejpeg does not take. 16-bit PNG files keep their lower bits, and
-  GIF files have torchvision's background. Of torchvision's decoders, which damaged files crash, only the one of WebP is
-  used: it is a call into libwebp, and takes a third of PIL's time. The EXIF orientation is applied to WebP too, which
-  torchvision does not do.
-- ``pil``: ``weights.transforms()`` of the PIL image, to the bit.
-- ``fast``: like ``default``, but where the weights resize bilinearly, a JPEG of at least four times the target height
-  and width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level in the mean and
-  by up to 10 at hard edges; the cosine similarity of features is over 0.9998.
+- ``default``: exactly the pixels that torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
+  apply_exif_orientation=True))``. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with equal
+  pixels; PIL decodes or rejects files that simplejpeg does not support. 16-bit PNG files keep their lower bits, and GIF
+  files have torchvision's background. torchvision's decoders crash on damaged files; only the WebP decoder is used, a
+  call into libwebp that takes a third of PIL's time. Unlike in torchvision, the EXIF orientation applies to WebP too.
+- ``pil``: exactly ``weights.transforms()`` of the PIL image.
+- ``fast``: like ``default``, but if the weights resize bilinearly, a JPEG of at least four times the target height and
+  width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level on average and by
+  up to 10 at hard edges; the cosine similarity of features is over 0.9998.
 
 Resized and cropped images stay uint8, a quarter of the bytes of floats, until their batch is complete; they are
 normalised on the device, channels last.
 
-Views are NumPy's here: each call into torch releases the GIL and has to acquire it again.
+This module uses NumPy views, because each call into torch releases the GIL and has to reacquire it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -30,7 +31,7 @@ from torchvision.transforms import functional as F
 
 from fxcore.errors import BadTensor
 from fxcore.images import resizing
-from fxcore.images.files import damaged, open_image, open_within_limit, plain_jpeg_header
+from fxcore.images.files import Opened, damaged, open_within_limit, plain_jpeg_header, to_rgb
 from fxcore.images.formats import deep_png, gif
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
@@ -41,9 +42,9 @@ PREPROCESS_MODES = {
     "pil": "weights.transforms()(PIL image)",
     "fast": "as default, and large JPEG files are decoded at a half or a quarter",
 }
-"""What each mode computes, as Python where that says it all."""
+"""Descriptions of the modes, as Python code if possible."""
 
-# Not 1/8, which keeps one value of each 8 x 8 block: features would differ visibly.
+# Not 1/8, which keeps only one value of each 8 x 8 block: features would differ noticeably.
 _DENOMINATORS = (4, 2)
 _OVERSAMPLING = 2
 
@@ -53,30 +54,34 @@ _PIXEL_BYTES = 4
 
 
 def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> Tensor:
-    """Decode an image to uint8 ``[H, W, 3]``; of 16-bit values the upper eight bits.
+    """Decode an image to uint8 ``[H, W, 3]``, keeping the upper eight bits of 16-bit values.
 
     Args:
-        max_pixels: maximum pixels of the image.
-        exactly: give GIF files torchvision's background; otherwise they have PIL's.
+        max_pixels: maximum number of pixels of the image.
+        exactly: give GIF files torchvision's background instead of PIL's.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
     """
-    header = _jpeg_header(data, max_pixels)
-    pixels = None if header is None else _jpeg(data, header[0])
-    if header is None or pixels is None:
-        return torch.from_numpy(_by_pil(data, max_pixels, exactly))
-    return _tensor(_turned(pixels, header[1]))
+    opened = _open(data, max_pixels)
+    if isinstance(opened, _Jpeg):
+        pixels = _jpeg(data, opened.stored)
+        if pixels is not None:
+            return _tensor(_turned(pixels, opened.turn))
+        opened = open_within_limit(data, max_pixels)
+    return _tensor(_by_pil(opened, exactly))
 
 
 class Decoder:
-    """Applies ``preprocessing`` to encoded images or pixels. Thread-safe; set torch to one thread in each thread.
+    """A decoder that applies ``preprocessing`` to encoded images or pixels.
+
+    Thread-safe; set torch to one thread in each thread.
 
     Attributes:
-        plain: whether the preprocessing is antialiased resizing, cropping and normalising only.
+        plain: whether the preprocessing is only antialiased resizing, cropping and normalising.
         scales: whether ``fast`` is faster than ``default``.
-        dtype: of the rows: uint8 if ``plain``, resized and cropped but not normalised yet; else float32. 16-bit images
-            become float32 in either case, but not in the mode ``pil``.
+        dtype: dtype of the rows: uint8 if ``plain`` (resized and cropped but not yet normalised), else float32. 16-bit
+            images become float32 in either case, except in ``pil`` mode.
     """
 
     def __init__(self, preprocessing: Preprocessing) -> None:
@@ -94,10 +99,10 @@ class Decoder:
             self._lines: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def image(self, data: bytes, max_pixels: int | None = None, preprocess: str = "default") -> Tensor:
-        """One encoded image → one row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
+        """Decode an image to a row for :meth:`batch`: uint8 ``[H, W, 3]``, or float32 ``[3, H, W]``; see ``dtype``.
 
         Args:
-            max_pixels: maximum pixels of the image.
+            max_pixels: maximum number of pixels of the image.
             preprocess: a key of :data:`PREPROCESS_MODES`.
 
         Raises:
@@ -107,26 +112,27 @@ class Decoder:
             return self._preprocessing.pixels(_deep(data, max_pixels))
         if not self.plain or preprocess == "pil":
             return self.pixels(decode(data, max_pixels, exactly=preprocess != "pil"), preprocess)
-        header = _jpeg_header(data, max_pixels)
-        if header is not None:
-            stored, turn = header
+        opened = _open(data, max_pixels)
+        if isinstance(opened, _Jpeg):
+            stored, turn = opened
             height, width = self._turned_size(stored, turn)
             denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
             by_torch = denominator > 1 or resizing.is_left_to_torch(stored, (height, width), self._mode)
             pixels = _jpeg(data, stored, denominator, "RGB" if by_torch else "RGBX")
             if pixels is not None and denominator > 1:
-                # Rotated last: there are fewer pixels then, and the scaled decoder's padding stays at the lower right.
+                # Rotate last: there are fewer pixels, and the scaled decoder's padding is still at the lower right.
                 scaled = _turned(_scaled_down(pixels, (height, width), stored, denominator), turn)
                 return _tensor(scaled[self.kept(*scaled.shape[:2])])
             if pixels is not None:
                 return self._row(_turned(pixels, turn))
-        return self._row(_by_pil(data, max_pixels))
+            opened = open_within_limit(data, max_pixels)
+        return self._row(_by_pil(opened, space="RGBX"))
 
     def pixels(self, pixels: Tensor, preprocess: str = "default") -> Tensor:
-        """One image, uint8 ``[H, W, 3]`` → one row, as :meth:`image` gives it.
+        """Preprocess an image, uint8 ``[H, W, 3]``, to a row as returned by :meth:`image`.
 
         Raises:
-            BadTensor: another shape or dtype.
+            BadTensor: ``pixels`` has another shape or dtype.
         """
         if pixels.dtype != torch.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.numel() == 0:
             raise BadTensor(f"an image is uint8 [H, W, 3]; this is {pixels.dtype} {list(pixels.shape)}")
@@ -139,7 +145,7 @@ class Decoder:
         return self._row(pixels.numpy()) if self.plain else self._preprocessing.pixels(pixels.permute(2, 0, 1))
 
     def held(self, height: int, width: int, preprocess: str = "default") -> int:
-        """Peak bytes of preparing a decoded image of that size."""
+        """Return the peak bytes of preprocessing a decoded image of that size."""
         pixels = height * width
         if self.plain and preprocess != "pil":
             size = self.resized(height, width)
@@ -151,8 +157,8 @@ class Decoder:
         """Normalise rows on their device.
 
         Args:
-            rows: uint8 ``[N, H, W, 3]``; floats are returned as they are.
-            out: float32 ``[N, H, W, 3]`` to write to; allocated without it.
+            rows: uint8 ``[N, H, W, 3]``; floats are returned unchanged.
+            out: float32 ``[N, H, W, 3]`` to write to; allocated if None.
 
         Returns:
             ``[N, 3, H, W]``, channels last.
@@ -165,11 +171,11 @@ class Decoder:
         return floats.permute(0, 3, 1, 2)
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that an image of that size is resized to; only if ``plain``."""
+        """Return the height and width that an image of that size is resized to; only if ``plain``."""
         return self._preprocessing.largest_size(height, width)
 
     def kept(self, height: int, width: int) -> tuple[slice, slice]:
-        """Rows and columns of a resized image of that size that the crop keeps; only if ``plain``."""
+        """Return the rows and columns of a resized image of that size that the crop keeps; only if ``plain``."""
         if self._crop is None:
             return slice(None), slice(None)
         sides = ((height, self._crop[0]), (width, self._crop[-1]))
@@ -177,7 +183,7 @@ class Decoder:
         return lines, columns
 
     def _line(self, device: torch.device, width: int) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, ``[width, 3]`` each: with ``[3]`` torch's broadcasting is slow."""
+        """Return mean and standard deviation, ``[width, 3]`` each, since torch broadcasts ``[3]`` slowly."""
         line = self._lines.get((device, width))
         if line is None:
             if len(self._lines) >= _MAX_WIDTHS:
@@ -187,7 +193,7 @@ class Decoder:
         return line
 
     def _turned_size(self, stored: tuple[int, int], turn: int) -> tuple[int, int]:
-        """Height and width that an image is resized to before its orientation is applied."""
+        """Return the height and width that an image is resized to before its orientation is applied."""
         if turn >= 5:
             width, height = self.resized(stored[1], stored[0])
             return height, width
@@ -218,24 +224,39 @@ def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
     return 1
 
 
-def _jpeg_header(data: bytes, max_pixels: int | None) -> tuple[tuple[int, int], int] | None:
-    """Stored height and width of a JPEG file, and its orientation; None for files that PIL must decode.
+class _Jpeg(NamedTuple):
+    """A JPEG file for simplejpeg.
+
+    Attributes:
+        stored: height and width, orientation not applied.
+        turn: the EXIF orientation, 1 to 8.
+    """
+
+    stored: tuple[int, int]
+    turn: int
+
+
+def _open(data: bytes, max_pixels: int | None) -> _Jpeg | Opened:
+    """Read the header of an image; those that simplejpeg does not decode are opened by PIL.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.image_header`.
     """
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
-        return plain[:2], 1
-    image, turn, _ = open_within_limit(data, max_pixels)
+        return _Jpeg(plain[:2], 1)
+    opened = open_within_limit(data, max_pixels)
+    image = opened.image
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
-        return None
-    return (image.height, image.width), turn
+        return opened
+    return _Jpeg((image.height, image.width), opened.turn)
 
 
 def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str = "RGB") -> Pixels | None:
-    """Decode to ``[ceil(H / denominator), ceil(W / denominator), len(space)]``, orientation not applied; None for files
-    that PIL must decode or refuse."""
+    """Decode to ``[ceil(H / denominator), ceil(W / denominator), len(space)]`` without applying the orientation.
+
+    None for files that PIL must decode or reject.
+    """
     height, width = (-(-side // denominator) for side in stored)
     try:
         pixels: Pixels = simplejpeg.decode_jpeg(data, space, min_height=height, min_width=width)
@@ -244,30 +265,34 @@ def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str
     return pixels if pixels.shape == (height, width, len(space)) else None
 
 
-def _by_pil(data: bytes, max_pixels: int | None, exactly: bool = True) -> Pixels:
-    if data[8:12] == b"WEBP" and (pixels := _webp(data, max_pixels)) is not None:
+def _by_pil(opened: Opened, exactly: bool = True, space: str = "RGB") -> Pixels:
+    """Decode to ``[H, W, len(space)]``, or ``[H, W, 3]`` if the decoder supports only that; may be read-only."""
+    format = opened.image.format
+    if format == "WEBP" and (pixels := _webp(opened)) is not None:
         return pixels
-    if not exactly or not data.startswith(gif.SIGNATURES):
-        return np.array(open_image(data, max_pixels))
-    opened = open_within_limit(data, max_pixels)
-    with opened.image as image:
-        try:
-            return gif.decode(opened.data, (image.height, image.width))
-        except Exception as error:  # decoders fail in as many ways as there are damaged files
-            raise damaged("GIF", error) from error
+    if exactly and format == "GIF":
+        with opened.image as image:
+            try:
+                return gif.decode(opened.data, (image.height, image.width))
+            except Exception as error:  # decoders fail in as many ways as there are damaged files
+                raise damaged("GIF", error) from error
+    image = to_rgb(opened)
+    if space == "RGB":
+        return np.array(image)
+    # Keep PIL's four bytes per pixel, which resizing expects: dropping and adding the fourth takes twice as long.
+    return np.frombuffer(image.tobytes("raw", space), np.uint8).reshape(image.height, image.width, len(space))
 
 
-def _webp(data: bytes, max_pixels: int | None) -> Pixels | None:
-    """Decode a WebP file; None for files that PIL must decode or refuse, as animations are."""
-    image, turn, _ = open_within_limit(data, max_pixels)
-    with image:
-        try:
-            # Looked up here: torchvision has announced its removal, and this module must load without it.
-            made = torchvision.io.decode_webp(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-        except (AttributeError, RuntimeError):
-            return None
-        pixels: Pixels = made.permute(1, 2, 0).numpy()
-        return _turned(pixels, turn) if pixels.shape[:2] == (image.height, image.width) else None
+def _webp(opened: Opened) -> Pixels | None:
+    """Decode a WebP file; None for files that PIL must decode or reject, such as animations."""
+    data = torch.frombuffer(bytearray(opened.data), dtype=torch.uint8)
+    try:
+        # Looked up at call time: torchvision has announced its removal, and this module must load without it.
+        pixels: Pixels = torchvision.io.decode_webp(data, mode="RGB").permute(1, 2, 0).numpy()
+    except (AttributeError, RuntimeError):
+        return None
+    expected = opened.image.height, opened.image.width
+    return _turned(pixels, opened.turn) if pixels.shape[:2] == expected else None
 
 
 def _deep(data: bytes, max_pixels: int | None) -> Tensor:
@@ -282,11 +307,11 @@ def _deep(data: bytes, max_pixels: int | None) -> Tensor:
 
 def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int], denominator: int) -> Pixels:
     """Resize ``[h, w, 3]``, decoded at a fraction of the size ``stored``, to ``[*target, 3]``."""
-    # With the stride 0 that NumPy gives to ``[None]``, torch would not recognise the image as channels last, and would
-    # resize planes, which takes twice as long.
+    # NumPy gives ``[None]`` a stride of 0, with which torch would not recognise the image as channels last. It would
+    # then resize planes, which takes twice as long.
     batch = torch.from_numpy(pixels.reshape(1, *pixels.shape).transpose(0, 3, 1, 2))
-    # The last row and column may stand for less than a whole pixel, so the size alone would stretch the image.
-    # Rounding must not lose a row: the factor is increased by less than the precision of a float32 coordinate.
+    # The last row and column may cover less than a whole pixel, so passing the size would stretch the image. The factor
+    # is increased by less than the precision of a float32 coordinate, so that rounding does not lose a row.
     factors = [want * denominator / have * (1 + 1e-12) for want, have in zip(target, stored, strict=True)]
     batch = interpolate(batch, scale_factor=factors, recompute_scale_factor=False, mode="bilinear", antialias=True)
     resized: Pixels = batch.numpy()[0].transpose(1, 2, 0)
@@ -294,14 +319,14 @@ def _scaled_down(pixels: Pixels, target: tuple[int, int], stored: tuple[int, int
 
 
 def _tensor(pixels: Pixels) -> Tensor:
-    """``pixels`` as a contiguous tensor."""
-    # NumPy calls an array contiguous whatever the stride of an axis of size 1; torch takes no negative stride.
+    """Convert ``pixels`` to a contiguous tensor."""
+    # NumPy ignores the stride of axes of size 1 when it checks contiguity, and torch rejects negative strides.
     pixels = pixels.copy() if min(pixels.strides) < 0 else np.ascontiguousarray(pixels)
     return torch.from_numpy(pixels)
 
 
 def _turned(pixels: Pixels, turn: int) -> Pixels:
-    """Apply an EXIF orientation to ``[H, W, 3]``; returns a view."""
+    """Apply an EXIF orientation to ``[H, W, 3]``; return a view."""
     match turn:
         case 2:
             return pixels[:, ::-1]

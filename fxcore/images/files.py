@@ -1,4 +1,4 @@
-"""Open image files by PIL, and read their headers."""
+"""Open image files with PIL, and read their headers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _HAS_AVIF = "avif" in features.modules and features.check("avif")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", *(["AVIF"] if _HAS_AVIF else []))
 
 _OPENED = (*FORMATS, "DIB")
-"""Those that are opened: a DIB is a BMP without the header of a file."""
+"""Formats to try: a DIB is a BMP without the file header."""
 
 _VARIANTS = ("MPO", "DIB")
-"""Names that Pillow has for files of several JPEG images, and for BMP files."""
+"""Pillow's names for files of several JPEG images, and for BMP files."""
 
 HEAD_BYTES = 4096
-"""First bytes of a file that tell whether it is an image."""
+"""Number of leading bytes that are enough to tell whether a file is an image."""
 
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
 # and application segments except APP1, which is EXIF or XMP.
@@ -40,17 +40,17 @@ _JPEG_PROGRESSIVE = 0xC2
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
 _JPEG_SEGMENT = struct.Struct(">BBHBHHB")
-"""Marker, length, and in a frame header: bits per sample, height, width, components. In a scan header the components
-come first."""
+"""Marker and length; then, in a frame header, bits per sample, height, width and components. In a scan header the
+components come first."""
 _MAX_JPEG_SEGMENTS = 64
-"""Maximum segments before the first scan for the fast header reader; cameras and programs write fewer."""
+"""Maximum number of segments before the first scan for the fast header reader; cameras and programs write fewer."""
 
 MAX_SCANS = 100
-"""Maximum scans of a JPEG file, which is libtiff's limit too; progressive files have about ten. Each scan costs a pass
-over all pixels, however few bytes it has."""
+"""Maximum number of scans of a JPEG file, as in libtiff; progressive files have about ten. Each scan costs a pass over
+all pixels, however few bytes it has."""
 
 _MAX_MARKERS = 1000
-"""Maximum markers of a JPEG file without restarts: each scan has a few tables before it."""
+"""Maximum number of markers of a JPEG file, not counting restarts: each scan has a few tables before it."""
 
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _JPEG_END = 0xD9
@@ -67,25 +67,25 @@ _TURNS = {
 }
 
 _RGB_BYTES = 4
-"""Bytes of a pixel in PIL's memory, for all modes but those in :data:`_MODE_BYTES`."""
+"""Bytes of a pixel in PIL's memory, for all modes except those in :data:`_MODE_BYTES`."""
 _MODE_BYTES = {"1": 1, "L": 1, "P": 1}
 _BESIDE_BYTES = {"WEBP": 12, "TIFF": 8, "PPM": 4, "JPEG2000": 36, "AVIF": 18}
-"""Bytes per pixel that decoders hold beside PIL's image: libwebp two canvases and its output, libtiff a strip, which
-may be the whole image, OpenJPEG two values of 32 bits per component and a tile, libavif planes of 16 bits and its
+"""Bytes per pixel that decoders hold in addition to PIL's image: libwebp two canvases and its output, libtiff a strip,
+which may be the whole image, OpenJPEG two 32-bit values per component and a tile, libavif 16-bit planes and its
 output."""
 
 _BITS = 16
-"""Bits of grey levels in the modes I and I;16 of PIL, of all formats but TIFF."""
+"""Bits of grey levels in PIL's modes I and I;16, for all formats except TIFF."""
 _TIFF_BITS = 258
 _JPEG_COEFFICIENT_BYTES = 2
 """Bytes per component of a pixel that libjpeg holds for files with more than one scan."""
 
 
 class Opened(NamedTuple):
-    """An image that is not decoded yet.
+    """An image that is opened but not decoded.
 
     Attributes:
-        image: PIL's.
+        image: the PIL image.
         turn: the EXIF orientation to apply to it, 1 to 8.
         data: the file without metadata.
     """
@@ -99,8 +99,8 @@ class Header(NamedTuple):
     """The header of an image.
 
     Attributes:
-        height, width: in pixels, with the EXIF orientation applied.
-        held: peak bytes of :func:`open_image`, without the file.
+        height, width: size in pixels, with the EXIF orientation applied.
+        held: peak bytes of :func:`open_image`, not counting the file.
     """
 
     height: int
@@ -109,12 +109,12 @@ class Header(NamedTuple):
 
 
 def image_header(data: bytes, max_pixels: int | None = None) -> Header:
-    """Read the header of an image. Nothing is decoded, and no metadata but the orientation is read.
+    """Read the header of an image, without decoding it. The only metadata that is read is the orientation.
 
     Raises:
         BadImage: not an image in one of :data:`FORMATS`, a JPEG with over :data:`MAX_SCANS` scans, or a file over the
             limits of :mod:`fxcore.images.formats.containers`.
-        ImageTooLarge: it has more than ``max_pixels``.
+        ImageTooLarge: the image has more than ``max_pixels``.
     """
     plain = plain_jpeg_header(data, max_pixels)
     if plain is not None:
@@ -126,7 +126,7 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
         if image.mode != "RGB":
             held += _RGB_BYTES
         if image.format in ("JPEG", "MPO"):
-            held += _JPEG_COEFFICIENT_BYTES * len(image.getbands())  # of one scan it would be none
+            held += _JPEG_COEFFICIENT_BYTES * len(image.getbands())  # not needed if it has a single scan
         if turn > 1:
             held += _RGB_BYTES
         held *= width * height
@@ -134,12 +134,12 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
 
 
 def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
-    """Height and width of an image by :func:`image_header`."""
+    """Return height and width of an image; see :func:`image_header`."""
     return image_header(data, max_pixels)[:2]
 
 
 def is_image(head: bytes) -> bool:
-    """Return whether a file is in one of :data:`FORMATS`, by its first :data:`HEAD_BYTES`; it may still be damaged.
+    """Return whether a file is in one of :data:`FORMATS`, given its first :data:`HEAD_BYTES`. It may still be damaged.
 
     >>> is_image(bytes.fromhex("89504e470d0a1a0a")), is_image(b"P2 is a format of images")
     (True, False)
@@ -149,18 +149,18 @@ def is_image(head: bytes) -> bool:
 
 @lru_cache(1)
 def suffixes() -> tuple[str, ...]:
-    """Suffixes, in lower case, of files in :data:`FORMATS`."""
+    """Return the suffixes, in lower case, of files in :data:`FORMATS`."""
     formats = {*FORMATS, *_VARIANTS}
     return tuple(suffix for suffix, format in PIL.Image.registered_extensions().items() if format in formats)
 
 
 def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | None:
-    """Read the header of a JPEG file in grey or colour without EXIF; None for other files.
+    """Read the header of a grey or colour JPEG file without EXIF; return None for other files.
 
-    Much faster than PIL, and it does not release the GIL.
+    Much faster than PIL, and does not release the GIL.
 
     Raises:
-        BadImage: it has over :data:`MAX_SCANS` scans.
+        BadImage: the file has over :data:`MAX_SCANS` scans.
         ImageTooLarge: see :func:`image_header`.
     """
     if data[:2] != b"\xff\xd8":
@@ -175,7 +175,7 @@ def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | No
         if start != 0xFF:
             return None
         if kind == _JPEG_SCAN:  # PIL reads every segment before this one
-            if header is not None and (frame == _JPEG_PROGRESSIVE or first != components):  # else there is no other
+            if header is not None and (frame == _JPEG_PROGRESSIVE or first != components):  # else it is the only scan
                 _check_scans(data)
                 more = header.height * header.width * _JPEG_COEFFICIENT_BYTES * components
                 header = header._replace(held=header.held + more)
@@ -205,13 +205,13 @@ def has_plain_header(data: bytes) -> bool:
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     """Decode an image, or the first frame of an animation, to RGB, with the EXIF orientation applied.
 
-    Alpha is dropped, as by PIL. Of grey levels of 9 to 16 bits the upper eight are kept, where PIL would clip them at
-    255; those of 32 bits, integers or floats, are clipped at 0 and 255, as by PIL.
+    Alpha is dropped, as in PIL. Grey levels of 9 to 16 bits keep their upper eight bits, where PIL would clip them at
+    255; 32-bit grey levels, integers or floats, are clipped to 0…255, as in PIL.
 
     Raises:
         BadImage: not an image, truncated or damaged.
         BadArgument: ``data`` is not bytes.
-        ImageTooLarge: by its header it has more than ``max_pixels``; nothing was decoded.
+        ImageTooLarge: according to its header, the image has more than ``max_pixels``; nothing was decoded.
 
     >>> import io
     >>> file = io.BytesIO()
@@ -222,7 +222,16 @@ def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:
     """
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise BadArgument(f"an image is the bytes of its file, from Path(...).read_bytes(), not {data!r:.100}")
-    image, turn, _ = open_within_limit(data, max_pixels)
+    return to_rgb(open_within_limit(data, max_pixels))
+
+
+def to_rgb(opened: Opened) -> PIL.Image.Image:
+    """Decode an opened image; see :func:`open_image`.
+
+    Raises:
+        BadImage, ImageTooLarge: see :func:`open_image`.
+    """
+    image, turn, _ = opened
     format = image.format or "image"
     try:
         with quiet():  # palettes with transparency, and damage that Pillow tolerates
@@ -237,7 +246,7 @@ def _rgb(image: PIL.Image.Image, turn: int) -> PIL.Image.Image:
     image.load()
     if image.mode.startswith("I") and (bits := _bits(image)) <= _BITS:  # PIL would clip grey levels at 255
         image = PIL.Image.fromarray((np.asarray(image).clip(0, 2**bits - 1) >> (bits - 8)).astype(np.uint8))
-    if image.mode != "RGB":  # else it would be copied
+    if image.mode != "RGB":  # convert() copies even RGB images
         image = image.convert("RGB")
     return image.transpose(_TURNS[turn]) if turn in _TURNS else image
 
@@ -280,7 +289,7 @@ def _unknown(data: bytes) -> BadImage:
 
 
 def _bits(image: PIL.Image.Image) -> int:
-    """Bits of the grey levels of an image in a mode of integers."""
+    """Return the number of bits of the grey levels of an image in an integer mode."""
     if not isinstance(image, PIL.TiffImagePlugin.TiffImageFile):
         return _BITS
     bits = image.tag_v2.get(_TIFF_BITS, _BITS)
@@ -291,7 +300,7 @@ def _check_pixels(height: int, width: int, max_pixels: int | None) -> None:
     pixels = height * width
     if max_pixels is not None and pixels > max_pixels:
         raise ImageTooLarge(
-            f"the image has {width} x {height} = {pixels} pixels; at most {max_pixels} are taken",
+            f"the image has {width} x {height} = {pixels} pixels; at most {max_pixels} are allowed",
             pixels=pixels,
             limit=max_pixels,
         )
@@ -301,7 +310,7 @@ def _check_scans(data: bytes) -> None:
     """Check the number of scans of a JPEG.
 
     Raises:
-        BadImage: there are too many.
+        BadImage: there are too many scans or markers.
     """
     scans, place = 0, 2
     for _ in range(_MAX_MARKERS):
@@ -311,5 +320,5 @@ def _check_scans(data: bytes) -> None:
         place = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
         scans += marker[0][1] == _JPEG_SCAN
         if scans > MAX_SCANS:
-            raise BadImage(f"the JPEG has over {MAX_SCANS} scans; save it anew with an image editor, or as PNG")
-    raise BadImage(f"the JPEG has over {_MAX_MARKERS} markers; save it anew with an image editor, or as PNG")
+            raise BadImage(f"the JPEG has over {MAX_SCANS} scans; save it again with an image editor, or as PNG")
+    raise BadImage(f"the JPEG has over {_MAX_MARKERS} markers; save it again with an image editor, or as PNG")

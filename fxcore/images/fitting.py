@@ -1,7 +1,7 @@
-"""Ways to bring an image to the size of a model's input, beside the weights' own resize and centre crop.
+"""Ways to fit an image to the size of a model's input, other than the weights' own resize and centre crop.
 
 Images are resized as tensors, by ``torchvision.transforms.v2.functional.resize`` with antialiasing and the weights'
-interpolation, and normalised as the weights were trained with.
+interpolation, and normalised as in training.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from fxcore.errors import BadTensor, Unsupported
+from fxcore.images.channels import OtherChannels
 from fxcore.images.placement import Placement
-from fxcore.images.preprocessing import ImageSize, Preprocessing, sides
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.images.sizes import ImageSize, sides
 
 Fit = Literal["crop", "stretch", "pad", "native"]
 
 _FLOAT_BYTES = 3 * 4
-"""Bytes of a pixel of three float32 values."""
+"""Bytes of a pixel with three float32 values."""
 
 
 class FittedPreprocessing(Preprocessing):
-    """Resize to a size, perhaps pad, scale to [0, 1], normalise.
+    """Preprocessing that resizes to a size, possibly pads, scales to [0, 1] and normalises.
 
-    A subclass decides the size.
+    Subclasses determine the size.
 
     Args:
-        own: the weights' own preprocessing, which says how to interpolate and normalise.
+        own: the weights' own preprocessing, which determines interpolation and normalisation.
     """
 
     fits = True
@@ -84,12 +86,12 @@ class FittedPreprocessing(Preprocessing):
         return result
 
     def _placed(self, resized: Tensor) -> Tensor:
-        """Put the resized image, floats from 0 to 1, into the input."""
+        """Place the resized image, floats in [0, 1], in the input."""
         return resized
 
 
 class Stretched(FittedPreprocessing):
-    """Every image is resized to exactly ``size``, height and width."""
+    """Preprocessing that resizes every image to exactly ``size`` (height and width)."""
 
     def __init__(self, own: Preprocessing, size: tuple[int, int]) -> None:
         super().__init__(own)
@@ -106,7 +108,8 @@ class Stretched(FittedPreprocessing):
 
 
 class Padded(FittedPreprocessing):
-    """Every image is resized until it fits into ``size``, height and width, and centred; the rest has the mean colour.
+    """Preprocessing that resizes every image to fit into ``size`` (height and width), centres it, and pads it with the
+    mean colour.
 
     >>> from fxcore import get_model
     >>> padded = Padded(get_model("resnet18").preprocessing(), (224, 224))
@@ -139,7 +142,7 @@ class Padded(FittedPreprocessing):
         return Placement((height, width), resized[0] / height, resized[1] / width, -top, -left, self._size)
 
     def valid_box(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """x1, y1, x2, y2 of an image of that size, in pixels of the input."""
+        """Return x1, y1, x2, y2 of an image of that size, in pixels of the input."""
         resized = self.largest_size(height, width)
         top, left = ((side - part) // 2 for side, part in zip(self._size, resized, strict=True))
         return left, top, left + resized[1], top + resized[0]
@@ -147,14 +150,15 @@ class Padded(FittedPreprocessing):
     def _placed(self, resized: Tensor) -> Tensor:
         height, width = resized.shape[-2:]
         top, left = (self._size[0] - height) // 2, (self._size[1] - width) // 2
-        # In float32, so that normalising makes zeros of it.
-        filled = torch.tensor(self.mean, dtype=resized.dtype)[:, None, None].repeat(1, *self._size)
+        # In float32, so that normalising turns it into zeros.
+        mean = torch.tensor(self.mean, dtype=resized.dtype)[:, None, None]
+        filled = mean.expand(len(resized), *self._size).clone()  # a model of one channel has a single mean
         filled[:, top : top + height, left : left + width] = resized
         return filled
 
 
 class Native(FittedPreprocessing):
-    """The aspect ratio is kept: the shorter side becomes ``side``, and each a multiple of ``multiple``.
+    """Preprocessing that keeps the aspect ratio: the shorter side becomes ``side``, both multiples of ``multiple``.
 
     >>> from fxcore import get_model
     >>> native = Native(get_model("resnet18").preprocessing(), 224, 32)
@@ -189,26 +193,32 @@ class Native(FittedPreprocessing):
         return max(1, round(side / self._multiple)) * self._multiple
 
 
-def fitted(own: Preprocessing, fit: Fit, image_size: ImageSize | None, multiple: int = 1) -> FittedPreprocessing:
-    """Return the preprocessing that brings images to ``image_size`` in the way ``fit``.
+def fitted(own: Preprocessing, fit: Fit, image_size: ImageSize | None, multiple: int = 1) -> Preprocessing:
+    """Return the preprocessing that fits images to ``image_size`` by the method ``fit``.
 
     Args:
         own: the weights' own preprocessing.
-        fit: not ``crop``, which is the weights' own way.
-        image_size: size of the input; the weights' own crop without it. With ``native`` it is the shorter side.
-        multiple: of which each side is one, with ``native``.
+        fit: the method; not ``crop``, which is the weights' own.
+        image_size: size of the input; by default the weights' own crop. With ``native``, the shorter side.
+        multiple: with ``native``, the number that each side is rounded to a multiple of.
 
     Raises:
-        Unsupported: the model's inputs are no single images that its weights resize.
+        Unsupported: the model's inputs are not single images that the preprocessing resizes.
         BadTensor: ``image_size`` is two numbers with ``native``.
     """
     if not own.fits:
         raise Unsupported(
-            f"fit={fit} is not for this model, whose input is no single image that its weights resize; leave it out",
+            f"fit={fit} is not for this model, whose input is not a single image that its weights resize; leave it out",
             field="fit",
             value=fit,
             available=["crop"],
         )
+    made = _fitted(own, fit, image_size, multiple)
+    return OtherChannels(made, 1) if isinstance(own, OtherChannels) else made
+
+
+def _fitted(own: Preprocessing, fit: Fit, image_size: ImageSize | None, multiple: int) -> FittedPreprocessing:
+    """Return the preprocessing of RGB images; see :func:`fitted`."""
     size = own.nominal_size() if image_size is None else sides(image_size)
     if fit == "stretch":
         return Stretched(own, size)

@@ -1,4 +1,4 @@
-"""Masks of images: a PNG file or COCO's run lengths → which pixels are in it, and its share of each cell of a grid."""
+"""Decode image masks from PNG files or COCO run lengths, and compute their area in each cell of a grid."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fxcore.errors import BadMask
 from fxcore.images.formats.opening import opened
 
 _ONE_CHANNEL = ("1", "L", "P", "I", "I;16")
-"""Pillow's modes of PNG files that have one value a pixel."""
+"""Pillow's modes for PNG files with one value per pixel."""
 
 _MAX_PIXELS = 2**31
-"""Maximum pixels of run lengths; images have fewer."""
+"""Maximum number of pixels in a run; images have fewer."""
 
 
 class Rle(NamedTuple):
-    """Run lengths of COCO, down the columns one after another.
+    """COCO run lengths, in column-major order.
 
     Attributes:
-        height, width: of the mask.
-        counts: pixels outside of it, pixels in it, pixels outside of it, and so on; or these as COCO compresses them.
+        height, width: size of the mask.
+        counts: numbers of pixels alternately outside and inside the mask, outside first; or COCO's compressed string.
     """
 
     height: int
@@ -33,7 +33,7 @@ class Rle(NamedTuple):
 
 
 Mask = bytes | Rle
-"""An encoded mask. Of a PNG file with one channel, pixels that are not zero are in it."""
+"""An encoded mask: run lengths, or a PNG file with one channel, whose non-zero pixels are in the mask."""
 
 
 def read_mask(mask: Mask, image: tuple[int, int]) -> NDArray[np.bool_]:
@@ -41,13 +41,13 @@ def read_mask(mask: Mask, image: tuple[int, int]) -> NDArray[np.bool_]:
 
     Args:
         mask: a PNG file, or run lengths.
-        image: height and width of its image.
+        image: height and width of the image.
 
     Returns:
-        Whether each pixel is in it, ``[height, width]``.
+        Whether each pixel is in the mask, ``[height, width]``.
 
     Raises:
-        BadMask: it is damaged, or has another size than its image.
+        BadMask: the mask is damaged, or does not have the size of the image.
 
     >>> read_mask(Rle(2, 3, [1, 2, 3]), (2, 3)).astype(int)
     array([[0, 1, 0],
@@ -60,7 +60,7 @@ def shares(mask: NDArray[np.bool_], ys: NDArray[Any], xs: NDArray[Any]) -> NDArr
     """Return the area of ``mask`` in each cell of a grid.
 
     Args:
-        mask: ``[height, width]``.
+        mask: bool ``[height, width]``.
         ys, xs: the edges of the grid's rows and columns in pixels, ascending and within the mask.
 
     Returns:
@@ -95,7 +95,7 @@ def _of_png(data: bytes, image: tuple[int, int]) -> NDArray[np.bool_]:
     except BadMask:
         raise
     except Exception as error:  # files are damaged in many ways
-        raise BadMask(f"is no PNG file, or a damaged one ({len(data)} bytes)") from error
+        raise BadMask(f"is not a PNG file, or is damaged ({len(data)} bytes)") from error
 
 
 def _of_runs(mask: Rle, image: tuple[int, int]) -> NDArray[np.bool_]:
@@ -114,13 +114,13 @@ def _of_runs(mask: Rle, image: tuple[int, int]) -> NDArray[np.bool_]:
 
 
 def _decompressed(text: str) -> NDArray[np.int64]:
-    """Decode the run lengths of pycocotools' strings.
+    """Decode run lengths from pycocotools' compressed strings.
 
-    Each is in groups of five bits, the lowest first, with a sixth bit before the last group, and from the fourth on
-    relative to the one before the last.
+    Each number is stored in groups of five bits, lowest first, with a sixth bit set in all groups but the last. From
+    the fourth number on, it is the difference from the number two before.
 
     Raises:
-        ValueError: it is not such a string.
+        ValueError: ``text`` is not such a string.
     """
     groups = np.frombuffer(text.encode("ascii"), np.uint8).astype(np.int64) - 48
     last = groups & 32 == 0
@@ -129,7 +129,7 @@ def _decompressed(text: str) -> NDArray[np.int64]:
     ends = np.flatnonzero(last)
     starts = np.concatenate([[0], ends[:-1] + 1])
     places = np.arange(len(groups)) - np.repeat(starts, ends - starts + 1)
-    if places.max() > 6:  # of a number with more than 32 bits
+    if places.max() > 6:  # a number with more than 32 bits
         raise ValueError("not run lengths")
     numbers = np.add.reduceat((groups & 31) << (5 * places), starts)
     negative = groups[ends] & 16 != 0

@@ -1,4 +1,4 @@
-"""Map boxes, points and masks of an image to those of the model's input, after resizing and cropping."""
+"""Map boxes, points and masks from an image to the model's input, after resizing and cropping."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxcore.errors import BadBox, BadMask, BadPoint
 from fxcore.images.masks import Mask, read_mask, shares
 
 _TOLERANCE = 1.0
-"""Pixels that a box or a point may extend beyond its image: annotations and detectors round."""
+"""Pixels by which a box or a point may exceed its image, since annotations and detectors round."""
 
 
 class Grid(Protocol):
-    """The positions of a map over the model's input; :class:`fxcore.pooling.MapGrid` is one."""
+    """The positions of a map over the model's input, such as :class:`fxcore.pooling.MapGrid`."""
 
     @property
     def height(self) -> int: ...
@@ -36,12 +36,12 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Placement:
-    """An image in the model's input. Pixel ``(x, y)`` of the image is at ``(x * scale_x - left, y * scale_y - top)``.
+    """The location of an image in the model's input: pixel ``(x, y)`` is at ``x * scale_x - left, y * scale_y - top``.
 
     Attributes:
         image: height and width of the image.
         scale_y, scale_x: resized size over original size.
-        top, left: pixels of the resized image that were cropped there; negative for padding.
+        top, left: pixels of the resized image that are cropped at that side; negative for padding.
         seen: height and width of the part of the input that the image can cover: the crop, or the input without
             padding at the bottom and right.
     """
@@ -54,16 +54,16 @@ class Placement:
     seen: tuple[int, int]
 
     def carry(self, boxes: Sequence[Sequence[float]]) -> Tensor:
-        """Boxes in pixels of the image → float32 ``[n, 4]`` in pixels of the input.
+        """Convert boxes from pixels of the image to pixels of the input, float32 ``[n, 4]``.
 
-        A box that extends beyond the input is not clipped: :func:`torchvision.ops.roi_align` pools zeros there.
+        A box that extends beyond the input is not clipped; :func:`torchvision.ops.roi_align` pools zeros there.
 
         Args:
             boxes: ``x1, y1, x2, y2`` each.
 
         Raises:
-            BadBox: a box is not four finite numbers, is empty or inverted, or lies outside of the image or of the part
-                of it that the model sees; ``box`` in ``extra`` is its index.
+            BadBox: a box is not four finite numbers, is empty or inverted, or lies outside the image or the part of it
+                that the model sees; ``extra["box"]`` is its index.
 
         >>> Placement((480, 640), 0.5, 0.5, 8, 48, (224, 224)).carry([[100, 50, 300, 250]])
         tensor([[  2.,  17., 102., 117.]])
@@ -92,14 +92,14 @@ class Placement:
         return carried.float()
 
     def carry_points(self, points: Sequence[Sequence[float]]) -> Tensor:
-        """Points in pixels of the image → float32 ``[n, 2]`` in pixels of the input.
+        """Convert points from pixels of the image to pixels of the input, float32 ``[n, 2]``.
 
         Args:
             points: ``x, y`` each.
 
         Raises:
-            BadPoint: a point is not two finite numbers, or lies outside of the image or of the part of it that the
-                model sees; ``point`` in ``extra`` is its index.
+            BadPoint: a point is not two finite numbers, or lies outside the image or the part of it that the model
+                sees; ``extra["point"]`` is its index.
 
         >>> Placement((480, 640), 0.5, 0.5, 8, 48, (224, 224)).carry_points([[100, 50]])
         tensor([[ 2., 17.]])
@@ -129,13 +129,13 @@ class Placement:
         return carried.float()
 
     def carry_masks(self, masks: Sequence[Mask], grids: Sequence[Grid]) -> list[Tensor]:
-        """Masks of the image → for each of ``grids`` their shares of its positions, float32 ``[n, height * width]``.
+        """Convert masks of the image to weights of the positions of each grid, float32 ``[n, height * width]``.
 
-        A position's share is the mask's area in it over the mask's whole area in the grid.
+        A position's weight is the mask's area in it divided by the mask's whole area in the grid.
 
         Raises:
-            BadMask: one is damaged, has another size than the image, or no area in the part of it that the model sees;
-                ``mask`` in ``extra`` is its index.
+            BadMask: a mask is damaged, does not have the size of the image, or has no area in the part of the image
+                that the model sees; ``extra["mask"]`` is its index.
         """
         carried = [torch.empty(len(masks), grid.height * grid.width) for grid in grids]
         edges = [
@@ -156,7 +156,7 @@ class Placement:
         return carried
 
     def _edges(self, axis: int, count: int, stride: float) -> NDArray[np.float64]:
-        """The edges of ``count`` positions of the input, in pixels of the image and within what the model sees."""
+        """Return the edges of ``count`` positions in pixels of the image, clipped to the part that the model sees."""
         scale, start = ((self.scale_y, self.top), (self.scale_x, self.left))[axis]
         edges = np.clip(np.arange(count + 1) * stride, 0, self.seen[axis])
         clipped: NDArray[np.float64] = np.clip((edges + start) / scale, 0, self.image[axis])
@@ -164,8 +164,7 @@ class Placement:
 
 
 def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, int]) -> Placement:
-    """Return the placement of an image that is resized and then centre-cropped or padded, as by torchvision's
-    ``center_crop``.
+    """Return the placement of an image that is resized and then cropped or padded by torchvision's ``center_crop``.
 
     Args:
         image, resized, crop: height and width of the image, of the resized image, and of the crop.
@@ -176,10 +175,10 @@ def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, i
 
 
 def _first(faults: Mapping[str, Tensor], given: Sequence[Sequence[float]]) -> tuple[int, str] | None:
-    """Return the index of the first of ``given`` with a fault, and the two in words; None if there is none.
+    """Return the index of the first of ``given`` with a fault, and a description; None if none has a fault.
 
     Args:
-        faults: which have it, bool ``[n]``, by what is wrong; the first fault that any has counts.
+        faults: by description, whether each of ``given`` has the fault, bool ``[n]``; the first fault found counts.
     """
     for fault, found in faults.items():
         if found.any():

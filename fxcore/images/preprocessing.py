@@ -1,7 +1,7 @@
-"""The preprocessing of published weights: RGB image → input tensor.
+"""The preprocessing of published weights, from an RGB image to an input tensor.
 
-It is torchvision's presets for classification, segmentation, video and optical flow, and for detectors the model's own
-transform. PIL images are resampled by PIL, as when the weights were trained, and tensors by torch.
+Classification, segmentation, video and optical flow use torchvision's presets; detectors use the model's own transform.
+PIL images are resampled by PIL, as when the weights were trained, and tensors by torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from torchvision.transforms import functional as F
 
 from fxcore.errors import BadArgument, BadTensor
 from fxcore.images.placement import Placement, cropped
-
-ImageSize = int | tuple[int, int]
-"""The side of a square, or height and width, in pixels."""
+from fxcore.images.sizes import ImageSize, covering_size, resized_size, sides
 
 _PIL_BYTES = 4
 """Bytes of an RGB pixel in PIL."""
 
 _NORMALIZING_BYTES = 3 + 3 * 3 * 4
-"""Peak bytes per pixel of normalising: three values as uint8, and in three float32 tensors."""
+"""Peak bytes per pixel of normalising: three uint8 values, and three float32 tensors of three values."""
 
 
 class Preprocessing(ABC):
-    """Turns images into a model's input; a subclass for each kind of model.
+    """Base class for converting images to a model's input, with a subclass for each kind of model.
 
     >>> from fxcore import get_model
     >>> preprocessing = get_model("resnet50").preprocessing()
@@ -44,7 +42,7 @@ class Preprocessing(ABC):
     layout = "NCHW"
     #: whether images of different sizes are padded to form one batch, as for detectors
     pads = False
-    #: whether images may be brought to a size in another way, by :func:`fxcore.images.fitting.fitted`
+    #: whether images may be fitted to a size in other ways, by :func:`fxcore.images.fitting.fitted`
     fits = False
 
     @property
@@ -54,7 +52,7 @@ class Preprocessing(ABC):
 
     @property
     def rgb(self) -> Preprocessing:
-        """The preprocessing of RGB images of the same sizes; another one if the input has no three channels."""
+        """The preprocessing of RGB images with the same sizes; differs from ``self`` if the input is not RGB."""
         return self
 
     @abstractmethod
@@ -63,50 +61,50 @@ class Preprocessing(ABC):
 
     @abstractmethod
     def image(self, image: PIL.Image.Image) -> Tensor:
-        """One RGB image → float32 ``[C, H, W]``."""
+        """Convert one RGB image to float32 ``[C, H, W]``."""
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        """One image as a uint8 tensor ``[3, H, W]`` → float32 ``[C, H, W]``; by default by way of a PIL image."""
+        """Convert one uint8 image ``[3, H, W]`` to float32 ``[C, H, W]``; by default through a PIL image."""
         return self.image(F.to_pil_image(pixels))
 
     @abstractmethod
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the result of :meth:`image` for an image of that size."""
+        """Return height and width of the result of :meth:`image` for an image of that size."""
 
     @abstractmethod
     def nominal_size(self) -> tuple[int, int]:
-        """Height and width of the usual input."""
+        """Return height and width of the usual input."""
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the largest intermediate image in :meth:`image` for an image of that size.
+        """Return height and width of the largest intermediate image in :meth:`image` for an image of that size.
 
-        It is not bounded where the shorter side is resized to a size and the longer one is cropped later.
+        It is unbounded if the shorter side is resized to a fixed size and the longer side is cropped later.
         """
         return self.output_size(height, width)
 
     def placement(self, height: int, width: int) -> Placement:
-        """Return where the pixels of an image of that size are in the result of :meth:`image`."""
+        """Return the placement of an image of that size in the result of :meth:`image`."""
         return cropped((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
-        """x1, y1, x2, y2 of an image of that size in the result of :meth:`image`, where the rest is padding; None of
-        preprocessing that leaves no rest."""
+        """Return x1, y1, x2, y2 of an image of that size in the result of :meth:`image`, where the rest is padding;
+        None for preprocessing that does not pad."""
         return None
 
     def held(self, height: int, width: int) -> int:
-        """Peak bytes of :meth:`image` for an image of that size, without the image."""
+        """Return the peak bytes of :meth:`image` for an image of that size, not counting the image."""
         return _NORMALIZING_BYTES * (height * width + math.prod(self.output_size(height, width)))
 
     @property
     def fixed_size(self) -> bool:
-        """Whether all images become the same size."""
+        """Whether all images are brought to the same size."""
         return self.output_size(300, 900) == self.output_size(1700, 400)
 
     def tensor(self, array: Tensor) -> Tensor:
-        """uint8 images ``[N, H, W, 3]`` → the float32 batch, equal to that of the same images as lossless files.
+        """Convert uint8 images ``[N, H, W, 3]`` to the float32 batch that lossless files of them would give.
 
         Raises:
-            BadTensor: another shape or dtype, or a size of 0.
+            BadTensor: ``array`` has another shape or dtype, or a size of 0.
         """
         if array.dtype != torch.uint8 or array.ndim != 4 or array.shape[-1] != 3 or array.numel() == 0:
             raise BadTensor(
@@ -115,12 +113,12 @@ class Preprocessing(ABC):
         return torch.stack([self.pixels(one.permute(2, 0, 1)) for one in array])
 
     def normalization(self) -> tuple[list[float], list[float]] | None:
-        """Mean and standard deviation per channel, for values in [0, 1], if normalising is the last step; None if more
-        follows, such as a detector's zero padding."""
+        """Return mean and standard deviation per channel, for values in [0, 1], if normalising is the last step; None
+        if other steps follow, such as a detector's zero padding."""
         return None
 
     def without_normalization(self) -> Preprocessing:
-        """Return the same preprocessing without normalising, its last step: values are in [0, 1].
+        """Return the same preprocessing without its last step, normalising, so that values are in [0, 1].
 
         Raises:
             BadTensor: normalising is not the last step.
@@ -128,7 +126,7 @@ class Preprocessing(ABC):
         raise BadTensor("the normalisation of this model's images is not the last step of their preprocessing")
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
-        """Images of one size → a batch ``[N, C, H, W]``.
+        """Stack images of the same size to a batch ``[N, C, H, W]``.
 
         Raises:
             BadTensor: the sizes differ, and this preprocessing does not pad.
@@ -144,10 +142,10 @@ class Preprocessing(ABC):
 
 
 class ImagePreprocessing(Preprocessing):
-    """Classification and segmentation: resize, perhaps a centre crop, scale to [0, 1], normalise.
+    """Preprocessing for classification and segmentation: resize, optional centre crop, scale to [0, 1], normalise.
 
-    A crop of ``image_size`` keeps the share of the image that the published preprocessing keeps: the image is resized
-    until it covers the crop enlarged by their ``resize_size`` over their ``crop_size``.
+    A crop of ``image_size`` keeps the same share of the image as the published preprocessing: the image is resized to
+    cover the crop enlarged by the published ratio of ``resize_size`` to ``crop_size``.
     """
 
     fits = True
@@ -201,7 +199,7 @@ class ImagePreprocessing(Preprocessing):
 
     def _applied(self, image: Any, height: int, width: int) -> Tensor:
         preset = self._preset
-        if self._covered is not None:  # a preset resizes all images to one size, or to one shorter side
+        if self._covered is not None:  # a preset can only resize to a fixed size, or to a fixed shorter side
             preset = copy.copy(preset)
             preset.resize_size = list(self.largest_size(height, width))
         result: Tensor = preset(image)
@@ -227,7 +225,7 @@ class ImagePreprocessing(Preprocessing):
 
 
 class DetectorPreprocessing(Preprocessing):
-    """A detector's own ``GeneralizedRCNNTransform``: normalise, resize, pad to a multiple of the FPN's stride."""
+    """A detector's own ``GeneralizedRCNNTransform``: normalise, resize, and pad to a multiple of the FPN's stride."""
 
     pads = True
 
@@ -279,7 +277,7 @@ class DetectorPreprocessing(Preprocessing):
         return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
-        # Each is padded to the multiple already, so the largest of them is the size that the detector would pad to.
+        # Each is already padded to the multiple, so the detector would pad to the largest of them.
         height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
         batch = images[0].new_zeros(len(images), 3, height, width)
         for row, image in zip(batch, images, strict=True):
@@ -288,7 +286,7 @@ class DetectorPreprocessing(Preprocessing):
 
 
 class FlowPreprocessing(Preprocessing):
-    """RAFT's frames: values scaled to [-1, 1], resized only if ``image_size`` is given."""
+    """Preprocessing for RAFT's frames: scale values to [-1, 1], and resize only if ``image_size`` is given."""
 
     def __init__(self, image_size: ImageSize | None = None) -> None:
         self._size = None if image_size is None else sides(image_size)
@@ -324,7 +322,7 @@ class FlowPreprocessing(Preprocessing):
 
 
 class VideoPreprocessing(Preprocessing):
-    """Clips: frames resized and cropped, and ``[N, T, C, H, W]`` turned to ``[N, C, T, H, W]``."""
+    """Preprocessing for clips: resize and crop frames, and permute ``[N, T, C, H, W]`` to ``[N, C, T, H, W]``."""
 
     layout = "NCTHW"
 
@@ -345,7 +343,7 @@ class VideoPreprocessing(Preprocessing):
             "mean": preset.mean,
             "std": preset.std,
             "interpolation": preset.interpolation.value,
-            "antialias": False,  # fixed in torchvision's preset, which keeps what the models were trained with
+            "antialias": False,  # fixed in torchvision's preset, as in training
         }
 
     def image(self, image: PIL.Image.Image) -> Tensor:
@@ -380,41 +378,12 @@ class VideoPreprocessing(Preprocessing):
 
 
 def resizing_bytes(size: tuple[int, int], resized: tuple[int, int], kept: tuple[int, int]) -> int:
-    """Peak bytes where PIL resizes in two passes, and the crop of size ``kept`` is normalised as floats."""
+    """Return the peak bytes when PIL resizes in two passes, and the crop of size ``kept`` is normalised as floats."""
     return _PIL_BYTES * resized[1] * (size[0] + resized[0]) + _NORMALIZING_BYTES * math.prod(kept)
 
 
-def sides(image_size: ImageSize) -> tuple[int, int]:
-    """Return height and width of ``image_size``.
-
-    >>> sides(224), sides((448, 672))
-    ((224, 224), (448, 672))
-    """
-    return (image_size, image_size) if isinstance(image_size, int) else image_size
-
-
-def covering_size(box: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Height and width of the smallest image of the same aspect ratio that covers ``box``, height and width.
-
-    >>> covering_size((512, 768), 600, 900), covering_size((512, 768), 600, 600)
-    ((512, 768), (768, 768))
-    """
-    if height * box[1] <= width * box[0]:
-        return box[0], max(box[1], int(box[0] * width / height))
-    return max(box[0], int(box[1] * height / width)), box[1]
-
-
-def resized_size(size: Sequence[int], height: int, width: int) -> tuple[int, int]:
-    """Height and width after ``torchvision.transforms.functional.resize``; one number is the shorter side."""
-    if len(size) == 2:
-        return size[0], size[1]
-    short, long = sorted((height, width))
-    resized = int(size[0] * long / short)
-    return (size[0], resized) if height <= width else (resized, size[0])
-
-
 def _not_normalizing(preset: Any) -> Any:
-    """Return a copy of one of torchvision's presets with mean 0 and std 1, which change no bit."""
+    """Return a copy of a torchvision preset with mean 0 and std 1, which leave values exactly unchanged."""
     made = copy.copy(preset)
     made.mean, made.std = [0.0] * len(preset.mean), [1.0] * len(preset.std)
     return made

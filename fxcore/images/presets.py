@@ -1,7 +1,7 @@
 """torchvision's preprocessing presets: the classes, and presets made from named parameters.
 
-No public module has the classes: ``torchvision.transforms._presets``, where they are defined, is private. So they are
-taken from published weights.
+The classes are obtained from published weights, because ``torchvision.transforms._presets``, which defines them, is
+private.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
     """Check ``parameters`` and return a function that makes a preset with them.
 
     Args:
-        input: what one row of the model's input is.
-        parameters: by their names in :data:`PARAMETERS`; others have torchvision's defaults. Sizes are in pixels, one
-            number or ``[height, width]``; ``mean`` and ``std`` are of values in [0, 1], one for each of R, G, B, or for
-            all. Images are not cropped if only ``resize_size`` is given.
+        input: kind of one row of the model's input.
+        parameters: values by name, see :data:`PARAMETERS`; missing ones have torchvision's defaults. Sizes are in
+            pixels, one number or ``[height, width]``; ``mean`` and ``std`` are for values in [0, 1], one number per
+            channel or one for all. Images are not cropped if only ``resize_size`` is given.
 
     Raises:
         BadArgument: a parameter is unknown, or of the wrong type or size.
@@ -69,7 +69,7 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
 
 
 def _sizes(name: str, value: Any) -> list[int] | None:
-    """``224`` or ``[224, 320]`` as a list."""
+    """Return ``224`` or ``[224, 320]`` as a list."""
     if value is None:
         return None
     sizes = value if isinstance(value, list) else [value]

@@ -1,15 +1,15 @@
-"""Antialiased resizing of uint8 images: equal to the bit to torchvision's for tensors, and several times faster.
+"""Antialiased resizing of uint8 images: bit-identical to torchvision's for tensors, and several times faster.
 
 ``torchvision.transforms.functional.resize`` converts uint8 to float32, takes weighted sums of columns and then of rows,
 and rounds once at the end. (torch's uint8 kernel rounds after each pass, so that values differ by a level.) Here the
-same two sums are computed by embedding bags, whose kernels are vectorised, for the pixels that the crop keeps.
+same two sums are computed by embedding bags, whose kernels are vectorised, and only for the pixels that the crop keeps.
 
-- The weights are torch's: it resizes an image of separate impulses, from which each weight is read.
-- Sums of up to four values are equal. In longer ones torch adds the products in another order, and the last bits of a
-  float differ. That matters where a sum is close to a half, about one value in a thousand: those values are computed by
-  torch's resizing itself, on a small image of the pixels that they need.
-- Where the kernels are missing, or sums of four values differ, torch resizes the whole image. It does so too where an
-  image is reduced so much that sums close to a half would take more time.
+- The weights are torch's: torch resizes an image of separate impulses, from which each weight is read.
+- Sums of up to four values are equal. In longer sums torch adds the products in a different order, and the last bits of
+  a float differ. That matters if a sum is close to a half, which is about one value in a thousand: these values are
+  computed by torch's own resizing, on a small image of the pixels they need.
+- If the kernels are missing, or sums of four values differ, torch resizes the whole image. It also does so if an image
+  is reduced so much that recomputing sums close to a half would take more time.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ MODES = {"bilinear": 1, "bicubic": 2}
 _EQUAL_TAPS = 4
 _ROUNDING = 2.0**-24
 _GATHERED = 1 << 15
-"""Maximum pixels that are gathered at a time for sums close to a half, and of the image that they are put in."""
+"""Maximum number of pixels gathered at a time for sums close to a half, and of the image that they are put in."""
 
 _CACHED_SIDES = 256
 
 _MAX_SCALES = {"bilinear": 14.0, "bicubic": 3.5}
-"""Largest reduction for which this is faster than torch: the error of a sum grows with its length, with it the number
-of values close to a half, and the time for each of them too."""
+"""Largest reduction for which this is faster than torch: the error of a sum grows with its length, and with it the
+number of values close to a half, and the time for each of them."""
 
 _MIN_SIDE = 16
-"""Smallest side of images and results; torch resizes smaller ones, because it sums few columns in another order."""
+"""Minimum side of images and results; torch resizes smaller ones, because it sums few columns in a different order."""
 
 log = logging.getLogger("fxcore.images.resizing")
 
 
 class _Side(NamedTuple):
-    """How one side of a resized image is summed from the same side of the image.
+    """The weighted sums that compute one side of a resized image from the same side of the image.
 
     Attributes:
         size, resized: length in pixels, before and after.
@@ -57,9 +57,9 @@ class _Side(NamedTuple):
         read: the image's pixels that they are computed from.
         first: for each of ``kept``, the first pixel of its sum.
         weights: float32 ``[len(kept), taps]``.
-        indices: the pixels of each sum, within ``read``: int64 ``[len(kept) * taps]``.
-        offsets: where those of each sum begin, and the end: ``[len(kept) + 1]``.
-        period: the sums of two resized pixels this far apart have no pixel in common.
+        indices: the pixels of each sum, relative to ``read``: int64 ``[len(kept) * taps]``.
+        offsets: start of each sum in ``indices``, and the end: ``[len(kept) + 1]``.
+        period: distance at which the sums of two resized pixels have no pixel in common.
         gain: the largest sum of absolute weights.
     """
 
@@ -80,10 +80,10 @@ class _Side(NamedTuple):
 
 
 def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
-    """Resize and crop.
+    """Resize and crop an image.
 
     Args:
-        pixels: the image, at least one pixel; four bytes a pixel are faster than three.
+        pixels: the image, at least one pixel; four bytes per pixel are faster than three.
         size: height and width of the resized image.
         kept: rows and columns of the resized image to return.
         mode: a key of :data:`MODES`.
@@ -118,10 +118,10 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
 
 
 def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], mode: str) -> int:
-    """Peak bytes of :func:`resize`, without the image, which has four bytes a pixel.
+    """Return the peak bytes of :func:`resize`, not counting the image, which has four bytes per pixel.
 
     Args:
-        height, width: of the image.
+        height, width: size of the image.
         size: height and width of the resized image.
         kept: height and width of the crop.
         mode: a key of :data:`MODES`.
@@ -134,7 +134,7 @@ def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], 
 
 
 def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
-    """Return whether :func:`resize` leaves an image of the height and width ``have`` to torch, in three bytes a
+    """Return whether :func:`resize` uses torch for an image of the height and width ``have``, at three bytes per
     pixel."""
     scale = max(side / resized for side, resized in zip(have, size, strict=True))
     return scale > _MAX_SCALES[mode] or min(*size, *have) < _MIN_SIDE or not _kernels_agree()
@@ -143,7 +143,7 @@ def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) ->
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
     """Return the resized pixels before rounding, ``[kept rows, kept columns * 4]``."""
     words = pixels[down.read, across.read].view(np.uint32)[..., 0]
-    # Each column of the image is a row of the table, followed by its scale, 1, and its bias, 0.
+    # Each column of the image is a row of the table, followed by the row's scale, 1, and bias, 0.
     table = np.empty((words.shape[1], words.shape[0] + 2), np.uint32)
     table[:, :-2] = words.T
     table[:, -2:] = np.array((1, 0), np.float32).view(np.uint32)
@@ -162,7 +162,7 @@ def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
 def _settle(
     rounded: NDArray[np.float32], close: NDArray[np.int64], pixels: Pixels, down: _Side, across: _Side, mode: str
 ) -> None:
-    """Replace the values of ``rounded`` at the indices ``close`` by those of torch's own sums."""
+    """Replace the values of ``rounded`` at the indices ``close`` by torch's own results."""
     step = max(1, _GATHERED // (down.taps * across.taps))
     for begin in range(0, len(close), step):
         places = close[begin : begin + step]
@@ -178,9 +178,9 @@ def _settle(
 def _exact(
     values: NDArray[np.generic], at: NDArray[np.int64], side: _Side, mode: str, upright: bool
 ) -> NDArray[np.float32]:
-    """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, by torch's own resizing.
+    """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, using torch's own resizing.
 
-    The values are put at their positions in an image, as many in a row as fit without overlap.
+    The values are placed at their positions in an image, as many in a row as fit without overlap.
     """
     order = np.argsort(at, kind="stable")
     ordered = at[order]
@@ -191,7 +191,7 @@ def _exact(
     for begin in range(0, int(turn.max()) + 1, together):
         some = np.flatnonzero((turn >= begin) & (turn < begin + together))
         line = (turn[some] - begin) * side.period + at[some] % side.period
-        # torch sums few columns in another order than many.
+        # torch sums few columns in a different order from many.
         image = np.zeros((max(int(line.max()) + 1, _MIN_SIDE), side.size), np.float32)
         image[line[:, None], side.first[at[some]][:, None] + np.arange(side.taps)] = values[some]
         resized = (image.shape[0], side.resized)
@@ -204,7 +204,7 @@ def _exact(
 
 @functools.lru_cache(_CACHED_SIDES)
 def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
-    """Return the sums of the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to
+    """Return the sums for the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to
     ``resized``."""
     begin, span = _windows(size, resized, start, stop, mode)
     first, weights = _without_zeros(begin, _weights(size, resized, start, stop, mode, begin, span))
@@ -226,11 +226,11 @@ def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
 
 
 def _windows(size: int, resized: int, start: int, stop: int, mode: str) -> tuple[NDArray[np.int64], int]:
-    """Pixels that the filter of each resized pixel may read: the first of each, and how many, the same for all."""
+    """Return the pixels that the filter of each resized pixel may read: the first of each, and their common number."""
     scale = size / resized
     reach = MODES[mode] * max(scale, 1.0)
     span = min(math.ceil(2 * reach) + 3, size)
-    # One pixel more on each side than the filter's support, however torch rounds it.
+    # Add one pixel on each side of the filter's support, to be independent of torch's rounding.
     first = (np.arange(start, stop) + 0.5) * scale - reach
     return np.clip(np.floor(first).astype(np.int64) - 1, 0, size - span), span
 
@@ -238,8 +238,8 @@ def _windows(size: int, resized: int, start: int, stop: int, mode: str) -> tuple
 def _weights(
     size: int, resized: int, start: int, stop: int, mode: str, begin: NDArray[np.int64], span: int
 ) -> NDArray[np.float32]:
-    """torch's weight of each pixel of the windows, ``[stop - start, span]``."""
-    # The impulses are so far apart that each resized pixel reads one of them in a row.
+    """Return torch's weight of each pixel of the windows, ``[stop - start, span]``."""
+    # The impulses are far enough apart that each resized pixel reads only one of them per row.
     places = torch.arange(size)
     comb = torch.zeros(span, size)
     comb[places % span, places] = 1.0
@@ -252,7 +252,7 @@ def _weights(
 def _without_zeros(
     begin: NDArray[np.int64], weights: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Narrow the windows to as many pixels as the widest filter has weights other than 0: first pixels and weights."""
+    """Narrow the windows to the number of non-zero weights of the widest filter; return first pixels and weights."""
     span = weights.shape[1]
     counts = weights != 0
     before = counts.argmax(axis=1)
@@ -262,15 +262,15 @@ def _without_zeros(
 
 
 def _period(first: NDArray[np.int64], taps: int) -> int:
-    """Return the distance of two resized pixels whose sums of ``taps`` pixels from ``first`` on have none in common."""
+    """Return the distance at which the sums of two resized pixels (``taps`` pixels from ``first``) do not overlap."""
     return next((n for n in range(1, len(first)) if (first[n:] - first[:-n]).min() >= taps), len(first))
 
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Return whether the embedding bags' sums of up to four values equal torch's to the bit."""
+    """Return whether the embedding bags' sums of up to four values are bit-identical to torch's."""
     noise = np.random.default_rng(0).integers(0, 256, (60, 80, 4), np.uint8)
-    sides = ((33, 44, "bilinear"), (41, 97, "bilinear"), (75, 101, "bicubic"))  # of two, three and four values
+    sides = ((33, 44, "bilinear"), (41, 97, "bilinear"), (75, 101, "bicubic"))  # sums of two, three and four values
     try:
         for height, width, mode in sides:
             down, across = _side(60, height, 0, height, mode), _side(80, width, 0, width, mode)
@@ -297,7 +297,7 @@ def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], 
 def _three(pixels: Pixels) -> Pixels:
     """Copy the first three bytes of each pixel into contiguous memory."""
     made = np.empty((*pixels.shape[:2], 3), np.uint8)
-    for channel in range(3):  # faster than one copy of three bytes a pixel
+    for channel in range(3):  # faster than a single copy of three bytes per pixel
         made[..., channel] = pixels[..., channel]
     return made
 

@@ -1,4 +1,4 @@
-"""timm's preprocessing: resize by a crop percentage, crop, scale to [0, 1], normalise, by timm's own transform."""
+"""timm's preprocessing: resize by a crop percentage, crop, scale to [0, 1] and normalise, with timm's own transform."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import PIL.Image
 from torch import Tensor
 
-from fxcore.images.preprocessing import ImageSize, Preprocessing, resized_size, resizing_bytes, sides
+from fxcore.images.preprocessing import Preprocessing, resizing_bytes
+from fxcore.images.sizes import ImageSize, resized_size, sides
 
 
 class TimmPreprocessing(Preprocessing):
-    """What ``timm.data.create_transform(**config, is_training=False)`` makes of an image.
+    """Preprocessing by ``timm.data.create_transform(**config, is_training=False)``.
 
     Args:
-        config: of ``timm.data.resolve_data_config``.
-        image_size: another size of the input.
+        config: the result of ``timm.data.resolve_data_config``.
+        image_size: size of the input; by default that of ``config``.
     """
 
     fits = True
@@ -85,7 +86,7 @@ class TimmPreprocessing(Preprocessing):
         return height, width
 
     def _scaled(self) -> list[int]:
-        """What the image is resized to, before the crop."""
+        """Return the size that the image is resized to before the crop."""
         return [math.floor(size / self.config["crop_pct"]) for size in self.nominal_size()]
 
 

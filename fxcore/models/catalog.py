@@ -1,4 +1,4 @@
-"""The catalog of models: torchvision's, timm's and packaged ones where they are installed, and users' own."""
+"""The catalog of models: torchvision's, timm's and packaged ones if installed, and users' own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
     """Replace the users' models in the catalog by ``entries``.
 
     Args:
-        entries: name → the model, or the error in its description.
+        entries: model, or error in its description, by name.
     """
     global _registered, _refused
     _registered = {name: entry for name, entry in entries.items() if isinstance(entry, ModelEntry)}
@@ -36,12 +36,12 @@ def list_models(source: Source | None = None) -> list[ModelEntry]:
     (:mod:`fxcore.models.descriptions`), sorted by name.
 
     Args:
-        source: only models of ``torchvision``, of packages (``packaged``), of users (``own``), or of ``timm``, which
-            are not listed without it.
+        source: list only ``torchvision``, ``packaged`` (packages), ``own`` (users) or ``timm`` models. timm's models
+            are listed only with ``source="timm"``.
 
     Raises:
-        BadArgument: there is no such source.
-        Unsupported: the source is timm, and it is not installed.
+        BadArgument: the source is unknown.
+        Unsupported: the source is timm, and timm is not installed.
 
     >>> names = [entry.name for entry in list_models()]
     >>> len(names) >= 121, "resnet18" in names, names == sorted(names)
@@ -73,12 +73,12 @@ def source_of(entry: ModelEntry) -> Source:
 
 
 def get_model(name: str) -> ModelEntry:
-    """Return the model called ``name``. The first call for one of timm's imports timm, which takes seconds.
+    """Return the model called ``name``. The first call for a timm model imports timm, which takes seconds.
 
     Raises:
         UnknownModel: there is no model of that name; ``suggestions`` has similar names.
         BadArgument: ``name`` is not a string.
-        Unsupported: this torch cannot run it, or timm is not installed.
+        Unsupported: this torch cannot run the model, or timm is not installed.
 
     >>> get_model("resnet50").default_weights
     'IMAGENET1K_V2'

@@ -1,4 +1,4 @@
-"""Read the descriptions of users' own models, in ``models.toml`` or of installed packages.
+"""Read the descriptions of users' own models, from ``models.toml`` or installed packages.
 
 ``models.toml`` has a table for each model::
 
@@ -10,17 +10,17 @@
     task = "classification"                           # or "segmentation"; of videos "video"
     leaf_modules = "auto"                             # not traced into: path, pattern, MODULE:CLASS, "auto", or a list
     leaf_functions = ["mylib.ops:gather"]             # functions that are not traced into
-    concrete_args = { return_dict = false }           # arguments of forward that are fixed to this value
-    batch = false                                     # compute one image at a time; values depend on the others if not
+    concrete_args = { return_dict = false }           # arguments of forward with a fixed value
+    batch = false                                     # one image at a time: values depend on the others in a batch
 
     [models.tiny.preprocessing]                       # torchvision's names, and its defaults
     resize_size = 232                                 # the shorter side, or [height, width]
-    crop_size = 224                                   # without it nothing is cropped
+    crop_size = 224                                   # omit for no crop
     mean = [0.485, 0.456, 0.406]
     std = [0.229, 0.224, 0.225]
     interpolation = "bicubic"
 
-A package registers a model by an entry point of the group ``fxcore.models`` that refers to a
+A package registers a model with an entry point in the group ``fxcore.models`` that refers to a
 :class:`~fxcore.models.user_models.UserModel`.
 """
 
@@ -42,14 +42,15 @@ GROUP = "fxcore.models"
 
 
 def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserModel]]:
-    """Read all models that installed packages and ``models.toml`` in ``folder`` describe; each is built once, without
-    weights.
+    """Read all models described by installed packages and by ``models.toml`` in ``folder``.
+
+    Each model is built once, without weights.
 
     Yields:
         Each model's name, with its entry or the error in its description.
 
     Raises:
-        FxError: ``models.toml`` cannot be read, or is not TOML.
+        FxError: ``models.toml`` cannot be read, or is not valid TOML.
     """
     names: set[str] = set()
     for name, describe in [*_from_packages(), *(_from_file(folder) if folder is not None else ())]:
@@ -58,7 +59,7 @@ def read_models(folder: Path | None) -> Iterator[tuple[str, UserEntry | BadUserM
                 raise BadUserModel("two descriptions have this name")
             names.add(name)
             yield name, user_entry(name, describe())
-        except Exception as error:  # a package describes its models in values of any type
+        except Exception as error:  # a package may describe its models with values of any type
             yield name, as_bad_model(name, error)
 
 
@@ -104,13 +105,13 @@ _KEYS: dict[str, tuple[type, ...]] = {
     "concrete_args": (dict,),
     "batch": (bool,),
 }
-"""Keys of a table in ``models.toml``, and the types that each may have."""
+"""Keys of a table in ``models.toml``, and the types allowed for each."""
 
 _TYPE_NAMES: dict[type, str] = {bool: "true or false", str: "text", dict: "a table", list: "a list of text"}
 
 
 def _parse_table(table: Any, folder: Path) -> UserModel:
-    """Check a table of ``models.toml`` and import what it names."""
+    """Check a table of ``models.toml`` and import the callables it names."""
     if not isinstance(table, dict) or "builder" not in table:
         raise BadUserModel("it has no builder; write builder = 'MODULE:CALLABLE'")
     for key, value in table.items():
@@ -132,7 +133,7 @@ def _parse_table(table: Any, folder: Path) -> UserModel:
 
 
 def _import(key: str, path: str) -> Any:
-    """Import the callable that ``key`` names as MODULE:CALLABLE."""
+    """Import the callable that ``key`` gives as MODULE:CALLABLE."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise BadUserModel(f"{key} is written MODULE:CALLABLE, not {path!r}")

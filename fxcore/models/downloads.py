@@ -26,7 +26,7 @@ def download(url: str, file: Path) -> None:
     """Download ``url`` to ``file`` and check its hash.
 
     Raises:
-        WeightsUnavailable: it cannot be downloaded.
+        WeightsUnavailable: the file cannot be downloaded.
     """
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_REACH_TIMEOUT):
@@ -45,11 +45,11 @@ def download(url: str, file: Path) -> None:
 def _fetch(url: str, file: Path) -> None:
     """Download ``url`` to ``file`` atomically, and check its hash.
 
-    ``torch.hub.download_url_to_file`` does the same, but has no timeout for a server that stops sending.
+    Unlike ``torch.hub.download_url_to_file``, this times out when the server stops sending.
 
     Raises:
         OSError, http.client.HTTPException: the download was cut off, stalled, or could not be written.
-        ValueError: the hash is not the one in the file's name.
+        ValueError: the hash does not match the one in the file's name.
     """
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
@@ -62,7 +62,7 @@ def _fetch(url: str, file: Path) -> None:
                 target.write(chunk)
         length = source.headers["content-length"]
         if length is not None and partial.stat().st_size != int(length):
-            raise OSError(f"it broke off after {partial.stat().st_size:,} of {int(length):,} bytes")
+            raise OSError(f"it ended after {partial.stat().st_size:,} of {int(length):,} bytes")
         # torchvision's file names contain the first digits of the SHA-256: name-<digits>.pth.
         wanted = re.search(r"-([a-f0-9]+)\.", file.name)
         if wanted is not None and not digest.hexdigest().startswith(wanted.group(1)):

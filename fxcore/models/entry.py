@@ -1,6 +1,6 @@
 """Entries of the catalog: models that can be built by name, with their weights and preprocessing.
 
-The model's library builds it. Added here is *weightless* building, in which parameters take no memory and nothing is
+The model's library builds it. This module adds *weightless* building, in which parameters take no memory and nothing is
 downloaded. Each source of models has a subclass of :class:`ModelEntry`.
 """
 
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from fxcore.errors import UnknownWeights
-from fxcore.images.preprocessing import ImageSize, Preprocessing
+from fxcore.images.preprocessing import Preprocessing
+from fxcore.images.sizes import ImageSize
 from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
@@ -32,13 +33,13 @@ Task = Literal["classification", "quantization", "segmentation", "detection", "v
 RANDOM = "random"
 
 _LISTED = 6
-"""Maximum weights that the error for unknown weights lists; of more, it suggests similar names."""
+"""Maximum number of names that the error for unknown weights lists; beyond that it suggests similar names."""
 
 _assigning = threading.local()
-"""Its ``on`` is set in a thread while it registers loaded parameters."""
+"""``on`` is True in a thread while that thread registers loaded parameters."""
 
 BUILD_LOCK = threading.RLock()
-"""Held while torch.nn.Module is patched, or the global random generator is seeded."""
+"""Held while ``nn.Module`` is patched or the global random generator is seeded."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class WeightsInfo:
 
     Attributes:
         name: the enum member's name, such as ``IMAGENET1K_V1``.
-        url: where torchvision downloads them from.
+        url: download address.
         num_params: number of parameters of the model; None if not published.
         metrics: published accuracies by data set.
-        categories: names of the classes in order of the outputs; empty if there are none or they are not known.
-        classes: number of classes, where their names are not known.
+        categories: class names in output order; empty if the weights have no classes or their names are unknown.
+        classes: number of classes, if their names are unknown.
 
     >>> from fxcore import get_model
     >>> info = get_model("resnet18").weights_info("DEFAULT")
@@ -90,7 +91,7 @@ class WeightsInfo:
         """Download the file to :attr:`file`.
 
         Raises:
-            WeightsUnavailable: it cannot be downloaded.
+            WeightsUnavailable: the file cannot be downloaded.
         """
         download(self.url, self.file)
 
@@ -118,15 +119,15 @@ class ModelEntry(ABC):
         name: unique in the catalog.
         task: the task that the model was made for.
         builder: ``builder(weights=None, **kwargs) -> nn.Module``.
-        published: published weights by name, in the order of their library.
+        published: published weights by name, in their library's order.
         default_weights: the name that ``DEFAULT`` stands for; None if there are no published weights.
-        transforms: weights name → a callable that returns the preprocessing of those weights.
-        meta: weights name → torchvision's ``meta`` of those weights.
-        channels: of its input.
-        dtype: of its parameters as it is built.
-        batch: whether several images may be computed at once; False for models whose values would depend on the others.
-        apart: names of nodes whose rows are not those of one image, though their number says so.
-        input_size: height and width that it is built for, of an entry made by :meth:`at`; None: those of its weights.
+        transforms: by weights name, a callable that returns the preprocessing.
+        meta: by weights name, torchvision's ``meta``.
+        channels: number of input channels.
+        dtype: dtype of the parameters as built.
+        batch: whether several images may be computed at once; False if values depend on the other images in a batch.
+        apart: names of nodes whose rows do not belong to single images, although their number suggests it.
+        input_size: height and width of an entry made by :meth:`at`; None for the size of the weights.
 
     >>> from fxcore import get_model
     >>> entry = get_model("resnet50")
@@ -153,16 +154,16 @@ class ModelEntry(ABC):
 
     @property
     def multiple(self) -> int:
-        """Each side of the input must be a multiple of this, beside the strides of its maps."""
+        """A number that each side of the input must be a multiple of, in addition to the strides of the maps."""
         return 1
 
     @property
     def one_size(self) -> bool:
-        """Whether models are built for inputs of one size, and take no other, as most vision transformers."""
+        """Whether the model is built for a single input size and accepts no other, like most vision transformers."""
         return False
 
     def at(self, height: int, width: int) -> Self:
-        """Return the entry of the same model built for another size, if it is :attr:`one_size`."""
+        """Return an entry for the same model built for another size, if it is :attr:`one_size`."""
         return replace(self, input_size=(height, width))
 
     @property
@@ -174,7 +175,7 @@ class ModelEntry(ABC):
         """Return the published weights called ``name`` (``DEFAULT`` allowed).
 
         Raises:
-            UnknownWeights: there are none of that name.
+            UnknownWeights: the model has no such weights.
         """
         return self.published[self._published_name(name)]
 
@@ -182,18 +183,20 @@ class ModelEntry(ABC):
         """Resolve ``DEFAULT``, and check that ``asked`` is a published name, ``random``, or ``file:NAME``.
 
         Raises:
-            UnknownWeights: it is none of these.
+            UnknownWeights: ``asked`` is none of these.
         """
         if asked == RANDOM or (asked.startswith(FILE_PREFIX) and len(asked) > len(FILE_PREFIX)):
             return asked
         return self._published_name(asked)
 
     def structure(self, asked: str = "DEFAULT") -> str:
-        """Return the weights that decide the structure of a model with the weights ``asked``: published ones, or
-        ``random`` for the builder's default structure, also for ``DEFAULT`` if there are no published weights.
+        """Return the weights whose structure a model with the weights ``asked`` has.
+
+        These are published weights, or ``random`` for the builder's default structure. ``DEFAULT`` without published
+        weights also means ``random``.
 
         Raises:
-            UnknownWeights: there are no such weights.
+            UnknownWeights: the model has no such weights.
 
         >>> from fxcore import get_model
         >>> get_model("googlenet").structure(), get_model("googlenet").structure("file:mine.pth")
@@ -205,28 +208,28 @@ class ModelEntry(ABC):
         return weights if weights in self.published else RANDOM
 
     def is_quantized(self, weights: str) -> bool:
-        """Return whether ``weights`` are int8 weights, whose model has other modules than the float model."""
+        """Return whether ``weights`` are int8 weights, for which the model has different modules than in float."""
         return False
 
     @abstractmethod
     def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> Preprocessing:
-        """Return the preprocessing of ``weights``, changed to an input of ``image_size`` if that is given."""
+        """Return the preprocessing of ``weights``, adapted to an input of ``image_size`` if given."""
 
     @abstractmethod
     def load_published(self, weights: str) -> nn.Module:
-        """Build a model and load published ``weights``, a canonical name; download them if they are not cached.
+        """Build a model and load published ``weights`` (a canonical name), downloading them if they are not cached.
 
         Raises:
             WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not match the model.
         """
 
     def sized(self, model: nn.Module, structure: str) -> nn.Module:
-        """Build this entry of :meth:`at` around the weights of ``model``, in eval mode.
+        """Build this entry, made by :meth:`at`, with the weights of ``model``, in eval mode.
 
         Args:
-            model: of the same entry in its usual size; its parameters and buffers are shared, but for those that depend
-                on the size, which are resampled.
-            structure: the weights that decide the structure of ``model``.
+            model: the same model in its usual size. Its parameters and buffers are shared, except those that depend on
+                the size, which are resampled.
+            structure: the weights that determine the structure of ``model``.
 
         Raises:
             Exception: whatever the library raises for a size that it cannot build.
@@ -236,11 +239,11 @@ class ModelEntry(ABC):
         return built
 
     def resampled(self, state: StateDict) -> StateDict:
-        """Return ``state``, of the usual size, for :attr:`input_size`."""
+        """Resample ``state`` from the usual size to :attr:`input_size`."""
         return state
 
     def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
-        """Build a model with the structure of the weights ``structure``, and load ``state``, the content of ``file``.
+        """Build a model with the structure of the weights ``structure``, and load ``state``, the contents of ``file``.
 
         Raises:
             WeightsUnavailable: ``state`` does not match the model.
@@ -267,26 +270,26 @@ class ModelEntry(ABC):
     def build(self, weights: str = RANDOM) -> nn.Module:
         """Build a model with the structure of ``weights``, in eval mode, with the library's random initialisation.
 
-        It is initialised with seed 0; the global random generator does not change.
+        The seed is 0; the global random generator is left unchanged.
 
         Args:
-            weights: a canonical name; they are not loaded.
+            weights: a canonical name; the weights themselves are not loaded.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the accelerators' generators too
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
-        """Like :meth:`build` with all parameters and batch statistics on the meta device, without initialisation."""
+        """Build like :meth:`build`, but with parameters and batch statistics uninitialised on the meta device."""
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
-        """Leaf modules for :func:`fxcore.tracing.tracer.trace`; without classes, torchvision's defaults."""
+        """Return leaf modules for :func:`fxcore.tracing.tracer.trace`; with no class, torchvision's defaults apply."""
         return ()
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
-        """Leaf functions for :func:`fxcore.tracing.tracer.trace`."""
+        """Return leaf functions for :func:`fxcore.tracing.tracer.trace`."""
         return ()
 
     def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:
@@ -294,14 +297,16 @@ class ModelEntry(ABC):
         return ()
 
     def _structure(self, weights: str) -> dict[str, Any]:
-        """Builder arguments for the structure that ``weights`` need."""
+        """Return the builder arguments for the structure of ``weights``."""
         return {}
 
 
 @contextlib.contextmanager
 def assigning(own: StateDict) -> Iterator[None]:
-    """In the block, modules of this thread take the tensors of state dicts as their own instead of copying values; and
-    in place of tensors that equal those of ``own``, these."""
+    """Make modules in this thread assign tensors of state dicts instead of copying values, within the block.
+
+    Tensors that equal those of ``own`` are replaced by those of ``own``.
+    """
     thread = threading.get_ident()
     load = nn.Module.load_state_dict
 
@@ -323,17 +328,17 @@ def assigning(own: StateDict) -> Iterator[None]:
 
 
 def _same(tensor: Any, own: torch.Tensor | None) -> Any:
-    """``own`` if it equals ``tensor``, else ``tensor``."""
+    """Return ``own`` if it equals ``tensor``, else ``tensor``."""
     return own if own is not None and isinstance(tensor, torch.Tensor) and torch.equal(tensor, own) else tensor
 
 
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
-    """In the block, put parameters and batch statistics on the meta device when modules of this thread register them.
+    """Put parameters and batch statistics on the meta device when modules of this thread register them in the block.
 
     ``torch.device("meta")`` would do so for all tensors, but RegNet reads a computed tensor while it is built, and
-    index buffers are structure, not weights: MaxViT's become constants of its graph. Batch statistics must be on the
-    device of the parameters, because SSDlite runs its backbone while it is built.
+    index buffers are structure, not weights: MaxViT's become constants in its graph. Batch statistics must be on the
+    same device as the parameters, because SSDlite runs its backbone while it is built.
     """
     thread = threading.get_ident()
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer

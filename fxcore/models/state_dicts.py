@@ -1,4 +1,4 @@
-"""Read state dicts from files, without unpickling code, and load them into models."""
+"""Read state dicts from files without unpickling code, and load them into models."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 
 from fxcore.errors import UnknownWeights, WeightsUnavailable
 
-StateDict = Mapping[str, Tensor]  # as loaded: torch keeps the modules' versions in its attribute _metadata
+StateDict = Mapping[str, Tensor]  # torch stores the modules' versions in the attribute _metadata
 
 FILE_PREFIX = "file:"
 
 WRAPPERS = ("module.", "_orig_mod.", "model.")
-"""Paths at which DataParallel and AveragedModel, torch.compile and Lightning keep a model."""
+"""Key prefixes added by DataParallel and AveragedModel, by torch.compile, and by Lightning."""
 
 _AVERAGED = "n_averaged"
 """AveragedModel's counter, beside the model's keys."""
 
 UNREAD = ("aux1.", "aux2.", "AuxLogits.")
-"""Prefixes of auxiliary heads that GoogLeNet and Inception run in training only; files may lack them."""
+"""Prefixes of auxiliary heads that GoogLeNet and Inception run only in training; files may lack them."""
 
-# DenseNet's published files have the module names of 2017; torchvision renames them with this pattern.
+# DenseNet's published files use the module names of 2017; torchvision renames them with this pattern.
 _OLD_DENSENET_KEY = re.compile(
     r"^(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
 )
@@ -61,9 +61,9 @@ def damaged(file: Path, error: Exception) -> WeightsUnavailable:
 
 
 def read_file(name: str, folder: Path | None) -> StateDict:
-    """Read a state dict from a file in ``folder``: safetensors, or a torch file that holds tensors only.
+    """Read a state dict from a file in ``folder``: safetensors, or a torch file that holds only tensors.
 
-    ``name`` must be in a listing of the folder, so it cannot be a path out of it.
+    ``name`` must be in a listing of the folder, so it cannot be a path that leaves it.
 
     Raises:
         UnknownWeights: there is no such file.
@@ -78,8 +78,8 @@ def read_file(name: str, folder: Path | None) -> StateDict:
     path = folder / name
     try:
         if path.suffix == ".safetensors":
-            # load_file would map the file: a write to it would change the loaded weights, and truncating it would kill
-            # the process.
+            # Not load_file, which maps the file: writing to it would change the loaded weights, and truncating it would
+            # kill the process.
             return safetensors.torch.load(path.read_bytes())
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -93,7 +93,7 @@ def read_file(name: str, folder: Path | None) -> StateDict:
         raise WeightsUnavailable(
             f"{name} cannot be read ({first_line(error)})", file=name, folder=str(folder)
         ) from error
-    if isinstance(loaded, Mapping):  # perhaps a training checkpoint, as torchvision's scripts save it
+    if isinstance(loaded, Mapping):  # possibly a training checkpoint, as saved by torchvision's scripts
         inner = loaded.get("model", loaded.get("state_dict"))
         loaded = inner if isinstance(inner, Mapping) else loaded
     if not isinstance(loaded, Mapping) or not all(
@@ -107,10 +107,10 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
     """Load ``state`` into a weightless ``model``: its tensors become the model's parameters, in its dtypes.
 
     Args:
-        name: of the model.
+        name: the model's name.
         model: the result of :meth:`fxcore.models.entry.ModelEntry.build_weightless`.
-        state: the content of ``file``.
-        file: for errors.
+        state: the contents of ``file``.
+        file: the path to report in errors.
         unread: prefixes of keys that ``state`` may lack.
 
     Raises:
@@ -120,8 +120,8 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
     if name.startswith("densenet"):
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
-    # Auxiliary heads, which inference does not run, may be in the file only or in the model only. Batch counters only
-    # matter in training: files of frozen batch norms lack them, and in half-precision state dicts they may be floats.
+    # Auxiliary heads do not run in inference and may be in only the file or only the model. Batch counters matter only
+    # in training: files of frozen batch norms lack them, and in half-precision state dicts they may be floats.
     fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
     for key, value in expected.items():
         given = fitting.get(key)
@@ -132,19 +132,19 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
             given = fitting[key] = torch.zeros_like(value, device="cpu")
         if isinstance(given, Tensor) and (fault := _fault(given, value)) is not None:
             raise misfit(name, file, f"{key} {fault}")
-    # Modules convert old key names by version. Without versions (safetensors) they accept either; only MNASNet requires
-    # a version, that of the whole.
+    # Modules convert old key names by version. Without versions (safetensors) they accept either naming; only MNASNet
+    # requires a version, that of the top-level module.
     fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
     try:
         model.load_state_dict(fitting, assign=True)
-        # Checkpoints of another precision are converted here; the extractor's precision is chosen elsewhere.
+        # Convert checkpoints of another precision. The extractor's precision is chosen elsewhere.
         return _cast(model, expected)
     except RuntimeError as error:
         raise misfit(name, file, str(error)) from error
 
 
 def _cast(model: nn.Module, expected: StateDict) -> nn.Module:
-    """Give the parameters and buffers of ``model`` the dtypes that those of ``expected`` have."""
+    """Cast the floating-point parameters and buffers of ``model`` to the dtypes of ``expected``."""
     for key, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != expected[key].dtype:
             value.data = value.data.to(expected[key].dtype)
@@ -152,8 +152,8 @@ def _cast(model: nn.Module, expected: StateDict) -> nn.Module:
 
 
 def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, dict[str, Any] | None]:
-    """``state`` and its modules' versions without the path of a wrapper that all keys begin with, where no key is the
-    model's own otherwise."""
+    """Remove the wrapper prefix that all keys share from ``state`` and its module versions, unless a key already
+    matches ``expected``."""
     versions = known = getattr(state, "_metadata", None)
     if not expected.keys().isdisjoint(state):
         return state, known
@@ -161,7 +161,7 @@ def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, d
     while found and expected.keys().isdisjoint(found):
         prefix = next((p for p in WRAPPERS if all(key.startswith(p) for key in found)), None)
         if prefix is None:
-            return state, known  # as it is, for the error
+            return state, known  # unchanged, for the error message
         found = {key.removeprefix(prefix): value for key, value in found.items()}
         if versions is not None:
             inside = {path: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
@@ -170,7 +170,7 @@ def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, d
 
 
 def _fault(value: Tensor, expected: Tensor) -> str | None:
-    """Why ``value`` cannot replace ``expected``, shapes aside; None if it can."""
+    """Return why ``value`` cannot replace ``expected``, ignoring shapes; None if it can."""
     if value.is_meta:
         return "is a meta tensor, which has no values"
     if value.layout != torch.strided:

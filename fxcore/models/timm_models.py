@@ -1,6 +1,6 @@
-"""timm's models, read from its own registry: ``timm.ARCHITECTURE``, with its pretrained tags as names of weights.
+"""timm's models, read from its registry: ``timm.ARCHITECTURE``, with pretrained tags as names of weights.
 
-timm is imported when its models are first asked for, since that takes seconds.
+timm is imported when its models are first requested, since the import takes seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 from fxcore.copies import narrowed
 from fxcore.errors import UnknownModel, Unsupported
-from fxcore.images.preprocessing import ImageSize
+from fxcore.images.sizes import ImageSize
 from fxcore.images.timm_preprocessing import TimmPreprocessing
 from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, assigning, weightless
 from fxcore.models.hub import HubWeights
@@ -30,16 +30,16 @@ from fxcore.models.state_dicts import damaged, misfit
 from fxcore.quiet import quiet
 
 PREFIX = "timm."
-"""What the names of timm's models begin with."""
+"""Prefix of the names of timm's models."""
 
 
-# Their forward takes a mask, of which a trace makes one that is not None: timm's own graphs of them cannot run.
+# Their forward has a mask argument. A trace makes it a proxy, which is not None, so timm's own graphs cannot run.
 _WITH_MASKS = ("hiera_", "gemma4_vit_")
 
 
 @dataclass(frozen=True)
 class TimmEntry(ModelEntry):
-    """A model of timm.
+    """A timm model.
 
     >>> entry = timm_model("timm.vit_small_patch14_dinov2")
     >>> entry.weights, entry.default_weights
@@ -50,7 +50,7 @@ class TimmEntry(ModelEntry):
 
     @property
     def architecture(self) -> str:
-        """timm's own name."""
+        """The name in timm."""
         return self.name.removeprefix(PREFIX)
 
     @property
@@ -58,7 +58,7 @@ class TimmEntry(ModelEntry):
         return bool(self._config(RANDOM).fixed_input_size)
 
     def sized(self, model: nn.Module, structure: str) -> nn.Module:
-        """Build it as timm does with ``img_size``, and have timm's own filter of checkpoints resample the weights."""
+        """Build the model as timm does with ``img_size``; timm's checkpoint filter resamples the weights."""
         try:
             with BUILD_LOCK, weightless():
                 return self._sized(model, structure)
@@ -88,7 +88,7 @@ class TimmEntry(ModelEntry):
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
         try:
             return super().build_weightless(weights)
-        except RuntimeError:  # swin v2 and ViTamin compute with their parameters while they are built
+        except RuntimeError:  # Swin v2 and ViTamin compute with their parameters while they are built
             return self.build(weights)
 
     def load_published(self, weights: str) -> nn.Module:
@@ -98,7 +98,7 @@ class TimmEntry(ModelEntry):
         file = info.file
         try:
             with safetensors.safe_open(file, "pt") if file.suffix == ".safetensors" else contextlib.nullcontext():
-                pass  # a damaged file is no misfit
+                pass  # raise SafetensorError for a damaged file, rather than a misfit below
             return self._build_with(weights, file)
         except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError) as error:
             raise damaged(file, error) from error
@@ -106,10 +106,10 @@ class TimmEntry(ModelEntry):
             raise misfit(self.name, file, str(error)) from error
 
     def _build_with(self, weights: str, file: Path) -> nn.Module:
-        """Return the model with published ``weights``, read from ``file`` and fitted by timm itself, in eval mode.
+        """Build the model in eval mode and have timm load published ``weights`` from ``file``.
 
         Raises:
-            Exception: whatever timm raises for a file that is damaged or of another model.
+            Exception: whatever timm raises for a file that is damaged or belongs to another model.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             overlay = {"file": str(file)}
@@ -119,7 +119,7 @@ class TimmEntry(ModelEntry):
             return model.eval()
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
-        """timm's own, in place of torchvision's, and what cannot be traced."""
+        """Return timm's own leaf modules, which replace torchvision's, and modules that cannot be traced."""
         return (*importlib.import_module("timm.models").get_notrace_modules(), "auto")
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
@@ -139,12 +139,12 @@ class TimmEntry(ModelEntry):
         return f"{self.architecture}.{weights}" if weights in self.published else self.architecture
 
     def _config(self, weights: str) -> Any:
-        """timm's ``PretrainedCfg`` of ``weights``, else of the architecture's default ones."""
+        """Return timm's ``PretrainedCfg`` of ``weights``, or of the architecture's default weights."""
         return _timm().get_pretrained_cfg(self._variant(weights))
 
 
 def installed() -> bool:
-    """Return whether timm can be imported; it is not imported for this."""
+    """Return whether timm is installed, without importing it."""
     try:
         return importlib.util.find_spec("timm") is not None
     except ValueError:  # it is None in sys.modules
@@ -152,7 +152,7 @@ def installed() -> bool:
 
 
 def imported() -> bool:
-    """Return whether timm's models have been asked for, so that asking again takes no time."""
+    """Return whether timm's models were listed before, so that listing them again takes no time."""
     return timm_models.cache_info().currsize > 0
 
 
@@ -160,7 +160,7 @@ def timm_model(name: str) -> TimmEntry:
     """Return the model called ``name``, which begins with :data:`PREFIX`.
 
     Raises:
-        UnknownModel: timm has none of that name; the error suggests the nearest.
+        UnknownModel: timm has no model of that name; the error suggests similar names.
         Unsupported: timm is not installed.
     """
     registry = timm_models()
@@ -230,7 +230,7 @@ def _weights(config: Any) -> WeightsInfo:
 
 
 def _build(weights: None = None, variant: str = "", **arguments: Any) -> nn.Module:
-    """``weights`` is what torchvision's builders are called with."""
+    """Build a timm model. ``weights`` is unused; entries pass it since torchvision's builders require it."""
     return _traceable(_timm().create_model(variant, pretrained=False, **arguments), variant)
 
 

@@ -1,4 +1,4 @@
-"""torchvision's models, from its registry."""
+"""torchvision's models, read from its registry."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fxcore.images.preprocessing import (
     DetectorPreprocessing,
     FlowPreprocessing,
     ImagePreprocessing,
-    ImageSize,
     Preprocessing,
     VideoPreprocessing,
 )
+from fxcore.images.sizes import ImageSize
 from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, weightless
 from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.state_dicts import StateDict, misfit, read_cached
@@ -36,25 +36,25 @@ _SUBMODULE_TASKS: dict[str, Task] = {
 }
 
 # torchvision's builders change these arguments when they load weights (`_ovewrite_named_param`); a model that is built
-# to load the same weights later needs the same arguments. A test compares each model's parameter count with the one
-# that its weights declare.
-_AUXILIARY_HEADS = {  # whether the heads stay after weights are loaded
+# first and loads the same weights later needs the same arguments. A test compares each model's parameter count with the
+# one that its weights declare.
+_AUXILIARY_HEADS = {  # whether the heads are kept after weights are loaded
     "googlenet": False,
     "inception_v3": True,
     "quantized_googlenet": False,
     "quantized_inception_v3": False,
 }
 
-# Detectors whose published weights were trained with frozen batch norms with eps 0; torchvision's builders set it after
-# loading (`overwrite_eps`). Built without weights they have ordinary batch norms, which compute the same in eval mode.
+# Detectors whose published weights were trained with frozen batch norms with eps 0; torchvision's builders set eps
+# after loading (`overwrite_eps`). Built without weights they have ordinary batch norms, equivalent in eval mode.
 _ZERO_EPS = {"fasterrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn", "keypointrcnn_resnet50_fpn", "retinanet_resnet50_fpn"}
 
 
 _MAXVIT = "maxvit_t"
-"""Like ViTs, it is built for an input of one size."""
+"""MaxViT; like ViTs, it is built for a single input size."""
 
 _MAXVIT_WINDOW = 7
-"""Its maps are split into whole windows of so many positions a side."""
+"""Side of a MaxViT window in positions; feature maps are split into whole windows."""
 
 _POSITIONS = "encoder.pos_embedding"
 """The parameter of ViTs that depends on the size."""
@@ -65,7 +65,7 @@ class TorchvisionEntry(ModelEntry):
     """A model of torchvision."""
 
     def is_quantized(self, weights: str) -> bool:
-        """Return whether ``weights`` are int8 weights, whose model has other modules than the float model."""
+        """Return whether ``weights`` are int8 weights, for which the model has different modules than in float."""
         return self.task == "quantization" and weights in self.published
 
     @property
@@ -84,7 +84,7 @@ class TorchvisionEntry(ModelEntry):
         return {**state, _POSITIONS: resampled(state[_POSITIONS], height, width)}
 
     def preprocessing(self, weights: str = "DEFAULT", image_size: ImageSize | None = None) -> Preprocessing:
-        """Return the preprocessing of ``weights``, changed to an input of ``image_size`` if that is given.
+        """Return the preprocessing of ``weights``, adapted to an input of ``image_size`` if given.
 
         Raises:
             UnknownWeights: the model has no published weights, and so no preprocessing.
@@ -121,21 +121,21 @@ class TorchvisionEntry(ModelEntry):
     def _build_int8(self, weights: str) -> nn.Module:
         """Build an int8 model and load ``weights``, whose file must be in torch.hub's cache.
 
-        torchvision's builder loads them, since the order matters: MobileNetV3's are loaded before the conversion.
+        torchvision's builder loads them, because order matters: MobileNetV3's weights are loaded before conversion.
         """
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
-        """Like :meth:`build` with all parameters and batch statistics on the meta device, without initialisation.
+        """Build like :meth:`build`, but with parameters and batch statistics uninitialised on the meta device.
 
-        Int8 models are built on the CPU: packed parameters cannot be on the meta device.
+        int8 models are built on the CPU, because packed parameters cannot be on the meta device.
         """
         if self.is_quantized(weights):
             return self.build(weights)
         structure = self._structure(weights)
         if self.name in _AUXILIARY_HEADS:
-            structure["init_weights"] = False  # their initialisation uses scipy, which takes seconds
+            structure["init_weights"] = False  # initialisation imports scipy, which takes seconds
         with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
             built = self.builder(weights=None, **structure).eval()
             if self.input_size is not None and isinstance(built, tv.VisionTransformer):
@@ -143,12 +143,12 @@ class TorchvisionEntry(ModelEntry):
             return built
 
     def _structure(self, weights: str) -> dict[str, Any]:
-        """Arguments of the builder for the structure that ``weights`` need."""
+        """Return the builder arguments for the structure of ``weights``."""
         arguments: dict[str, Any] = {}
         if "weights_backbone" in inspect.signature(self.builder).parameters:
-            arguments["weights_backbone"] = None  # its default would be downloaded
+            arguments["weights_backbone"] = None  # the default would be downloaded
         if self.name.startswith("vit_") and self.default_weights is not None:
-            # A ViT asserts its input size; without weights it is that of the default preprocessing.
+            # A ViT asserts its input size; without weights, use the size of the default preprocessing.
             sized = weights if weights in self.published else self.default_weights
             arguments["image_size"] = self.meta[sized]["min_size"][0]
         if self.name == _MAXVIT and self.input_size is not None:
@@ -171,7 +171,7 @@ class TorchvisionEntry(ModelEntry):
 
 
 def _detector_transform(entry: ModelEntry) -> Any:
-    """Return the transform of a built detector, whose sizes and means are the builder's defaults."""
+    """Return a detector's transform, with the builder's default sizes and means."""
     return copy.deepcopy(_weightless_detector(entry.name).transform)
 
 

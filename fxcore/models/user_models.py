@@ -19,8 +19,9 @@ from torch import nn
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import BadArgument, FxError, summarize
 from fxcore.images.channels import OtherChannels
-from fxcore.images.preprocessing import ImagePreprocessing, ImageSize, Preprocessing, VideoPreprocessing
+from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
+from fxcore.images.sizes import ImageSize
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
 from fxcore.models.packaged_models import packaged_models
 from fxcore.models.state_dicts import StateDict, filled, read_file
@@ -29,14 +30,14 @@ from fxcore.models.torchvision_models import torchvision_models
 from fxcore.wrappers import unwrapped
 
 BUILT = "builder"
-"""Name of the weights of a model without a weights file: its builder's own."""
+"""Name of the weights of a model without a weights file, which are the builder's own."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _INPUTS: dict[str, tuple[Task, ...]] = {"image": ("classification", "segmentation"), "video": ("video",)}
 
 
 class BadUserModel(FxError):
-    """A model's description is invalid; ``name`` is the model's."""
+    """The description of the model ``name`` is invalid."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,16 @@ class UserModel:
     """The description of a user's model.
 
     Attributes:
-        builder: called with ``arguments`` by name, returns the model. A module that it returns more than once is
-            neither changed nor moved; its weights are shared.
-        weights: file of a state dict (safetensors, or torch's format with tensors only); None: the builder's own.
+        builder: callable that returns the model; called with ``arguments`` by name. If it returns the same module each
+            time, that module is neither changed nor moved, and its weights are shared.
+        weights: state dict file (safetensors, or torch's format with only tensors); None for the builder's own weights.
         preprocessing: parameters of :func:`fxcore.images.presets.preset_factory`.
-        input: ``image`` or ``video``: what one row of its input is.
-        task: ``classification`` or ``segmentation``; of videos ``video``.
-        leaf_modules, leaf_functions: not traced into, see :func:`fxcore.tracing.tracer.trace`.
-        concrete_args: arguments of forward that are fixed to a value. The input is the argument that has neither a
-            value here nor a default, or else the first.
-        batch: whether several images may be computed at once; False where values depend on the others in the batch.
+        input: ``image`` or ``video``, the kind of one input row.
+        task: ``classification`` or ``segmentation`` for images; ``video`` for videos.
+        leaf_modules, leaf_functions: modules and functions not traced into; see :func:`fxcore.tracing.tracer.trace`.
+        concrete_args: arguments of forward with a fixed value. The inputs are the arguments without a value here or a
+            default; if there are none, the first argument.
+        batch: whether several images may be computed at once; False if values depend on the other images in a batch.
 
     Raises:
         BadUserModel: an attribute has the wrong type.
@@ -104,7 +105,7 @@ class UserEntry(ModelEntry):
     """A user's model in the catalog.
 
     Attributes:
-        preset: makes the preset of its preprocessing.
+        preset: returns the preset of the preprocessing.
         leaves, functions: modules and functions that are not traced into.
     """
 
@@ -131,7 +132,7 @@ class UserEntry(ModelEntry):
         return filled(self.name, self.build_weightless(structure), state, file, unread=())
 
     def build_weightless(self, weights: str = "random") -> nn.Module:
-        """Build on the meta device, or with weights where the builder reads parameters and fails without them."""
+        """Build on the meta device, or with weights if the builder fails without them, e.g. as it reads parameters."""
         try:
             return super().build_weightless(weights)
         except Exception:
@@ -149,7 +150,7 @@ class FileWeights(WeightsInfo):
     """Weights from an operator's file, or the builder's own.
 
     Attributes:
-        path: the file; None: the builder's own.
+        path: the file; None for the builder's own weights.
     """
 
     path: Path | None = None
@@ -163,11 +164,11 @@ class FileWeights(WeightsInfo):
         return self.path is None or self.path.is_file()
 
     def download(self) -> None:
-        """Do nothing: a missing file is an error when it is read."""
+        """Do nothing; reading a missing file raises an error later."""
 
 
 def as_bad_model(name: str, error: Exception) -> BadUserModel:
-    """Convert ``error`` to a :class:`BadUserModel` of the model ``name``."""
+    """Convert ``error`` to a :class:`BadUserModel` for the model ``name``."""
     return BadUserModel(
         f"model {name!r}: {error.detail if isinstance(error, FxError) else summarize(error)}", name=name
     )
@@ -177,14 +178,14 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     """Build ``model`` once, without weights, and return its entry for the catalog.
 
     Raises:
-        BadUserModel: its description is invalid, or its builder fails.
+        BadUserModel: the description is invalid, or the builder fails.
     """
     if not _NAME.fullmatch(name):
         raise BadUserModel("a name is at most 128 letters, digits, '.', '_' and '-', and begins with a letter or digit")
     if name in torchvision_models() or name in packaged_models():
-        raise BadUserModel("there is a model of this name already; take another")
+        raise BadUserModel("there is already a model of this name; choose another")
     if name.startswith(PREFIX):
-        raise BadUserModel(f"names that begin with {PREFIX!r} are timm's; take another")
+        raise BadUserModel(f"names that begin with {PREFIX!r} are timm's; choose another")
     if model.input not in _INPUTS:
         raise BadUserModel(f"input is {' or '.join(_INPUTS)}, not {model.input!r}")
     tasks = _INPUTS[model.input]
@@ -224,13 +225,16 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the first floating-point parameter; float32 without one."""
+    """Return the dtype of the first floating-point parameter, or float32 if there is none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> int:
-    """Return the channels of the images that a weightless ``model`` takes: three if it runs with them, else those of
-    its first convolution, or of a linear layer over all values of an image."""
+    """Return the number of image channels that a weightless ``model`` accepts.
+
+    This is three if the model runs with three; otherwise the input channels of the first convolution, or of a linear
+    layer over all values of an image.
+    """
     convolutions = [part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)]
     linear = next((part.in_features for part in model.modules() if isinstance(part, nn.Linear)), 0)
     values = size[0] * size[1]
@@ -241,11 +245,11 @@ def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> in
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return whether ``model`` takes an input of ``shape``; False too if it does not run on the meta device."""
+    """Return whether ``model`` accepts an input of ``shape``; also False if it cannot run on the meta device."""
     try:
         with torch.no_grad():
             model(torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device))
-    except Exception:  # a model of a user's own raises all kinds
+    except Exception:  # users' models raise all kinds
         return False
     return True
 
@@ -254,7 +258,7 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
     """Call the builder and copy its model, which may be in use elsewhere: the copy will be moved, cast and frozen.
 
     Args:
-        weights: not used; torchvision's builders have it, and entries pass it to all.
+        weights: unused; entries pass it since torchvision's builders require it.
     """
     built = model.builder(**model.arguments)
     if not isinstance(built, nn.Module):
@@ -273,15 +277,15 @@ def _build(model: UserModel, weights: None = None) -> nn.Module:
 
 
 def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
-    """Reduce the arguments of forward to the inputs: those that have no default and are not ``fixed``, or else the
-    first."""
+    """Reduce the arguments of forward to the inputs: those without a default that are not ``fixed``, or if there are
+    none, the first."""
     parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = [p.name for p in parameters if p.kind not in stars]
     for name in fixed:
         if name not in names and not takes_any:
-            raise BadUserModel(f"concrete_args: its forward takes {', '.join(names) or 'nothing'}, and no {name!r}")
+            raise BadUserModel(f"concrete_args: its forward takes {', '.join(names) or 'nothing'}, but not {name!r}")
     free = [p for p in parameters if p.kind not in stars and p.name not in fixed]
     needed = [p.name for p in free if p.default is p.empty] or [p.name for p in free[:1]]
     if not needed:

@@ -1,4 +1,4 @@
-"""Load models with weights: published ones, from a file, or ``random``, the library's initialisation with seed 0."""
+"""Load models with published weights, weights from a file, or ``random``: the library's initialisation with seed 0."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fxcore.models.state_dicts import FILE_PREFIX, read_file
 def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None) -> nn.Module:
     """Build a private float32 model on the CPU, in eval mode, load ``weights``, and make all modules out-of-place.
 
-    Weights from a file are loaded into the model that its library builds without weights: GoogLeNet and Inception do
-    not transform their input then (``transform_input``), as they do with published weights.
+    Weights from a file are loaded into the model that its library builds without weights. GoogLeNet and Inception then
+    do not transform their input (``transform_input``), unlike with published weights.
 
     Args:
         entry: the model.
@@ -26,7 +26,7 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     Raises:
         WeightsUnavailable: the file is missing and cannot be downloaded, is damaged, or does not match the model.
         UnknownWeights: the model has no such weights, or ``file:NAME`` is not in ``weights_dir``.
-        BadArgument: ``entry`` is not a model's entry, or ``weights`` is not a string.
+        BadArgument: ``entry`` is not a :class:`ModelEntry`, or ``weights`` is not a string.
 
     >>> import torch
     >>> from fxcore import get_model
@@ -37,7 +37,7 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
     (False, False)
     """
     if not isinstance(entry, ModelEntry):
-        raise BadArgument(f"weights are loaded into what get_model returns, not into {entry!r:.100}")
+        raise BadArgument(f"weights are loaded into a model entry from get_model, not into {entry!r:.100}")
     if not isinstance(weights, str):
         raise BadArgument(f"weights are named by text such as 'random', not by {weights!r:.100}")
     weights = entry.canonical_weights(weights)
@@ -45,7 +45,7 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
         model = entry.build()
     elif weights.startswith(FILE_PREFIX):
         name = weights.removeprefix(FILE_PREFIX)
-        state = read_file(name, weights_dir)  # the name is one of its folder's
+        state = read_file(name, weights_dir)  # checks that the name is in the folder
         model = entry.filled(RANDOM, state, Path(str(weights_dir), name))
     else:
         model = entry.load_published(weights)
@@ -53,19 +53,19 @@ def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None)
 
 
 def sized_model(entry: ModelEntry, model: nn.Module, structure: str) -> nn.Module:
-    """Build a model for the size of ``entry`` around the weights of ``model``; see :meth:`ModelEntry.sized`.
+    """Build a model for the size of ``entry`` with the weights of ``model``; see :meth:`ModelEntry.sized`.
 
     Args:
-        entry: of :meth:`ModelEntry.at`.
-        model: of :func:`load_model`, perhaps moved and cast.
-        structure: of ``model``'s weights.
+        entry: an entry from :meth:`ModelEntry.at`.
+        model: a model from :func:`load_model`, possibly moved and cast.
+        structure: the weights that determine the structure of ``model``.
 
     Raises:
-        BadTensor: the weights fit no other size than their own.
+        BadTensor: the weights cannot be adapted to that size.
     """
     try:
         made = _frozen(entry.sized(model, structure))
-    except Exception as error:  # libraries refuse weights in all kinds of ways
+    except Exception as error:  # libraries reject weights with all kinds of exceptions
         height, width = entry.input_size or (0, 0)
         usual = " x ".join(map(str, entry.preprocessing(structure).nominal_size()))
         resized = re.findall(r"size mismatch for ([\w.]+)", str(error))
@@ -73,7 +73,7 @@ def sized_model(entry: ModelEntry, model: nn.Module, structure: str) -> nn.Modul
             f"its library has no way to resample {resized[0]}" if resized else " ".join(summarize(error).split())[:300]
         )
         raise BadTensor(
-            f"image_size: the weights of {entry.name} cannot be made fit for {height} x {width}: {why}; ask for its "
+            f"image_size: the weights of {entry.name} cannot be adapted to {height} x {width}: {why}; ask for its "
             f"usual size, {usual}"
         ) from error
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -81,7 +81,7 @@ def sized_model(entry: ModelEntry, model: nn.Module, structure: str) -> nn.Modul
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """``model`` for inference: in eval mode, without gradients, and with no module in-place."""
+    """Prepare ``model`` for inference: eval mode, no gradients, and no in-place modules."""
     model.eval().requires_grad_(False)
     for module in model.modules():
         # An in-place ReLU would overwrite a tensor that an extractor returns.
@@ -94,7 +94,7 @@ def download_weights(entry: ModelEntry, weights: str) -> None:
     """Download the file of published ``weights`` unless it is cached; do nothing for other weights.
 
     Raises:
-        WeightsUnavailable: it cannot be downloaded.
+        WeightsUnavailable: the file cannot be downloaded.
     """
     info = missing_weights(entry, weights)
     if info is not None:
@@ -102,7 +102,7 @@ def download_weights(entry: ModelEntry, weights: str) -> None:
 
 
 def missing_weights(entry: ModelEntry, weights: str) -> WeightsInfo | None:
-    """Return the published weights ``weights`` if their file is not cached, else None.
+    """Return the published ``weights`` if their file is not cached, else None.
 
     >>> from fxcore import get_model
     >>> missing_weights(get_model("squeezenet1_1"), "random") is None

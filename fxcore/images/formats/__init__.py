@@ -1,1 +1,1 @@
-"""Image files, by format: what Pillow and torch do not do, or do too slowly."""
+"""Handling of image file formats that Pillow and torch lack, or do too slowly."""

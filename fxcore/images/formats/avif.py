@@ -1,7 +1,7 @@
-"""Check the size of AVIF files by what is decoded, not by what their container says.
+"""Check the size of AVIF files by their AV1 data, not by their container.
 
-libavif allocates the frame that the AV1 data announces, up to 16,384 pixels a side, and scales it to the container's
-size: a file of a kilobyte that calls itself one pixel could cost a gigabyte.
+libavif allocates the frame that the AV1 data declares, up to 16,384 pixels a side, and scales it to the container's
+size: a file of a kilobyte that claims to be a single pixel could cost a gigabyte.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from fxcore.errors import BadImage
 
 _SLACK = 256 * 256
-"""Pixels that a frame may have over its image."""
+"""Number of pixels by which a frame may exceed its image."""
 
 _MAX_BOXES = 4_096
 _MAX_OBUS = 4_096
 _SEQUENCE_HEADER = 1
-_REMEDY = "save it anew with an image editor, or as PNG"
+_REMEDY = "save it again with an image editor, or as PNG"
 
 
 def check(data: bytes, pixels: int) -> None:
     """Check that every frame of an AVIF file has about as many pixels as the image, ``pixels``.
 
     Raises:
-        BadImage: one has more, or the file is an animation, is made of tiles, or has no frame.
+        BadImage: a frame has more, or the file is an animation, consists of tiles, or has no frame.
     """
     try:
         frames = [size for item in _items(data) for size in _frames(item)]
@@ -38,7 +38,7 @@ def check(data: bytes, pixels: int) -> None:
 
 
 def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
-    """Type, begin and end of each box of ISO/IEC 14496-12 from ``at`` to ``end``."""
+    """Yield type, start and end of each box of ISO/IEC 14496-12 from ``at`` to ``end``."""
     for _ in range(_MAX_BOXES):
         if at + 8 > end:
             return
@@ -56,24 +56,26 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _items(data: bytes) -> Iterator[bytes]:
-    """Yield the content of each item of the file."""
+    """Yield the contents of each item of the file."""
     outer = list(_boxes(data, 0, len(data)))
     if data[8:12] == b"avis" and any(kind == b"moov" for kind, _, _ in outer):
-        raise BadImage("this is an animated AVIF, which is not taken; send one frame of it as an image")
+        raise BadImage("this is an animated AVIF, which is not supported; send one frame of it as an image")
     for kind, begin, end in outer:
         if kind != b"meta":
             continue
         inner = {name: (start, stop) for name, start, stop in _boxes(data, begin + 4, end)}
         start, stop = inner.get(b"iref", (0, 0))
         if any(name == b"dimg" for name, _, _ in _boxes(data, start + 4, stop)):
-            raise BadImage(f"this is an AVIF image made of others, which is not taken; {_REMEDY}")
+            raise BadImage(f"this is an AVIF image made of tiles, which is not supported; {_REMEDY}")
         if b"iloc" in inner:
             yield from _located(data, inner[b"iloc"][0], inner.get(b"idat", (0, 0)))
 
 
 def _located(data: bytes, at: int, own: tuple[int, int]) -> Iterator[bytes]:
-    """Yield the content of each item of an item location box, ISO/IEC 14496-12, 8.11.3; ``own`` is the box of item
-    data."""
+    """Yield the contents of each item of an item location box (ISO/IEC 14496-12, 8.11.3).
+
+    ``own`` is the range of the item data box.
+    """
     version, sizes, more = data[at], data[at + 4], data[at + 5]
     offset_bytes, length_bytes, base_bytes = sizes >> 4, sizes & 15, more >> 4
     index_bytes = more & 15 if version in (1, 2) else 0
@@ -106,7 +108,7 @@ def _located(data: bytes, at: int, own: tuple[int, int]) -> Iterator[bytes]:
 
 
 def _frames(item: bytes) -> Iterator[tuple[int, int]]:
-    """Largest width and height of the frames after each sequence header of AV1 data; nothing for other data."""
+    """Yield the maximum frame width and height of each sequence header in AV1 data; nothing for other data."""
     at = 0
     for _ in range(_MAX_OBUS):
         if at >= len(item):
@@ -128,7 +130,7 @@ def _frames(item: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _size(header: bytes) -> tuple[int, int]:
-    """Largest width and height of a frame by a sequence header (AV1 specification, 5.5.1)."""
+    """Return the maximum frame width and height from a sequence header (AV1 specification, 5.5.1)."""
     digits = iter("".join(f"{byte:08b}" for byte in header[:256]))
 
     def read(bits: int) -> int:

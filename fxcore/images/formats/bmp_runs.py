@@ -1,19 +1,21 @@
-"""A decoder of run-length encoded BMP files for Pillow, whose own pads each line byte by byte in Python: a small file
-can take it a minute."""
+"""A Pillow decoder for run-length encoded BMP files.
+
+Pillow's own decoder pads each line byte by byte in Python, and can take a minute for a small file.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import PIL.BmpImagePlugin  # registers its own decoder, which must not come later
+import PIL.BmpImagePlugin  # registers its own decoder; must be imported before ours is registered
 import PIL.Image
 import PIL.ImageFile
 
 
 class BmpRuns(PIL.ImageFile.PyDecoder):
-    """Decodes to the same pixels as Pillow's ``BmpRleDecoder``, in time linear in the file and the image.
+    """A decoder with the same result as Pillow's ``BmpRleDecoder``, in time linear in the file and the image.
 
-    Registered for the process when this module is imported.
+    It is registered for the whole process when this module is imported.
     """
 
     _pulls_fd = True
@@ -45,7 +47,7 @@ class BmpRuns(PIL.ImageFile.PyDecoder):
                 pixels += bytes(min(most - len(pixels), packed[at] + packed[at + 1] * width))
                 x = len(pixels) % width
                 at += 2
-            else:  # pixels as they are
+            else:  # literal pixels
                 count = min(most - len(pixels), value)
                 size = (count + 1) // 2 if four_bits else count
                 literal = packed[at : at + size]

@@ -1,9 +1,9 @@
 """Strip metadata from image files.
 
 Pillow reads all metadata of an image that it opens: it decompresses text and colour profiles, joins comments, and reads
-each of what may be hundreds of thousands of tags; libtiff reads the values of unknown tags. A small file can cost a
-minute and gigabytes that way. Here the structure of a file is walked once, with a limit on the number of its parts, and
-Pillow gets header, tables and pixels. Only the orientation is read from the rest.
+every tag, of which there may be hundreds of thousands; libtiff reads the values of unknown tags. A small file can cost
+a minute and gigabytes that way. This module walks the structure of a file once, with a limit on the number of parts,
+and passes only header, tables and pixels to Pillow. Only the orientation is read from the rest.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from fxcore.errors import BadImage
 from fxcore.images.formats.orientation import orientation
 
 MAX_PIECES = 16_384
-"""Maximum chunks of a PNG or WebP, and blocks before a GIF's first image: enough for 64 MiB in chunks of 4 KiB."""
+"""Maximum number of chunks of a PNG or WebP, and of blocks before a GIF's first image; enough for 64 MiB in 4 KiB
+chunks."""
 
 MAX_SEGMENTS = 4_096
-"""Maximum segments before a JPEG's first scan; one holds up to 64 KiB."""
+"""Maximum number of segments before a JPEG's first scan; each holds up to 64 KiB."""
 
 MAX_STRIPS = 32_768
-"""Maximum strips or tiles of a TIFF, and values of any other tag; Pillow's time is linear in them."""
+"""Maximum number of strips or tiles of a TIFF, and of values of any other tag; Pillow's time is linear in them."""
 
 MAX_TAGS = 4_096
-"""Maximum tags of a TIFF, which is libtiff's limit too."""
+"""Maximum number of tags of a TIFF, as in libtiff."""
 
 _MAX_TEXT = 64 * 1024
-"""Maximum bytes of a decompressed text that are searched for an orientation."""
+"""Maximum bytes of decompressed text to search for an orientation."""
 
 _MAX_TILE = 2048 * 2048
-"""Maximum pixels of a tile of a small image; a tile is decompressed as a whole."""
+"""Maximum number of pixels in a tile of a small image; a tile is decompressed as a whole."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _PNG_TEXTS = frozenset((b"tEXt", b"zTXt", b"iTXt"))
 _PNG_EXIF, _PNG_XMP = b"Raw profile type exif", b"XML:com.adobe.xmp"
 
-# Frame headers, tables, the first scan, JFIF and Adobe, which says what the components are (ITU-T T.81, table B.1).
+# Frame headers, tables, the first scan, JFIF and Adobe, which defines the colour space (ITU-T T.81, table B.1).
 _JPEG_KEPT = frozenset((*range(0xC0, 0xD0), 0xDA, 0xDB, 0xDC, 0xDD, 0xE0, 0xEE)) - {0xC8}
 _JPEG_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 _JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")
@@ -48,7 +49,7 @@ _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_CONTROL = 0x2C, 0x21, 0xF9
 
-# The tags that a decoder of TIFF reads (TIFF 6.0, sections 3 to 22; 50674 is LERC's).
+# The tags that a TIFF decoder reads (TIFF 6.0, sections 3 to 22; 50674 is LERC's).
 _TIFF_KEPT = frozenset(
     (254, *range(256, 260), 262, 266, 273, 274, 277, 278, 279, 284, 292, 293, 317, 320, *range(322, 326), 332, 338, 339)
 ) | frozenset((347, *range(512, 522), *range(529, 533), 50674))
@@ -57,13 +58,13 @@ _TIFF_SHORT, _TIFF_LONG = 3, 4
 
 
 def stripped(data: bytes) -> tuple[bytes, int]:
-    """Strip the file's metadata, and return it with its EXIF orientation, 1 to 8.
+    """Strip the file's metadata, and return the file and its EXIF orientation, 1 to 8.
 
-    A file without metadata, or of another format, is returned as it is, and so is a damaged one, for the decoder to
-    refuse. The orientation of a TIFF is 1: its decoder applies it.
+    A file without metadata or of another format is returned unchanged; so is a damaged file, which the decoder will
+    reject. The orientation of a TIFF is reported as 1, since its decoder applies it.
 
     Raises:
-        BadImage: it has more chunks, segments, blocks, tags or values than any program writes.
+        BadImage: the file has more chunks, segments, blocks, tags or values than any program writes.
     """
     for start, strip in _FORMATS.items():
         if data.startswith(start):
@@ -81,7 +82,7 @@ def stripped(data: bytes) -> tuple[bytes, int]:
 
 def _png(data: bytes) -> tuple[bytes, int]:
     kept: list[bytes] = [data[:8]]
-    start = at = 8  # what is kept is copied in runs
+    start = at = 8  # kept chunks are copied in runs
     exif: bytes | None = None
     texts: dict[bytes, tuple[bytes, bytes]] = {}
     pieces = 0
@@ -112,7 +113,7 @@ def _png(data: bytes) -> tuple[bytes, int]:
 
 
 def _text(kind: bytes, value: bytes) -> bytes:
-    """What a text chunk says after its keyword, or the beginning of that."""
+    """Return the text of a chunk after its keyword, truncated to the maximum length."""
     packed = kind == b"zTXt"
     if packed:
         value = value[1:]
@@ -128,7 +129,7 @@ def _text(kind: bytes, value: bytes) -> bytes:
 
 
 def _raw_profile(text: bytes) -> bytes | None:
-    """EXIF in hexadecimal, after three lines, as ImageMagick writes it."""
+    """Decode EXIF from ImageMagick's text format: hexadecimal digits after three lines."""
     digits = b"".join(text.split(b"\n")[3:])
     try:
         return bytes.fromhex(digits[: len(digits) // 2 * 2].decode("ascii"))
@@ -144,7 +145,7 @@ def _jpeg(data: bytes) -> tuple[bytes, int]:
     at = 2
     exif = xmp = None
     for _ in range(MAX_SEGMENTS):
-        found = _JPEG_MARKER.search(data, at)  # whatever fills the space before it is skipped
+        found = _JPEG_MARKER.search(data, at)  # skips any fill bytes before it
         if found is None:
             return data, 1
         kind, body = found[1][0], found.end()
@@ -174,7 +175,7 @@ def _jpeg(data: bytes) -> tuple[bytes, int]:
 
 
 def _webp(data: bytes) -> tuple[bytes, int]:
-    """libwebp skips what it does not need, and Pillow copies it only."""
+    """Read only the orientation: libwebp skips other chunks, and Pillow merely copies them."""
     if data[8:12] != b"WEBP" or (b"EXIF" not in data and b"XMP " not in data):
         return data, 1
     blocks: dict[bytes, bytes] = {}
@@ -193,7 +194,7 @@ def _webp(data: bytes) -> tuple[bytes, int]:
 
 
 def _gif(data: bytes) -> tuple[bytes, int]:
-    """Of what comes before the first image, its own control block only."""
+    """Drop all blocks before the first image except its own graphic control extension."""
     tables = start = 13 + _gif_table(data[10])
     control: tuple[int, int] | None = None
     at = start
@@ -210,14 +211,14 @@ def _gif(data: bytes) -> tuple[bytes, int]:
         pieces += 1
         if pieces > MAX_PIECES:
             raise _too_many("GIF", "blocks before its first image", MAX_PIECES)
-        if data[begin + 1] == _GIF_CONTROL and control is None:  # of several, the first counts, as in giflib
+        if data[begin + 1] == _GIF_CONTROL and control is None:  # the first counts, as in giflib
             control = (begin, at)
     before = b"" if control is None else data[slice(*control)]
     return data if at == start + len(before) else data[:tables] + before + data[at:], 1
 
 
 def _gif_table(flags: int) -> int:
-    """Return bytes of the colour table that ``flags`` announce."""
+    """Return the bytes of the colour table that ``flags`` declare."""
     return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
@@ -225,7 +226,7 @@ def _gif_table(flags: int) -> int:
 
 
 def _tiff(data: bytes) -> tuple[bytes, int]:
-    """Return the same file with another first directory, at its end."""
+    """Return the file with a reduced first directory appended at its end."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in data[2:4]
     place, count, word, entry = (8, "Q", "Q", "HHQ8s") if big else (4, "H", "I", "HHI4s")
@@ -247,7 +248,7 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
     pixels = sides.get(_TIFF_WIDTH, 0) * sides.get(_TIFF_HEIGHT, 0)
     tile = sides.get(_TIFF_TILE_WIDTH, 0) * sides.get(_TIFF_TILE_HEIGHT, 0)
     if tile > max(_MAX_TILE, 4 * pixels):
-        raise BadImage(f"the TIFF has tiles of {tile:,} pixels for an image of {pixels:,}; save it anew, or as PNG")
+        raise BadImage(f"the TIFF has tiles of {tile:,} pixels for an image of {pixels:,}; save it again, or as PNG")
     directory = struct.pack(order + count, len(kept)) + b"".join(kept.values()) + struct.pack(order + word, 0)
     padding = bytes(len(data) % 2)
     where = struct.pack(order + word, len(data) + len(padding))
@@ -255,7 +256,7 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
 
 
 def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:
-    """Return the first value of each of ``tags`` that the first directory of a TIFF has, a short or long integer.
+    """Return the first value of each of ``tags`` in the first directory of a TIFF that is a short or long integer.
 
     Raises:
         struct.error, OverflowError: the file is damaged.
@@ -267,7 +268,7 @@ def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:
     for tag, kind, values, value, _ in _tiff_entries(data, at + 2, min(count, MAX_TAGS), order + "HHI4s"):
         if tag in tags and kind in (_TIFF_SHORT, _TIFF_LONG):
             form = order + ("H" if kind == _TIFF_SHORT else "I")
-            if values * struct.calcsize(form) > len(value):  # they are elsewhere
+            if values * struct.calcsize(form) > len(value):  # the entry has an offset to the values
                 found[tag] = struct.unpack_from(form, data, struct.unpack(order + "I", value)[0])[0]
             else:
                 found[tag] = struct.unpack_from(form, value)[0]
@@ -275,7 +276,7 @@ def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:
 
 
 def _tiff_entries(data: bytes, at: int, tags: int, entry: str) -> Iterator[tuple[int, int, int, bytes, bytes]]:
-    """Tag, type, number of values, value or offset, and the entry as it is."""
+    """Yield tag, type, number of values, value or offset, and the packed entry."""
     size = struct.calcsize(entry)
     for start in range(at, at + tags * size, size):
         yield (*struct.unpack_from(entry, data, start), data[start : start + size])
@@ -285,7 +286,7 @@ def _tiff_entries(data: bytes, at: int, tags: int, entry: str) -> Iterator[tuple
 
 
 def _jpeg2000(data: bytes) -> tuple[bytes, int]:
-    """Check that the size of the file, which limits are held against, is that of its codestream, which is decoded."""
+    """Check that the size in the file's header, which limits apply to, equals that of the codestream to be decoded."""
     at = 0
     said: tuple[int, int] | None = None
     for _ in range(MAX_PIECES):
@@ -297,7 +298,7 @@ def _jpeg2000(data: bytes) -> tuple[bytes, int]:
         if kind == b"jp2c":
             right, lower, left, upper = struct.unpack_from(">4I", data, at + head + 8)  # ISO/IEC 15444-1, A.5.1
             if said != (lower - upper, right - left):
-                raise BadImage("the JPEG 2000 file has two sizes; save it anew with an image editor, or as PNG")
+                raise BadImage("the JPEG 2000 file has two sizes; save it again with an image editor, or as PNG")
             return data, 1
         if kind == b"jp2h":
             said = struct.unpack_from(">II", data, at + head + 8)  # its first box is the image's header
@@ -308,7 +309,7 @@ def _jpeg2000(data: bytes) -> tuple[bytes, int]:
 
 
 def _too_many(format: str, what: str, most: int) -> BadImage:
-    return BadImage(f"the {format} has over {most:,} {what}; save it anew with an image editor")
+    return BadImage(f"the {format} has over {most:,} {what}; save it again with an image editor")
 
 
 _FORMATS: dict[bytes, Callable[[bytes], tuple[bytes, int]]] = {

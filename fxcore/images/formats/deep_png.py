@@ -1,7 +1,7 @@
-"""PNG files of 16 bits per sample, with all their bits.
+"""Decode PNG files with 16 bits per sample without losing bits.
 
-torchvision's decoder crashes on damaged ones. Pillow decodes them safely, but to the upper eight bits unless they are
-grey; so it decodes them a second time, to the lower ones.
+torchvision's decoder crashes on damaged files. Pillow decodes them safely, but only the upper eight bits unless the
+image is grey; so it is run a second time for the lower eight bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SIGNATURE = b"\x89PNG"
 _DEPTH_AT, _COLOR_AT = 24, 25
 _GREY, _GREY_ALPHA, _RGB, _RGBA = 0, 4, 2, 6  # colour types of 16 bits (PNG specification, table 11.1)
 
-# Raw modes of Pillow for the bytes that it drops: it takes each pair for little-endian. Grey with alpha has four bytes,
-# which are taken as they are.
+# Pillow's raw modes for the bytes that it would drop, which read each pair as little-endian. Grey with alpha has four
+# bytes, which are read unchanged.
 _LOWER = {_RGB: "RGB;16L", _RGBA: "RGBA;16L"}
 
 
@@ -29,10 +29,10 @@ def is_deep(data: bytes) -> bool:
 
 
 def decode(data: bytes) -> NDArray[np.uint16]:
-    """Decode to uint16 ``[H, W, 3]``; alpha is dropped. The metadata must have been stripped.
+    """Decode a file without metadata to uint16 ``[H, W, 3]``, dropping alpha.
 
     Raises:
-        Exception: it is damaged or cut short.
+        Exception: the file is damaged or cut short.
     """
     color = data[_COLOR_AT]
     if color == _GREY:
@@ -47,7 +47,7 @@ def decode(data: bytes) -> NDArray[np.uint16]:
 
 
 def _pixels(data: bytes, raw_mode: str | None = None) -> NDArray[Any]:
-    """Pillow's pixels, with its raw mode changed to ``raw_mode``."""
+    """Decode pixels with Pillow, overriding its raw mode by ``raw_mode``."""
     with opened(data, ["PNG"]) as image, quiet():
         if raw_mode is not None:
             image.tile = [(*tile[:3], raw_mode) for tile in image.tile]  # type: ignore[misc]

@@ -1,7 +1,7 @@
-"""The first frame of GIF files, on their background.
+"""Decode the first frame of GIF files, on their background.
 
-torchvision's decoder decodes all frames, and leaves memory as it found it in damaged files. Pillow decodes the colour
-numbers of the first frame here, and its colours and place are applied as torchvision does.
+torchvision's decoder decodes all frames, and returns uninitialised memory for damaged files. Here Pillow decodes the
+colour indices of the first frame, and its colours and position are applied in the same way as torchvision does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from fxcore.images.formats.opening import opened
 from fxcore.quiet import quiet
 
-SIGNATURES = (b"GIF87a", b"GIF89a")
 _HEADER = struct.Struct("<6sHHBBB")
 _IMAGE = struct.Struct("<BHHHHB")
 _IMAGE_START, _EXTENSION_START, _CONTROL = 0x2C, 0x21, 0xF9
@@ -25,14 +24,14 @@ _NUMBERS = np.arange(_COLORS, dtype=np.uint8)[:, None].repeat(3, axis=1)
 
 
 def decode(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Decode the first frame to ``[H, W, 3]``. Colours past the end of their table are black.
+    """Decode the first frame to ``[H, W, 3]``. Indices past the end of the colour table are black.
 
     Args:
-        data: a file whose metadata has been stripped (:func:`fxcore.images.formats.containers.stripped`).
-        size: height and width of the canvas, at least those of the frame with its place.
+        data: a file without metadata (:func:`fxcore.images.formats.containers.stripped`).
+        size: height and width of the canvas, which must contain the frame at its position.
 
     Raises:
-        Exception: it is damaged or cut short.
+        Exception: the file is damaged or cut short.
     """
     _, _, _, flags, background, _ = _HEADER.unpack_from(data)
     at = _HEADER.size
@@ -64,7 +63,7 @@ def decode(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8]:
 
 
 def _table(data: bytes, at: int, flags: int) -> tuple[NDArray[np.uint8] | None, int]:
-    """Return the colour table that ``flags`` announce at ``at``, ``[256, 3]``, and where it ends."""
+    """Return the colour table that ``flags`` declare at ``at``, ``[256, 3]``, and its end."""
     if not flags & 0x80:
         return None, at
     colors = 2 ** ((flags & 7) + 1)
@@ -74,8 +73,8 @@ def _table(data: bytes, at: int, flags: int) -> tuple[NDArray[np.uint8] | None, 
 
 
 def _numbers(packed: bytes, width: int, height: int, interlaced: int) -> NDArray[np.uint8]:
-    """Decode colour numbers, ``[height, width]``, as the grey levels of a file whose colour table is a ramp."""
-    ramp = _HEADER.pack(SIGNATURES[1], width, height, 0xF7, 0, 0) + _NUMBERS.tobytes()
+    """Decode colour indices, ``[height, width]``, as grey levels of a file whose colour table is a ramp."""
+    ramp = _HEADER.pack(b"GIF89a", width, height, 0xF7, 0, 0) + _NUMBERS.tobytes()
     file = ramp + _IMAGE.pack(_IMAGE_START, 0, 0, width, height, interlaced) + packed
     with opened(file, ["GIF"]) as image, quiet():
         return np.asarray(image.convert("L"))

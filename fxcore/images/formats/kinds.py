@@ -1,4 +1,4 @@
-"""Say what a file is that no decoder takes, and what to send in its place."""
+"""Identify files that no decoder supports, and suggest what to send instead."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _STARTS: dict[bytes, str] = {
     b"\x1f\x8b": "a gzip archive",
     b"\x1a\x45\xdf\xa3": "a video",
 }
-"""What files are by their first bytes."""
+"""Kinds of files by their first bytes."""
 
 _BRANDS: dict[bytes, str] = {
     **dict.fromkeys((b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"), "a HEIF image"),
     **dict.fromkeys((b"avif", b"avis"), "an AVIF image"),
     b"crx ": "a camera's raw file",
 }
-"""Major brands of ISO base media files (ISO/IEC 14496-12), the other of which are videos."""
+"""Major brands of ISO base media files (ISO/IEC 14496-12); files of other brands are videos."""
 
 _SVG = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*|<!DOCTYPE\s+svg[^>]*>\s*)*<svg\b", re.IGNORECASE | re.DOTALL)
 _HEAD = 1024
@@ -46,7 +46,7 @@ _SAMPLE_FORMATS = {1: "integers", 2: "signed integers", 3: "floats"}
 
 
 def described(data: bytes) -> tuple[str, str] | None:
-    """What the file ``data`` is, and what to do with it; None if that is not known.
+    """Return the kind of the file ``data`` and what to do with it; None if unknown.
 
     >>> described(bytes.fromhex("ff0a") + bytes(20))
     ('a JPEG XL image', 'convert it to JPEG, PNG or WebP')
@@ -66,7 +66,7 @@ def described(data: bytes) -> tuple[str, str] | None:
 
 
 def _jpeg(data: bytes) -> tuple[str, str] | None:
-    """Return a JPEG by its frame's header (ITU-T T.81, B.2.2)."""
+    """Describe a JPEG by its frame header (ITU-T T.81, B.2.2)."""
     frame = _JPEG_FRAME.search(data)
     if frame is None:
         return None

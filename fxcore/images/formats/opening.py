@@ -1,4 +1,4 @@
-"""Open files by Pillow, without its limit of pixels and its warnings, which are the host process's to set."""
+"""Open files with Pillow, without its pixel limit and warnings, which are left to the host process."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from fxcore.errors import ImageTooLarge
 from fxcore.quiet import quiet
 
 _OTHER_FORMAT = (SyntaxError, IndexError, TypeError, struct.error)
-"""What Pillow's classes raise for a file that is not theirs."""
+"""Exceptions that Pillow's classes raise for a file of another format."""
 
 _PREFIX = 16
-"""First bytes of a file that Pillow recognises formats by."""
+"""Number of leading bytes by which Pillow recognises formats."""
 
 _OLDEST_HEADER = 12
-"""Bytes of the header of bitmaps of OS/2 1.x, whose width and height have two bytes each."""
+"""Header length of OS/2 1.x bitmaps, whose width and height have two bytes each."""
 
 _WEAK = 2
-"""Bytes of a signature that may be chance."""
+"""Length of signatures that are too short to rule out a coincidence."""
 
 
 def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
-    """Open an image as ``PIL.Image.open`` does, but whatever ``PIL.Image.MAX_IMAGE_PIXELS`` is.
+    """Open an image like ``PIL.Image.open``, but regardless of ``PIL.Image.MAX_IMAGE_PIXELS``.
 
-    The caller limits the size by the header. Pillow's classes for GIF, TIFF and WebP check Pillow's limit themselves,
-    at opening or loading, and raise ``PIL.Image.DecompressionBombError`` over twice of it: see :func:`over_limit`.
+    The caller must check the size in the header. Pillow's classes for GIF, TIFF and WebP check Pillow's limit
+    themselves, on opening or loading, and raise ``PIL.Image.DecompressionBombError`` above twice the limit; see
+    :func:`over_limit`.
 
     Raises:
-        PIL.UnidentifiedImageError: it has none of ``formats``.
-        Exception: it is damaged.
+        PIL.UnidentifiedImageError: the file has none of ``formats``.
+        Exception: the file is damaged.
     """
     with quiet():
         for format in formats:
@@ -47,9 +48,9 @@ def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
 
 
 def recognized(head: bytes, formats: Sequence[str]) -> bool:
-    """Return whether a file that begins with ``head``, of some KB, has one of ``formats``.
+    """Return whether a file that begins with ``head``, a few KB, has one of ``formats``.
 
-    Where Pillow goes by two bytes or less, which may be the first letters of a text, the header must be valid.
+    For formats that Pillow recognises by two bytes or less, which may start any text, the header must be valid too.
     """
     for format in formats:
         if _accepts(format, head):
@@ -74,15 +75,17 @@ def _accepts(format: str, data: bytes) -> bool:
 
 
 def _has_one_plane(bitmap: bytes) -> bool:
-    """Return whether a bitmap without a file header has one plane, as all have; Pillow goes by the length of the header
-    alone, a small number with which many files begin."""
+    """Return whether a bitmap without a file header has one plane, as all bitmaps have.
+
+    Pillow checks only the header length, a small number with which many files begin.
+    """
     (length,) = struct.unpack_from("<I", bitmap)
     (planes,) = struct.unpack_from("<H", bitmap, 8 if length == _OLDEST_HEADER else 12)
     return bool(planes == 1)
 
 
 def over_limit(error: PIL.Image.DecompressionBombError) -> ImageTooLarge:
-    """Return the error for a file that one of Pillow's own classes refuses for its size."""
+    """Return the error for a file that one of Pillow's classes rejects because of its size."""
     limit = 2 * (PIL.Image.MAX_IMAGE_PIXELS or 0)
     return ImageTooLarge(
         f"Pillow opens GIF, TIFF and WebP files of at most {limit} pixels; PIL.Image.MAX_IMAGE_PIXELS = None lifts "

@@ -15,11 +15,11 @@ _IN_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
     """Return the orientation, 1 to 8 (EXIF tag 0x0112); from 5 on, height and width are swapped.
 
-    The EXIF block's, or else the XMP packet's, as in Pillow; 1 where the block is damaged.
+    The EXIF block takes precedence over the XMP packet, as in Pillow. If the block is damaged, return 1.
 
     Args:
-        exif: a TIFF header and its first directory, with or without ``Exif\\0\\0`` before it.
-        xmp: a packet, or its beginning.
+        exif: a TIFF header and its first directory, with or without a leading ``Exif\\0\\0``.
+        xmp: a packet, or the start of one.
 
     >>> orientation(b"MM\\0*\\0\\0\\0\\x08\\0\\x01" + b"\\x01\\x12\\0\\x03\\0\\0\\0\\x01\\0\\x06\\0\\0")
     6
@@ -34,7 +34,7 @@ def orientation(exif: bytes | None, xmp: bytes | None = None) -> int:
 
 
 def _in_exif(block: bytes) -> int | None:
-    """Return the value of the tag in the first directory; 0 if it is invalid, None if there is none."""
+    """Return the value of the tag in the first directory; 0 if it is invalid, None if it is missing."""
     start = 6 if block.startswith(b"Exif\0\0") else 0
     order = {b"II": "<", b"MM": ">"}.get(block[start : start + 2])
     if order is None or len(block) < start + _HEADER_BYTES:

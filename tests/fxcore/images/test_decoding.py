@@ -118,6 +118,7 @@ def test_other_formats_are_decoded_by_pil(coffee: PIL.Image.Image, plain: Prepro
     assert torch.equal(made(plain, data), expected)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(30, 900),
@@ -265,6 +266,7 @@ def test_damaged_files_of_16_bits_are_decoded_as_by_pil(color: int, damage: dict
     assert np.array_equal((made(own, data) * 65535).round().int().permute(1, 2, 0).numpy() // 256, upper)
 
 
+@pytest.mark.exhaustive
 def test_an_animation_is_its_first_frame(coffee: PIL.Image.Image, plain: Preprocessing):
     still, moving = (
         encoded(coffee, "GIF", save_all=True, append_images=more) for more in ([], [coffee.rotate(90), coffee])
@@ -318,6 +320,7 @@ def test_resizing_leaves_pixels_side_by_side(
     assert resized[0].stride()[1:] == (1, 3 * resized[0].shape[3], 3)
 
 
+@pytest.mark.exhaustive
 def test_large_jpegs_are_decoded_smaller_and_features_stay(large_photos: list[PIL.Image.Image], plain: Preprocessing):
     files = [
         encoded(photo, quality=90, orientation=turn) for photo, turn in zip(large_photos, (1, 3, 6, 8), strict=True)

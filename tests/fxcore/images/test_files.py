@@ -223,6 +223,7 @@ def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
             read(data[:60], 1000)
 
 
+@pytest.mark.exhaustive
 def test_a_decompression_bomb_is_never_decoded() -> None:
     """30,000 x 30,000 pixels in a file of 110 kB."""
     data = encoded(PIL.Image.new("1", (30_000, 30_000)), "PNG")

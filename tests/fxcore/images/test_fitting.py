@@ -12,6 +12,7 @@ from fxcore import get_model
 from fxcore.errors import BadTensor, Unsupported
 from fxcore.graph.model_graph import model_graph
 from fxcore.graph.multiples import multiple_of
+from fxcore.images.channels import OtherChannels
 from fxcore.images.decoding import Decoder
 from fxcore.images.fitting import fitted
 
@@ -127,6 +128,7 @@ def test_padding_stays_zero_where_the_model_normalises(photo):
     torch.testing.assert_close((plain - mean) / std, padded.pixels(photo))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "multiple"),
     [
@@ -144,7 +146,30 @@ def test_multiple(model, multiple):
     assert multiple_of(model_graph(entry, entry.structure())) == multiple
 
 
+@pytest.mark.parametrize("fit", ["stretch", "pad", "native"])
+def test_one_channel_is_the_luma(photo, fit):
+    """Normalised by the averages of the mean and standard deviation, and padded with zeros."""
+    own = get_model("resnet18").preprocessing()
+    size = 160 if fit == "native" else (96, 163)
+    grey, rgb = (fitted(one, fit, size) for one in (OtherChannels(own, 1), own))
+    assert grey.describe()["mean"] == [pytest.approx((0.485 + 0.456 + 0.406) / 3)]
+    assert grey.placement(*PHOTO) == rgb.placement(*PHOTO)
+    assert grey.valid_box(*PHOTO) == rgb.valid_box(*PHOTO)
+    height, width = grey.largest_size(*PHOTO)
+    image = F.resize(photo, [height, width], antialias=True) / 255
+    luma = 0.299 * image[0] + 0.587 * image[1] + 0.114 * image[2]
+    expected = F.normalize(luma[None], [(0.485 + 0.456 + 0.406) / 3], [(0.229 + 0.224 + 0.225) / 3])
+    left, top, right, bottom = grey.valid_box(*PHOTO) or (0, 0, width, height)
+    result = grey.pixels(photo)
+    assert result.shape == (1, *grey.output_size(*PHOTO))
+    torch.testing.assert_close(result[:, top:bottom, left:right], expected, atol=1e-5, rtol=1e-5)
+    result[:, top:bottom, left:right] = 0
+    assert result.abs().max() < 1e-6
+
+
 def test_refused():
+    with pytest.raises(Unsupported, match="not a single image"):
+        fitted(OtherChannels(get_model("resnet18").preprocessing(), 6), "pad", 320)
     with pytest.raises(Unsupported, match="fit=pad is not for this model"):
         fitted(get_model("fasterrcnn_resnet50_fpn").preprocessing(), "pad", 320)
     with pytest.raises(BadTensor, match="one number, the length of the shorter side"):

@@ -76,7 +76,7 @@ def test_png_files_of_one_channel(mode):
     [
         (png(PIL.Image.new("L", (18, 13))), "has 18 x 13 pixels and its image, after its EXIF orientation, 18 x 12"),
         (png(PIL.Image.new("RGB", (18, 12))), "is a PNG file of mode RGB: send one channel"),
-        (b"junk", r"is no PNG file, or a damaged one \(4 bytes\)"),
+        (b"junk", r"is not a PNG file, or is damaged \(4 bytes\)"),
         (png(PIL.Image.fromarray(MASK))[:60], "damaged"),
         (Rle(18, 12, [216]), "has 12 x 18 pixels"),
         (Rle(12, 18, [215]), "has run lengths of 215 pixels, and its size has 216"),
