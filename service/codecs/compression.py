@@ -1,4 +1,4 @@
-"""``gzip`` and ``deflate`` bodies, both ways; the unpacked size is bounded."""
+"""Compression and decompression of ``gzip`` and ``deflate`` bodies, with a limit on the unpacked size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ ENCODINGS = ("gzip", "deflate")
 _STEP = 64 * 1024
 _GZIP = 16 + zlib.MAX_WBITS
 
-# Feature maps hardly compress: the highest levels take many times as long for hardly less.
+# Feature maps barely compress; higher levels cost far more time and save almost nothing.
 _LEVEL = 1
 
 
 def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
-    """Unpack a body sent as ``encoding``; ``deflate`` is taken with the zlib header or, as some clients send it,
-    without.
+    """Unpack a body sent as ``encoding``. ``deflate`` may lack the zlib header, as some clients send it.
 
     Raises:
         Problem: 413 once it unpacks to more than ``limit`` bytes; 422 if it is damaged, cut short, or longer than one
@@ -34,7 +33,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
             piece = bytes(view[position : position + _STEP])
             position += len(piece)
         try:
-            # Also for empty input: zlib may hold back output that a step had no room for.
+            # Also call it without input: zlib may hold back output that did not fit into a step.
             step = unpacker.decompress(piece, _STEP)
         except zlib.error as error:
             raise _damaged(encoding, str(error)) from error
@@ -43,7 +42,7 @@ def decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytearray:
         unpacked += step
         if len(unpacked) > limit:
             raise BodyTooLarge(
-                f"the body unpacks to more than {limit:,} bytes, the most that is taken",
+                f"the body unpacks to more than {limit:,} bytes",
                 limit=limit,
             )
     if unpacker.unused_data or position < len(body):
@@ -63,10 +62,10 @@ def compress(parts: Sequence[bytes | memoryview], encoding: str) -> list[bytes |
 
 
 def asked_encoding(accept_encoding: str | None) -> str | None:
-    """Return the encoding to answer in; None for none.
+    """Return the encoding of the response; None for no compression.
 
     HTTP libraries list all encodings they know in every request, and a feature map takes longer to compress than to
-    send. So only a client that names a single encoding gets it.
+    send. Responses are therefore compressed only if the client names a single encoding.
 
     >>> asked_encoding("gzip"), asked_encoding("gzip, deflate, br")
     ('gzip', None)

@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's body → encoded images, and vectors → OpenAI's response."""
+"""Embeddings in OpenAI's shape: request body → encoded images, and vectors → response."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from service.schemas.problems import invalid_body
 from service.schemas.v1.features import MAX_IMAGES
 
 _MAX_COMMAS = 2 * MAX_IMAGES + 64
-"""Maximum commas in a body, which a parser would make millions of objects of: one in each data URL and one between two,
-and some for the other fields."""
+"""Maximum commas in a body, so that parsing cannot create millions of objects. Each image has one as a data URL and one
+as a separator; the rest are for the other fields."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Asked:
     """A request, with its images decoded from base64.
 
     Attributes:
-        model: as it was sent.
-        images: encoded as files.
+        model: the model as named in the request.
+        images: the encoded images.
         encoding: ``float`` or ``base64``.
-        dimensions: how many of the first values to give; None is all.
+        dimensions: number of first values to return; None for all.
     """
 
     model: str
@@ -39,10 +39,10 @@ class Asked:
 
 
 def read(chunks: Sequence[bytes]) -> Asked:
-    """Return a body in OpenAI's shape.
+    """Parse a body in OpenAI's shape.
 
     Raises:
-        Problem: it is no such body, or an image in it is neither base64 nor a data URL.
+        Problem: the body is invalid, or an image in it is neither base64 nor a data URL.
     """
     if sum(chunk.count(b",") for chunk in chunks) > _MAX_COMMAS:
         raise InvalidRequest(f"the body has more than {MAX_IMAGES} images; send fewer at a time")
@@ -59,9 +59,9 @@ def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview
     """Return the parts of a response.
 
     Args:
-        vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities, which JSON does not have, become
-            null.
-        model: as the request named it.
+        vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities become null, because JSON lacks
+            them.
+        model: the model as named in the request.
         encoding: ``float`` for numbers, ``base64`` for the little-endian bytes.
     """
     parts: list[bytes | memoryview] = [b'{"object":"list","data":[']

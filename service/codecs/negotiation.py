@@ -1,6 +1,6 @@
-"""Parses Content-Type, and chooses among offered media types by Accept.
+"""Parsing of Content-Type, and choice among offered media types by Accept.
 
-python-mimeparse splits quoted parameters at their commas, and raises for a header that is partly invalid.
+python-mimeparse is not used: it splits quoted parameters at their commas, and raises for a partly invalid header.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from service.problems import NotAcceptable
 
-# Browsers send 150 characters. A far longer header was made to block the event loop.
+# Browsers send about 150 characters. A much longer header is meant to block the event loop.
 _LONGEST_ACCEPT = 2048
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
-    """Return a Content-Type in lower case without its parameters, and the parameters.
+    """Return the media type of a Content-Type in lower case, and its parameters.
 
     >>> media_type('Image/JPEG; Name="a;b.jpg"')
     ('image/jpeg', {'name': 'a;b.jpg'})
@@ -32,10 +32,10 @@ def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
 
 
 def choose(accept: str | None, offered: Sequence[str]) -> str:
-    """Return the offered type that ``accept`` prefers (RFC 9110, 12.5.1); among equals the first offered.
+    """Return the offered type that ``accept`` prefers (RFC 9110, 12.5.1); of equally preferred ones, the first offered.
 
     Raises:
-        Problem: 406 that lists what is offered.
+        Problem: 406, which lists the offered types.
 
     >>> choose("image/png;q=0.5, application/*", ["application/json", "image/png"])
     'application/json'
@@ -50,7 +50,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
             best, best_quality = candidate, quality
     if best is None:
         raise NotAcceptable(
-            f"none of {accept[:200]!r} can be answered; Accept one of {', '.join(offered)}",
+            f"cannot respond with {accept[:200]!r}; Accept one of {', '.join(offered)}",
             available=list(offered),
         )
     return best

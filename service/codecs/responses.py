@@ -1,4 +1,4 @@
-"""Features → the bytes of a response: choosing a media type, and writing it."""
+"""Feature responses: choosing the media type, and encoding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from service.codecs.negotiation import choose
 from service.codecs.tensors import json, npy, safetensors
 from service.problems import NotAcceptable, Problem
 
-# Written as a header and the tensors' own memory, in less time than changing threads twice.
+# Written as a header and the tensors' own memory, which is faster than switching threads twice.
 IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
 
-# In the order of preference for clients without one.
+# In order of preference, for clients without a preference.
 OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
 
 _REMEMBERED = 256
@@ -33,11 +33,11 @@ class Source:
     extractor: str
     weights: str
     fingerprint: str
-    nodes: Mapping[str, str]  # key → node, in the order asked for
+    nodes: Mapping[str, str]  # key → node, in the order requested
 
     @functools.cached_property
     def metadata(self) -> dict[str, str]:
-        """As a flat dict of strings, for formats that take only text."""
+        """A flat dict of strings, for formats that support only text."""
         return {
             "model": self.model,
             "extractor": self.extractor,
@@ -49,22 +49,22 @@ class Source:
 
 @functools.lru_cache(_REMEMBERED)
 def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool) -> str:
-    """Return the media type to answer with; cached, as clients send the same header with every request.
+    """Return the media type of the response. Cached, because clients send the same header with every request.
 
     Args:
-        accept: the header, or None.
-        dtypes: of the outputs as they will be answered.
-        reduced: whether the outputs are pooled or projected, or some of their tokens.
+        accept: the Accept header, or None.
+        dtypes: dtypes of the outputs in the response.
+        reduced: whether the outputs are pooled, projected or selected tokens.
 
     Raises:
-        Problem: 406 that says why, and lists what is possible.
+        Problem: 406, with the reason and the possible types.
     """
     impossible: dict[str, str] = {}
     if "bfloat16" in dtypes:
         reason = "NumPy has no bfloat16: add dtype=float32 or dtype=float16 to the query"
         impossible[npy.MEDIA_TYPE] = impossible[npy.NPZ_MEDIA_TYPE] = reason
     if len(dtypes) != 1:
-        reason = f"{{}} holds one array and {len(dtypes)} nodes are asked for: ask for one"
+        reason = f"{{}} holds one array, but {len(dtypes)} nodes are requested: request one"
         impossible[npy.MEDIA_TYPE] = reason.format("an npy file") + f", or Accept {npy.NPZ_MEDIA_TYPE}"
         impossible[heatmap.MEDIA_TYPE] = reason.format("a heat-map")
     elif reduced:
@@ -89,7 +89,7 @@ def write(
     """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`.
 
     Args:
-        more: fields of the JSON document beside its outputs.
+        more: additional fields of the JSON document.
     """
     if kind == safetensors.MEDIA_TYPE:
         return safetensors.write(outputs, source.metadata)
@@ -102,7 +102,7 @@ def write(
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:
-    """Maximum bytes that :func:`write` takes beside the outputs."""
+    """Return the maximum bytes that :func:`write` allocates in addition to the outputs."""
     if kind == json.MEDIA_TYPE and encoding == "json":
         return sum(map(json.max_bytes, outputs.values()))
     raw = sum(tensor.nbytes for tensor in outputs.values())
@@ -110,10 +110,10 @@ def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> in
 
 
 class PartsResponse(Response):
-    """A response sent in pieces, without being copied together, with its exact Content-Length.
+    """A response sent in pieces, without joining them, with its exact Content-Length.
 
-    A client that reads slowly delays only its own response. Small parts are copied into one piece, which takes less
-    time than sending them one by one.
+    A slow client delays only its own response. Small parts are joined into one piece, which is faster than sending them
+    one by one.
     """
 
     _STEP = 256 * 1024

@@ -1,7 +1,7 @@
 """The Open Inference Protocol's wire format: JSON, then raw little-endian tensors in the order of the JSON.
 
-``Inference-Header-Content-Length`` says where the JSON ends. Without it the whole body is JSON; 0 means that there is
-no JSON, and the body is the model's one input.
+``Inference-Header-Content-Length`` is the length of the JSON. Without it the whole body is JSON; 0 means that the body
+has no JSON and is the model's only input.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Body:
     """A request's body and its headers.
 
     Attributes:
-        data: as it was sent.
+        data: the body as sent.
         header: the value of ``Inference-Header-Content-Length``, or None.
         encoding: the value of ``Content-Encoding``: ``gzip``, ``deflate`` or empty.
         media_type: the Content-Type without parameters.
@@ -54,8 +54,10 @@ class Body:
 
     @property
     def small(self) -> bool:
-        """Whether reading it takes less time than changing threads twice: images and tensors are only copied, JSON is
-        parsed."""
+        """Whether reading it takes less time than switching threads twice.
+
+        Images and tensors are only copied; JSON is parsed.
+        """
         size = len(self.data)
         header = self.header or ""
         json_size = int(header) if header.isdecimal() and len(header) < 20 else size
@@ -82,12 +84,12 @@ class Request:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the inputs: more than the body's if it was compressed, or JSON."""
+        """Bytes of the inputs, which exceed those of the body if it was compressed or JSON."""
         return sum(map(len, self.images or ())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
-    """Parse a body; takes time and memory in proportion to its (unpacked) size.
+    """Parse a body. Time and memory are proportional to its unpacked size.
 
     Args:
         limit: maximum bytes it may unpack to.
@@ -117,8 +119,8 @@ def write(
 
     Args:
         document: the fields before ``outputs``.
-        outputs: key → CPU tensor; NaN and infinities, which JSON does not have, become null.
-        binary: key → whether its values follow raw.
+        outputs: key → CPU tensor. NaN and infinities become null, because JSON lacks them.
+        binary: key → whether its values follow the JSON as raw bytes.
     """
     head: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
     tail: list[memoryview] = []
@@ -138,8 +140,10 @@ def write(
 def _inputs(
     request: InferRequest, document: Document, data: bytearray, position: int
 ) -> tuple[list[bytes] | None, dict[str, Tensor]]:
-    """Return the encoded images or the tensors of a request; raw ones begin at ``position`` and fill the rest of
-    ``data``."""
+    """Return the encoded images or the tensors of a request.
+
+    Raw ones begin at ``position`` and fill the rest of ``data``.
+    """
     images: list[bytes] | None = None
     tensors: dict[str, Tensor] = {}
     for entry in request.inputs:
@@ -148,10 +152,10 @@ def _inputs(
             raise BadTensor(f"{where} is sent twice")
         size = _binary_size(entry, where)
         if size is not None and position + size > len(data):
-            raise BadTensor(f"{where}: its {size} bytes are not there; the body ends before them")
+            raise BadTensor(f"{where}: the body ends before its {size} bytes")
         if entry.datatype == BYTES:
             if entry.name != IMAGE:
-                raise BadTensor(f"{where}: BYTES are encoded images and go by the name {IMAGE!r}")
+                raise BadTensor(f"{where}: BYTES are encoded images and must be named {IMAGE!r}")
             images = _images(entry, data, position, size, where)
         else:
             tensors[entry.name] = _tensor(document, entry, data, position, size, where)
@@ -159,23 +163,26 @@ def _inputs(
     if position != len(data):
         raise BadTensor(f"{len(data) - position} bytes follow the last tensor")
     if images is not None and tensors:
-        raise BadTensor(f"{IMAGE!r} and {next(iter(tensors))!r} are two ways to give an input; send one")
+        raise BadTensor(f"{IMAGE!r} and {next(iter(tensors))!r} are alternative inputs; send only one")
     return images, tensors
 
 
 def _json_length(header: str | None, size: int) -> int | None:
     if header is None:
         return None
-    # int() would take "+1", "1_0" and any number of digits.
+    # int() would accept "+1", "1_0" and any number of digits.
     length = int(header) if header.isascii() and header.isdigit() and len(header) < 20 else -1
     if not 0 <= length <= size:
-        raise InvalidRequest(f"Inference-Header-Content-Length is {header[:40]!r} and the body has {size} bytes")
+        raise InvalidRequest(f"Inference-Header-Content-Length is {header[:40]!r}, but the body has {size} bytes")
     return length
 
 
 def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata], image: bool) -> Request:
-    """Read a body without JSON: a whole number of rows of the model's input is that input; anything else, and any
-    ``image/*``, is one encoded image."""
+    """Read a body without JSON.
+
+    A whole number of rows of the model's input is that input. Anything else, and any ``image/*``, is one encoded
+    image.
+    """
     everything = [Wanted(None, True)]
     tensors = [spec for spec in inputs if spec.datatype != BYTES]
     if not image and len(tensors) == 1 and -1 not in tensors[0].shape[1:]:
@@ -185,7 +192,7 @@ def _read_raw(data: bytearray, inputs: Sequence[TensorMetadata], image: bool) ->
             values = torch.frombuffer(data, dtype=torch.float32).reshape(rows, *tensors[0].shape[1:])
             return Request(None, {tensors[0].name: values}, everything)
     if len(tensors) == len(inputs):
-        raise BadTensor("a body without JSON is one input of a known size; describe this model's inputs in JSON")
+        raise BadTensor("a body without JSON must be one input of known size; describe this model's inputs in JSON")
     return Request([bytes(data)], {}, everything)
 
 
@@ -198,7 +205,7 @@ def _binary_size(entry: RequestInput, where: str) -> int | None:
             raise BadTensor(f"{where} has neither data nor binary_data_size")
         return None
     if type(size) is not int or size < 0:
-        raise BadTensor(f"{where}: binary_data_size is a number of bytes")
+        raise BadTensor(f"{where}: binary_data_size must be a number of bytes")
     if entry.data is not None:
         raise BadTensor(f"{where} has both data and binary_data_size; send one")
     return size
@@ -206,18 +213,18 @@ def _binary_size(entry: RequestInput, where: str) -> int | None:
 
 def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, where: str) -> list[bytes]:
     if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MAX_STRINGS:
-        raise BadTensor(f"{where} has the shape {entry.shape}; encoded images have [n], one an element")
+        raise BadTensor(f"{where} has the shape {entry.shape}; encoded images must have [n], one per element")
     count = math.prod(entry.shape)
     if size is not None:
         return _elements(data, start, size, count, where)
-    strings = flat(entry.data)  # nested as the shape, or not
+    strings = flat(entry.data)  # may be nested like the shape
     if len(strings) != count or not all(isinstance(text, str) for text in strings):
-        raise BadTensor(f"{where}: its shape needs {count} strings and its data is something else")
+        raise BadTensor(f"{where}: its shape needs {count} strings, but its data is something else")
     return image_text.decode(strings)
 
 
 def _elements(data: bytearray, start: int, size: int, count: int, where: str) -> list[bytes]:
-    """BYTES elements: four bytes of length, then the element."""
+    """Split BYTES elements: each is four bytes of length, then the element."""
     elements: list[bytes] = []
     end = start + size
     view = memoryview(data)
@@ -225,11 +232,11 @@ def _elements(data: bytearray, start: int, size: int, count: int, where: str) ->
         length = int.from_bytes(view[start : min(start + 4, end)], "little")
         start += 4
         if start + length > end:
-            raise BadTensor(f"{where}: element {len(elements)} is longer than what is left of its bytes")
+            raise BadTensor(f"{where}: element {len(elements)} is longer than the bytes that remain")
         elements.append(bytes(view[start : start + length]))
         start += length
     if start != end or len(elements) != count:
-        raise BadTensor(f"{where}: its shape needs {count} elements and its {size} bytes are not as many")
+        raise BadTensor(f"{where}: its shape needs {count} elements, but its {size} bytes hold a different number")
     return elements
 
 
@@ -238,21 +245,23 @@ def _tensor(
 ) -> Tensor:
     dtype = _DTYPES.get(entry.datatype)
     if dtype is None:
-        raise BadTensor(f"{where}: datatype {entry.datatype!r} is none of {', '.join(_DTYPES)}, {BYTES}")
+        raise BadTensor(
+            f"{where}: datatype {entry.datatype!r} is not supported; use one of {', '.join(_DTYPES)}, {BYTES}"
+        )
     shapes.check(entry.shape, where)
     count = math.prod(entry.shape)
     if size is None:
         if entry.datatype not in NUMPY_DTYPES:
-            raise BadTensor(f"{where}: {entry.datatype} is sent as binary data only")
+            raise BadTensor(f"{where}: {entry.datatype} must be sent as binary data")
         return torch.from_numpy(document.numbers(entry.data, count, entry.datatype, where)).reshape(entry.shape)
     if size != count * dtype.itemsize:
         needed = count * dtype.itemsize
         raise BadTensor(
-            f"{where}: {entry.datatype} {entry.shape} takes {needed} bytes and binary_data_size is {size}",
+            f"{where}: {entry.datatype} {entry.shape} needs {needed} bytes, but binary_data_size is {size}",
         )
     if size == 0:
         return torch.empty(entry.shape, dtype=dtype)
-    # Copied, as the JSON before it may leave it unaligned; numpy copies without the GIL.
+    # Copied, because the JSON before it may leave it unaligned; numpy copies without the GIL.
     values = np.empty(size, np.uint8)
     values[:] = np.frombuffer(data, np.uint8, size, start)
     if dtype is torch.bool:
@@ -274,5 +283,5 @@ def _wanted(request: InferRequest) -> Iterator[Wanted]:
 def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise InvalidRequest(f"parameter {name!r} is true or false")
+        raise InvalidRequest(f"parameter {name!r} must be true or false")
     return value

@@ -1,4 +1,4 @@
-"""The engine: extractors' life cycle, admission, batching and the device worker. It knows nothing of HTTP."""
+"""The engine: extractor life cycle, admission, batching and the device worker. It does not depend on HTTP."""
 
 from service.engine.engine import Engine
 from service.engine.options import FeatureOptions, FeatureResult

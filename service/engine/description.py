@@ -1,4 +1,4 @@
-"""What decides the values that an extractor gives."""
+"""The description of an extractor: everything that determines its values."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": t
 
 @dataclass(frozen=True, eq=False)
 class Description:
-    """Everything that decides what an extractor computes. It may be read from any thread.
+    """Everything that determines what an extractor computes. Any thread may read it.
 
     Attributes:
-        id: hash of everything that decides the values it gives.
-        spec: of the request that made it.
+        id: hash of everything that determines its values.
+        spec: the spec in the request that created it.
         entry: its model.
         weights: canonical name of the weights.
-        device: where it runs: ``cpu``, ``cuda:0``.
-        inputs: names, layouts and channels of its inputs; the sizes are their usual ones.
-        fingerprint: of the model's graph.
-        return_nodes: key → node, resolved, in the order asked for.
+        device: the device it runs on: ``cpu``, ``cuda:0``.
+        inputs: names, layouts and channels of its inputs; the sizes are the usual ones.
+        fingerprint: fingerprint of the model's graph.
+        return_nodes: key → resolved node, in the order requested.
         preprocessing: turns images into its inputs.
-        decoder: turns encoded images into rows of its input.
-        edits: the nodes whose values its requests edit, of a variant of the extractor.
+        decoder: decodes images into rows of its input.
+        edits: for a variant of the extractor, the nodes whose values its requests edit.
     """
 
     id: str
@@ -62,12 +62,12 @@ class Description:
 
     @property
     def of(self) -> str:
-        """Its model, or the part of it, in a sentence."""
+        """A phrase for the model or the part of the model that it runs."""
         return f"this part of {self.spec.model}" if self.spec.inputs else self.spec.model
 
     @property
     def begins_at(self) -> dict[str, str]:
-        """Its inputs, name → node, where it begins at inner nodes; else empty."""
+        """Its inputs, name → node, if it begins at inner nodes; otherwise empty."""
         return {spec.name: spec.node for spec in self.inputs if spec.node is not None}
 
     @property
@@ -77,11 +77,11 @@ class Description:
 
     @cached_property
     def note(self) -> str | None:
-        """What its clients should know of its speed on this machine."""
+        """A note to clients about its speed on this machine, if there is one."""
         return why_bfloat16_is_slow(torch.device(self.device)) if self.dtype == torch.bfloat16 else None
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
-        """Return shapes of one row of each input, for the usual image size."""
+        """Return the shape of one row of each input, for the usual image size."""
         size = self.preprocessing.nominal_size()
         return [spec.usual or (*(d or 1 for d in spec.shape[1:-2]), *size) for spec in self.inputs]
 
@@ -92,5 +92,5 @@ class Description:
 
 
 def precision_dtype(entry: ModelEntry, precision: str) -> torch.dtype:
-    """Return the dtype of a model's weights and inputs: that of its builder where no other precision is asked for."""
+    """Return the dtype of a model's weights and inputs: the model's own unless another precision is requested."""
     return entry.dtype if precision == "float32" else PRECISIONS[precision]

@@ -1,6 +1,6 @@
-"""The engine: its parts put together, its start, its readiness and its end.
+"""Wires the engine together and manages its lifecycle.
 
-Its methods run on one event loop and never block it: what takes time runs in one of its threads.
+Its methods run on one event loop and never block it: slow work runs in one of its thread pools.
 """
 
 from __future__ import annotations
@@ -57,23 +57,25 @@ log = logging.getLogger("fxserve.engine")
 T = TypeVar("T")
 
 HUNG_SECONDS = 120.0
-"""Seconds beyond the time limit of a request after which a batch is not expected to end."""
+"""Seconds beyond the request timeout after which a batch is considered to hang for good."""
 
 
 class Engine:
-    """Extractors and what computes them. Make it anywhere, use it on one event loop between start and close.
+    """Extractors and the machinery that runs them.
+
+    Create it anywhere; use it on one event loop, between :meth:`start` and :meth:`close`.
 
     Args:
         settings: the service's settings.
-        metrics: to count in; its own by default.
+        metrics: the metrics to update; a new set by default.
 
     Attributes:
-        admission: how much work may be in the service at a time.
-        threads: what it all runs in.
+        admission: limits the work in the service at a time.
+        threads: its threads and thread pools.
         models: the loaded weights.
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
-        runtimes: builds, lends and frees what computes them.
+        runtimes: builds, lends and frees their runtimes.
         in_flight: accepted requests: :meth:`drain` waits for ``with`` blocks over it.
         preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
             why.
@@ -83,7 +85,7 @@ class Engine:
         self.settings = settings
         self.metrics = metrics = metrics or Metrics()
         self.device = pick_device(settings.device)
-        # Turns for four batches: one is computed, one waits for that, one is decoded, and one is being answered and
+        # Turns for four batches: one being computed, one waiting for it, one being decoded, and one being answered and
         # replaced.
         self.admission = Admission(settings.max_inflight, settings.max_inflight_bytes, 4 * settings.max_batch)
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
@@ -124,15 +126,15 @@ class Engine:
         self.in_flight = InFlight()
 
     async def start(self) -> None:
-        """Start the device worker and the preloading; :meth:`readiness` says when that is done.
+        """Start the device worker and the preloading.
 
-        The operator's own models are in the catalog then.
+        The operator's own models are in the catalog when it returns. :meth:`readiness` reports when preloading is done.
         """
-        PIL.Image.MAX_IMAGE_PIXELS = None  # of this process; FXSERVE_MAX_PIXELS is the limit
+        PIL.Image.MAX_IMAGE_PIXELS = None  # process-wide; FXSERVE_MAX_PIXELS is the limit
         use_one_heap()
         collect_rarely()
         if self.device.type == "cuda":
-            torch.backends.cudnn.allow_tf32 = False  # no TF32 in convolutions, as torch has it elsewhere
+            torch.backends.cudnn.allow_tf32 = False  # no TF32 in convolutions, as in matmuls by default
         self.threads.start()
         await in_pool(self.threads.builders, register_models, self.settings.models_dir, True)
         await in_pool(self.threads.builders, warn_unknown_models, self.settings.models or ())
@@ -142,7 +144,7 @@ class Engine:
         self._preloading = background(self._preload(), "preload")
 
     async def drain(self, grace: float | None = None) -> None:
-        """Take no new work, and wait until accepted requests are answered.
+        """Stop accepting work and wait until all accepted requests are answered.
 
         Args:
             grace: seconds after which the remaining requests are answered with an error; None: ``grace_period`` of the
@@ -158,7 +160,7 @@ class Engine:
             self._worker.abandon(Draining())
 
     async def close(self, grace: float | None = None) -> None:
-        """Drain, and end all threads."""
+        """Drain, then stop all threads."""
         if self._preloading is not None:
             self._preloading.cancel()
         await self.drain(grace)
@@ -170,7 +172,7 @@ class Engine:
         self.threads.close()
 
     def readiness(self) -> tuple[bool, str]:
-        """Return whether requests can be served now, and if not, why."""
+        """Return whether requests can be served now, and the reason if not."""
         if self.draining:
             return False, "the service is shutting down"
         trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
@@ -179,15 +181,19 @@ class Engine:
         trouble = (away if never_read else None) or self._preload_trouble or trouble
         if trouble is not None:
             return False, trouble
-        # Without the store no replica would be ready; serving what is in memory is better than serving nothing.
+        # If the store is down, no replica can reach it: serving the extractors in memory is better than serving
+        # nothing.
         return True, "ready" if away is None else f"ready with what is in memory: {away}"
 
     def device_trouble(self) -> str | None:
-        """Why the device worker does not answer: it hangs, or died and could not be replaced; None if it does."""
+        """Return why the device worker does not respond: it hangs, or died and could not be replaced.
+
+        None if it responds.
+        """
         return self._worker.trouble(self.settings.request_timeout)
 
     def device_lost(self) -> str | None:
-        """Why this process cannot compute again: its device is lost, or hangs for good; None if it can."""
+        """Return why this process cannot recover: its device is lost or hangs for good. None if it can."""
         return self._worker.lost or self._worker.hang(self.settings.request_timeout + HUNG_SECONDS)
 
     def sample(self) -> None:
@@ -207,7 +213,7 @@ class Engine:
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # a lost device raises here too, and the other metrics are still wanted
+            with suppress(RuntimeError):  # a lost device raises here too; keep the other metrics
                 self._sample_gpu()
 
     def _sample_gpu(self) -> None:
@@ -227,23 +233,23 @@ class Engine:
         trace_in: RunInThread | None = None,
         accepted: bool = False,
     ) -> tuple[ExtractorRecord, bool]:
-        """Return the extractor that ``spec`` describes, made if there is none yet.
+        """Return the extractor that ``spec`` describes, creating it if it does not exist.
 
         Args:
-            spec: what to build.
-            wait: seconds to wait for its build; when they are over the record is returned in state ``building``.
-            build: whether one may be made.
-            keep: whether the store, where there is one, must have it afterwards.
-            trace_in: runs in a thread what may trace the model; by default in one that builds extractors.
-            accepted: whether it is part of a request that was accepted before draining began.
+            spec: the spec of the extractor.
+            wait: seconds to wait for its build; after that the record is returned in state ``building``.
+            build: whether it may be created.
+            keep: whether it must be in the shared store afterwards, if a store is configured.
+            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
+            accepted: whether the request was accepted before draining began.
 
         Returns:
-            The record and whether it is new. A failed build is not raised: see ``state`` and ``problem``.
+            The record, and whether it is new. A failed build is not raised: see its ``state`` and ``problem``.
 
         Raises:
-            FxError: the spec is wrong: an unknown model, node or weights, a backend that is not served, a name that is
-                taken; or there is no such extractor and ``build`` is false.
-            NotReady: it cannot be kept.
+            FxError: the spec is invalid (an unknown model, node or weights, a backend that is not served, a name that
+                is taken), or the extractor does not exist and ``build`` is false.
+            NotReady: the store cannot be used, and ``keep`` is true or the spec has a name.
             Draining: the service is shutting down.
         """
         self._check_draining(accepted)
@@ -253,14 +259,14 @@ class Engine:
         return record, created
 
     async def profile(self, runtime: Runtime) -> Measured:
-        """Time and memory of each node of an extractor, measured between requests."""
+        """Measure time and memory of each node of an extractor, between requests."""
         return await profiled(runtime, self._queue)
 
     async def settle(self, runtime: Runtime, images: int | None = None) -> None:
         """Wait until ``runtime`` runs on the fastest backend found for it.
 
         Args:
-            images: how many there are to compute; a search that takes longer than it would save is not made.
+            images: number of images to compute; skip a search that would take longer than it saves.
         """
         if images is not None and not await self._upgrades.pays(runtime, images):
             return
@@ -278,28 +284,28 @@ class Engine:
         reservation: Reservation | None = None,
         edits: Sequence[Edit] = (),
     ) -> FeatureResult:
-        """Compute the outputs of an extractor. All rows are answered, or the request fails as a whole.
+        """Compute the outputs of an extractor. Either all rows are returned, or the request fails as a whole.
 
-        Cancelling the call drops the work that has not begun.
+        Cancelling the call drops work that has not started.
 
         Args:
-            record: the extractor; one that is being built, or was evicted, is waited for.
-            images: encoded images, or tensors by the names of the model's inputs: floating and preprocessed
-                ``[N, C, H, W]``, or uint8 images ``[N, H, W, C]``.
-            options: what to do with the outputs.
-            deadline: on the clock of ``time.monotonic()``; None is ``request_timeout`` seconds from now. Waiting for a
-                build, or for a turn, is for the caller to end.
-            regions: what ``pool=roi``, ``points`` and ``mask`` pool, of images.
-            reservation: the request's client, and the bytes that it holds already; those of its response are added
-                until it is sent. None for a request of the service itself.
-            edits: of inner values, in order.
+            record: the extractor. If it is being built or was evicted, the call waits for its build.
+            images: encoded images, or tensors by model input name: floating and preprocessed ``[N, C, H, W]``, or uint8
+                images ``[N, H, W, C]``.
+            options: how to process the outputs.
+            deadline: on the clock of ``time.monotonic()``; None means ``request_timeout`` seconds from now. It does not
+                limit the wait for a build or for a turn: the caller must cancel those.
+            regions: the image regions to pool with ``pool=roi``, ``points`` or ``mask``.
+            reservation: the request's client and the bytes it already holds; the bytes of its response are added until
+                it is sent. None for a request of the service itself.
+            edits: edits of inner values, in order.
 
         Raises:
-            BadEdit: an edit cannot be done; ``edit`` in ``extra`` is its index.
-            BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first such image, with its ``index``
-                in ``extra``.
-            AdmissionFull, RequestTooLarge, ResponseTooLarge: before anything was decoded.
-            DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see there.
+            BadEdit: an edit cannot be applied; ``extra["edit"]`` is its index.
+            BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first invalid image;
+                ``extra["index"]`` is its index.
+            AdmissionFull, RequestTooLarge, ResponseTooLarge: raised before anything is decoded.
+            DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see their docstrings.
             FxError: the error of the extractor's build.
         """
         self._check_draining(reservation is not None and reservation.accepted)
@@ -323,8 +329,10 @@ class Engine:
         deadline: float,
         reservation: Reservation,
     ) -> Attributed:
-        """Attribute the result of an extractor that begins at inner nodes to one of its inputs; see
-        :func:`service.engine.requests.attributing.attribute`."""
+        """Attribute the result of an extractor that begins at inner nodes to one of its inputs.
+
+        See :func:`service.engine.requests.attributing.attribute`.
+        """
         self._check_draining(reservation.accepted)
         with self.admission.enter(reservation.client, reservation) as ticket, self.in_flight:
             async with self.runtimes.use(record) as runtime:
@@ -332,7 +340,7 @@ class Engine:
                 return await attribute(runtime, values, asked, self._queue, ticket, deadline, most)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
-        """Run ``function(*args)`` in the pool that writes responses."""
+        """Run ``function(*args)`` in the pool that encodes responses."""
         with self.in_flight:
             return await in_pool(self.threads.encoders, function, *args)
 
@@ -346,8 +354,10 @@ class Engine:
             raise Draining()
 
     async def _preload(self) -> None:
-        """Preload the extractors in the settings; one that fails is tried again until it succeeds, since what it lacks
-        may come: weights that a hub could not serve, a file, memory."""
+        """Preload the extractors of the settings, retrying each until it succeeds.
+
+        The missing piece may appear later: weights that a hub could not serve, a file, memory.
+        """
         for text in self.settings.preload:
             self._preload_trouble = f"preloading {text}"
             for attempt in count():
@@ -355,7 +365,7 @@ class Engine:
                     await self._preload_one(text)
                     break
                 except Exception as error:
-                    # Others are bugs, whose traceback is wanted.
+                    # Other errors are bugs: log their traceback.
                     wrong = isinstance(error, FxError | Problem | ValueError)
                     self._preload_trouble = f"preloading {text} failed: {error if wrong else summarize(error)}"
                     self.preload_failed = True
@@ -367,7 +377,7 @@ class Engine:
         self._preload_trouble = None
 
     async def _preload_one(self, text: str) -> None:
-        """Build the extractor that ``text`` describes, pin it, and run one request of zeros through it."""
+        """Build and pin the extractor that ``text`` describes, and run one request of zeros through it."""
         record = await self.extractors.preload(spec_of_text(text))
         if record is None:
             log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)

@@ -1,4 +1,4 @@
-"""Errors of the system and of libraries: which may pass, and which problem each is."""
+"""Classification of system and library errors: which are temporary, and which problem each becomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA error: out
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` means too little memory, on the device or the host, which may pass."""
+    """Return whether ``error`` is an out-of-memory error of the device or the host, which may be temporary."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -25,8 +25,7 @@ _SHORTAGE_NUMBERS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Return whether ``error``, or its cause, means that the system is short of threads, processes, memory or open
-    files, which may pass."""
+    """Return whether ``error``, or its cause, is a shortage of threads, processes, memory or files, often temporary."""
     while error is not None:
         if is_out_of_memory(error) or getattr(error, "errno", None) in _SHORTAGE_NUMBERS:
             return True
@@ -37,15 +36,16 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def shortage(error: BaseException) -> NotReady:
-    """Return the response to a request that failed with ``error``, a shortage."""
+    """Return the problem for a request that failed because of the shortage ``error``."""
     return NotReady(f"the system is short of threads or memory: {summarize(error)}")
 
 
 def as_exception(error: BaseException) -> Exception:
-    """``error`` as an exception that does not end the event loop, as a SystemExit, which a library may raise in any
-    thread, would.
+    """Convert ``error`` to an exception that can be set on a future.
 
-    A shortage of the system becomes :class:`NotReady`.
+    A library may raise ``SystemExit`` in any thread; raised from a future, it would stop the event loop.
+
+    A shortage becomes :class:`NotReady`.
     """
     if isinstance(error, FxError | Problem):
         return error
@@ -53,4 +53,4 @@ def as_exception(error: BaseException) -> Exception:
         return shortage(error)
     if isinstance(error, Exception):
         return error
-    return ComputeFailed(f"what this request needed was ended by {summarize(error)}", error=summarize(error))
+    return ComputeFailed(f"work that this request needed was aborted by {summarize(error)}", error=summarize(error))

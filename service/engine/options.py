@@ -1,4 +1,4 @@
-"""Options of a request for features, and its result."""
+"""Options and result of a feature request."""
 
 from __future__ import annotations
 
@@ -32,49 +32,49 @@ from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 VALID_BOX = "valid_box"
-"""The output with the place of each row's image in the model's input, of extractors with ``fit=pad``."""
+"""Key of the output that extractors with ``fit=pad`` add: the position of each row's image in the model's input."""
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "dtype": (None, *get_args(Dtype)),
     "normalize": (None, *get_args(Normalize)),
     "preprocess": get_args(Preprocess),
 }
-"""The options that take one of a few values, and those values."""
+"""The options with a fixed set of values, and those values."""
 
 NAMES = ("pool", *CHOICES, "project", "seed")
-"""The options that clients give for any request; ``/v2`` takes them as parameters."""
+"""The options that clients may set on any request; ``/v2`` accepts them as parameters."""
 
 
 PROBLEMS: Mapping[str, type[FxError]] = {"roi": BadBox, "points": BadPoint, "mask": BadMask}
-"""The errors of regions, by the pooling that takes them."""
+"""Errors for invalid regions, by pooling."""
 
 _POOL = {"points": pool_points, "mask": pool_masks}
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """How the model's outputs become the response.
+    """How the model's outputs are turned into the response.
 
     Attributes:
-        pool: ``none``, a method of :func:`fxcore.pooling.pool` or several, or ``roi``, ``points`` or ``mask``: the
-            regions that come with the request.
-        roi_size: positions a side of what each region becomes; see :func:`fxcore.pooling.pool_regions`.
-        dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None leaves them as the model gives them.
-            Integers and booleans are never cast.
-        project: values of each row after a random projection, which follows pooling; None for no projection.
-        seed: of that projection; see :func:`fxcore.projection.projection_matrix`.
-        normalize: ``l2`` divides by the length over the channels, after pooling and projection; a map is normalised at
-            each place.
-        preprocess: ``default``, ``pil`` or ``fast``, as :mod:`fxcore.images.decoding` has them; ``none`` only
-            scales uint8 pixels to [0, 1] and puts channels first. Floating tensors are taken as they are in any case.
-            What ``default`` means to a server is :attr:`service.settings.Settings.preprocess`.
-        tokens: indices of the tokens that are answered, or of attention weights the queries; None is all. Only without
+        pool: ``none``, a method of :func:`fxcore.pooling.pool` or several, or ``roi``, ``points`` or ``mask`` for the
+            regions in the request.
+        roi_size: positions per side of each pooled region; see :func:`fxcore.pooling.pool_regions`.
+        dtype: ``float32``, ``float16`` or ``bfloat16`` for floating outputs; None keeps the model's own. Integers and
+            booleans are never cast.
+        project: number of values per row after a random projection, applied after pooling; None for no projection.
+        seed: seed of that projection; see :func:`fxcore.projection.projection_matrix`.
+        normalize: ``l2`` divides by the norm over the channels, after pooling and projection; a map is normalised at
+            each position.
+        preprocess: ``default``, ``pil`` or ``fast``, see :mod:`fxcore.images.decoding`; ``none`` only scales uint8
+            pixels to [0, 1] and puts channels first. Floating tensors are never preprocessed.
+            :attr:`service.settings.Settings.preprocess` sets the meaning of ``default``.
+        tokens: indices of the tokens to return, or of the queries for attention weights; None for all. Not allowed with
             pooling.
-        keys: the outputs that are answered; None is all. The others are not pooled, cast or copied off the device.
-            They are computed all the same: a batch is shared by requests for different outputs, and a graph for each
-            subset would have to be compiled and would split batches. An extractor of fewer nodes, which shares its
-            weights with this one, computes less.
-        sent: whether the outputs are sent, so that the maximum size of a response holds for them.
+        keys: the outputs to return; None for all. The others are not pooled, cast or copied off the device, but they
+            are still computed: requests for different outputs share a batch, and a separate graph for each subset would
+            have to be compiled and would split batches. To compute less, use an extractor with fewer nodes; it shares
+            its weights with this one.
+        sent: whether the outputs are sent, so that the maximum response size applies.
     """
 
     pool: str = "none"
@@ -89,18 +89,18 @@ class FeatureOptions:
     sent: bool = True
 
     def __post_init__(self) -> None:
-        if self.pool != DISTILLED:  # which no request names
+        if self.pool != DISTILLED:  # used by embeddings; no request can name it
             pooling(self.pool)
         for name, least, most in (("project", 1, MAX_PROJECT), ("seed", 0, MAX_SEED)):
             value = getattr(self, name)
             if not (name == "project" and value is None) and not (type(value) is int and least <= value <= most):
-                raise ValueError(f"{name} is a whole number from {least} to {most}, not {value!r}")
+                raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is one of {allowed}, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
 
     def named(self) -> dict[str, str | int | None]:
-        """Return the options that clients give, by name."""
+        """Return the client options by name."""
         names = ["pool", *CHOICES]
         names += ["roi_size"] if self.pool == "roi" else []
         names += ["project", "seed"] if self.project is not None else []
@@ -108,15 +108,15 @@ class FeatureOptions:
 
     @property
     def one_shape(self) -> bool:
-        """Whether rows of any input size become rows of one shape."""
+        """Whether output rows have the same shape whatever the input size."""
         return self.pool != "none" or self.project is not None
 
     def wants(self, key: str) -> bool:
-        """Return whether the output ``key`` is answered."""
+        """Return whether the output ``key`` is returned."""
         return self.keys is None or key in self.keys
 
     def check_regions(self, given: GivenRegions | None) -> None:
-        """Check that regions are ``given`` where they are to be pooled, and only there.
+        """Check that regions are ``given`` if, and only if, the pooling needs them.
 
         Raises:
             BadBox, BadPoint, BadMask: they are not.
@@ -126,8 +126,8 @@ class FeatureOptions:
             pool = self.pool if self.pool in KINDS else found
             field = KINDS[pool].field
             raise PROBLEMS[pool](
-                f"pool={pool} and {field} go together: a JSON body of POST …/features with images has {field}, a list "
-                "for each"
+                f"pool={pool} and {field} must be given together: POST …/features takes {field} in a JSON body with "
+                "images, one list per image"
             )
 
     def check(
@@ -140,7 +140,7 @@ class FeatureOptions:
         grid: MapGrid | None = None,
         queries: bool = False,
     ) -> None:
-        """Raise what :meth:`finish` would for a tensor of ``shape`` and ``dtype``.
+        """Check that :meth:`finish` accepts a tensor of ``shape`` and ``dtype``.
 
         Raises:
             BadTensor: this output has no such tokens, or cannot be pooled or normalised so.
@@ -148,13 +148,13 @@ class FeatureOptions:
         try:
             if self.tokens is not None:
                 if self.pool != "none":
-                    raise BadTensor(f"tokens and pool={self.pool} do not go together: leave one of them out")
+                    raise BadTensor(f"tokens and pool={self.pool} cannot be combined; leave one of them out")
                 check_tokens(shape, layout, queries, self.tokens)
             if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))
                 raise BadTensor(
-                    f"pool={self.pool} needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid) and this "
-                    f"node gives {shown} an image; ask for a node before the pooling, such as a level"
+                    f"pool={self.pool} needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid), but this "
+                    f"node gives {shown} per image; ask for a node before the pooling, such as a level"
                 )
             if self.pool != "none":
                 check_poolable(layout, len(shape), dtype.is_floating_point, self.pool, prefix)
@@ -163,10 +163,12 @@ class FeatureOptions:
         for name in ("normalize", "project"):
             if getattr(self, name) is not None and not dtype.is_floating_point:
                 asked = f"{name}={getattr(self, name)}"
-                raise BadTensor(f"output {key!r}: {asked} needs floating values and this node gives {dtype}", key=key)
+                raise BadTensor(
+                    f"output {key!r}: {asked} needs floating-point values, but this node gives {dtype}", key=key
+                )
 
     def pooled(self, shape: list[int], layout: str | None) -> list[int]:
-        """Return the shape of a tensor of ``shape`` after tokens are chosen and pooled."""
+        """Return the shape of a tensor of ``shape`` after token selection and pooling."""
         if self.tokens is not None:
             return chosen_shape(shape, self.tokens)
         if self.pool in KINDS:
@@ -174,7 +176,7 @@ class FeatureOptions:
         return shape if self.pool == "none" else pooled_shape(shape, layout, self.pool)
 
     def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
-        """Return shape and dtype that :meth:`finish` gives for a tensor of ``shape`` and ``dtype``."""
+        """Return the shape and dtype of the result of :meth:`finish` for a tensor of ``shape`` and ``dtype``."""
         shape = self.pooled(shape, layout)
         if self.project is not None:
             shape = [shape[0], self.project]
@@ -191,19 +193,20 @@ class FeatureOptions:
         grid: MapGrid | None = None,
         matrices: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Choose tokens, pool, project, normalise and cast, on the device the tensor is on. Each row's result depends
-        on that row alone.
+        """Select tokens, pool, project, normalise and cast, on the tensor's device.
+
+        Each row's result depends on that row only.
 
         Args:
-            tensor: a row for each image.
-            layout, prefix: of ``tensor``.
-            regions, grid: of :func:`fxcore.pooling.pool_regions`, :func:`~fxcore.pooling.pool_points` or
-                :func:`~fxcore.pooling.pool_masks`, where the rows of the result are regions.
-            matrices: what rows are projected by, by their number of values.
+            tensor: one row per image.
+            layout, prefix: layout and prefix tokens of ``tensor``.
+            regions, grid: if the rows of the result are regions, the arguments of :func:`fxcore.pooling.pool_regions`,
+                :func:`~fxcore.pooling.pool_points` or :func:`~fxcore.pooling.pool_masks`.
+            matrices: projection matrices by number of values per row.
 
         Returns:
-            The result, and which of its rows have finite values that its dtype cannot hold, bool ``[rows]``; None if
-            none has.
+            The result, and a bool mask ``[rows]`` of the rows with finite values that overflow the dtype; None if there
+            are none.
         """
         given = tensor.dtype
         if self.tokens is not None:
@@ -221,7 +224,7 @@ class FeatureOptions:
             assert matrices is not None
             tensor, layout = project(tensor, matrices[tensor.shape[1:].numel()]), "NC"
         if self.normalize == "l2":
-            rows = tensor if tensor.ndim > 1 else tensor[:, None]  # of single values
+            rows = tensor if tensor.ndim > 1 else tensor[:, None]  # a row may be a single value
             dim = channel_dim(layout, rows.ndim) if rows.ndim > 2 else 1
             wide = rows.to(torch.promote_types(tensor.dtype, torch.float32))
             tensor = torch.nn.functional.normalize(wide, dim=dim).to(tensor.dtype).reshape(tensor.shape)
@@ -235,11 +238,11 @@ class FeatureOptions:
         return cast, over if over.any() else None
 
     def ways_to_shrink(self, images: int, outputs: int, choosable: bool = False) -> list[str]:
-        """Options and habits, not in use already, that would make the response smaller.
+        """Return suggestions, not already applied, that would make the response smaller.
 
         Args:
-            images, outputs: how many the response has.
-            choosable: whether each output has tokens, or queries, to choose.
+            images, outputs: number of images and outputs in the response.
+            choosable: whether each output has tokens, or queries, to select from.
         """
         ways = []
         if not self.one_shape:
@@ -255,7 +258,7 @@ class FeatureOptions:
         if self.dtype not in ("float16", "bfloat16"):
             ways.append("dtype=float16")
         if images > 1:
-            ways.append("fewer images a request")
+            ways.append("fewer images per request")
         if outputs > 1:
             ways.append("fewer nodes")
         return ways or ["smaller images"]
@@ -266,11 +269,11 @@ class FeatureResult:
     """The response to one request.
 
     Attributes:
-        outputs: key → tensor on the CPU, contiguous, in memory of its own, first dimension the images in the order
-            sent; keys in the order asked for, and :data:`VALID_BOX` after them.
-        timings: milliseconds of the stages ``decode``, ``queue`` and ``compute``.
-        images: how many images (or rows of tensors) there were.
-        region_image: where rows are regions, the index of each one's image.
+        outputs: key → contiguous CPU tensor with its own memory. The first dimension is the images in the order sent.
+            Keys are in the order requested, followed by :data:`VALID_BOX`.
+        timings: milliseconds spent in the stages ``decode``, ``queue`` and ``compute``.
+        images: number of images (or rows of tensors) in the request.
+        region_image: if rows are regions, the index of each region's image.
     """
 
     outputs: dict[str, Tensor]

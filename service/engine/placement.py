@@ -1,4 +1,4 @@
-"""Where extractors run, and how many of them the system has threads for."""
+"""The device that extractors run on, and the maximum number of compiled extractors."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from service.engine.threads import MAX_THREADS
 from service.machine import available_threads
 
 _SHARE = 1 / 4
-"""Share of the threads of this process that compiled extractors may take. The service itself, models of a fixed size
-and compiling processes need the rest."""
+"""Share of this process's threads that compiled extractors may use. The service itself, models of a fixed size and
+compiler processes need the rest."""
 
 _USUAL = 16
-"""Compiled extractors beside which no other takes over from eager while all are in use."""
+"""Number of compiled extractors from which, while all are in use, no other extractor is upgraded from eager."""
 
 BUSY_SECONDS = 10.0
-"""Seconds after its last request in which a compiled extractor counts as in use: else those in use would replace each
-other."""
+"""Seconds after its last request for which a compiled extractor counts as in use. Without it, extractors in use would
+keep replacing each other."""
 
 
 class CompiledLimits(NamedTuple):
-    """How many extractors OpenVINO may run at a time, as each has threads of its own.
+    """Limits on the number of compiled OpenVINO extractors, each of which has its own threads.
 
     Attributes:
-        usual: those beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and none is added by itself.
-        most: none beyond it stays that has no request in flight.
+        usual: extractors beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and no extractor is
+            upgraded in the background.
+        most: extractors beyond it that have no request in flight are evicted. Both evict the least recently used first.
     """
 
     usual: int
@@ -35,8 +36,10 @@ class CompiledLimits(NamedTuple):
 
 
 def compiled_limits(compute_threads: int) -> CompiledLimits:
-    """Return the limits on this machine. With one thread, each computes on the calling thread and needs none of its
-    own."""
+    """Return the limits for this machine.
+
+    With ``compute_threads=1``, OpenVINO uses the calling thread and needs no other.
+    """
     if compute_threads == 1:
         return CompiledLimits(MAX_THREADS, MAX_THREADS)
     limit = available_threads()
@@ -46,10 +49,10 @@ def compiled_limits(compute_threads: int) -> CompiledLimits:
 
 
 def pick_device(asked: str) -> torch.device:
-    """Return the device that ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` stands for on this machine.
+    """Return the device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` on this machine.
 
     Raises:
-        ValueError: the machine does not have it.
+        ValueError: the machine does not have this device.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,5 +61,5 @@ def pick_device(asked: str) -> torch.device:
         return device
     index = device.index or 0
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device {asked!r} is not here; torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device {asked!r} is not available; torch sees {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)

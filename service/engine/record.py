@@ -1,4 +1,4 @@
-"""What the engine knows of one extractor, in memory or not."""
+"""The record of one extractor, whether it is in memory or not."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from service.problems import Problem
 State = Literal["building", "ready", "failed"]
 
 MAX_RETRY_SECONDS = 60.0
-"""Maximum time between two attempts to build an extractor whose build fails."""
+"""Maximum seconds between two attempts to build an extractor whose build fails."""
 
 
 def retry_seconds(failures: int) -> float:
-    """Return how long to wait before trying again what failed, after ``failures`` earlier failures in a row: 1 s, and
-    twice as long each time, up to :data:`MAX_RETRY_SECONDS`."""
+    """Return the seconds to wait before a retry, after ``failures`` earlier failures in a row.
+
+    The delay starts at 1 s and doubles each time, up to :data:`MAX_RETRY_SECONDS`.
+    """
     return min(2.0 ** min(failures, 16), MAX_RETRY_SECONDS)
 
 
 @dataclass(frozen=True)
 class Before:
-    """What is still told of a runtime that was evicted."""
+    """The details of an evicted runtime that are still reported."""
 
     last_used: float = field(default_factory=time.monotonic)
     backend: str = "eager"
@@ -38,26 +40,26 @@ class Before:
 
 @dataclass(eq=False)
 class ExtractorRecord:
-    """One extractor, from the moment it is asked for until it is deleted. Only the event loop changes it.
+    """One extractor, from its first request until it is deleted. Only the event loop changes it.
 
     Attributes:
-        description: what it computes.
-        name: the name last given to it.
+        description: the extractor's description.
+        name: the last name it was given.
         state: ``building``, ``ready`` or ``failed``; a ready one may be evicted.
-        problem: why, when it failed; raise :attr:`failure` instead.
-        failures: how many builds in a row have failed.
+        problem: the error of a failed build; to raise it, use :attr:`failure`.
+        failures: number of failed builds in a row.
         retry_at: when a failed build may be tried again, on the clock of ``time.monotonic()``.
-        outputs: what it returns, in the order asked for; known once it was built.
+        outputs: its outputs, in the order requested; known after the first build.
         pinned: preloaded, never evicted.
         build: the task that builds it, while it runs.
-        waiting: how many requests wait for its build.
-        runtime: what computes it; None until it is built and after eviction. The next request builds it again.
-        backend: the one that computes it, or did when it was last in memory.
-        checks: how far that backend's values are from the model's own; None until it was built.
-        saved: whether the store had it when it was last looked for.
-        put_at: when it was last saved in the store, or that was tried, on the clock of ``time.monotonic()``.
-        adopted: whether another process made it and this one read it from the store.
-        deleted: whether it was deleted: it is answered for nobody but those who ask already.
+        waiting: number of requests waiting for its build.
+        runtime: None until it is built and after eviction. The next request builds it again.
+        backend: the backend that runs it, or ran it when it was last in memory.
+        checks: how far that backend's values are from the model's own; None until it is built.
+        saved: whether the store had it at the last check.
+        put_at: when it was last saved to the store, successfully or not, on the clock of ``time.monotonic()``.
+        adopted: whether another process created it and this one read it from the store.
+        deleted: whether it was deleted: only requests that already hold the record are still answered.
     """
 
     description: Description
@@ -106,7 +108,7 @@ class ExtractorRecord:
         return (self.runtime or self._before).checks
 
     def unload(self) -> Runtime | None:
-        """Retire what computes it, which is returned; its requests in flight finish."""
+        """Retire and return its runtime. In-flight requests finish."""
         runtime = self.runtime
         if runtime is not None:
             self._before = Before(runtime.last_used, runtime.backend, runtime.checks)
@@ -124,7 +126,7 @@ class ExtractorRecord:
 
     @property
     def failure(self) -> FxError | Problem | None:
-        """A copy of ``problem`` to raise; one that may pass says when the build may be tried again."""
+        """A copy of ``problem`` to raise. If it is temporary, it reports when the build may be tried again."""
         failure = copy(self.problem)
         if isinstance(failure, Problem) and failure.retry_after is not None:
             failure.retry_after = max(0.0, self.retry_at - time.monotonic())
@@ -132,10 +134,10 @@ class ExtractorRecord:
 
     @property
     def bytes(self) -> int:
-        """About the bytes of the record of an evicted extractor: its spec, nodes, outputs and problem."""
+        """Approximate bytes of the record of an evicted extractor: its spec, nodes, outputs and problem."""
         problem = 0 if self.problem is None else 4 * len(self.problem.detail)
         return _RECORD_BYTES + 4 * self.description.spec_bytes + 2 * OUTPUT_BYTES * len(self.outputs) + problem
 
 
 _RECORD_BYTES = 8 * 1024
-"""A record without anything in it, its preprocessing and its decoder."""
+"""Bytes of an empty record with its preprocessing and decoder."""

@@ -1,4 +1,4 @@
-"""Tasks that outlive the request that starts them."""
+"""Background tasks that outlive the request that starts them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start ``work`` as a task of the service's own, with no context.
+    """Start ``work`` as a task of the service, with an empty context.
 
-    A task inherits its starter's context variables. Such work may go on for minutes and is shared between requests, so
-    its log lines carry no request's id, but its own name.
+    By default a task inherits the context variables of its creator. Background work may run for minutes and is shared
+    between requests, so its log lines carry its own name and not a request id.
 
     Args:
-        name: what it does; it follows :data:`~service.observability.logs.TASK_PREFIX` in log lines.
+        name: the name in log lines, after :data:`~service.observability.logs.TASK_PREFIX`.
     """
     return asyncio.create_task(work, name=TASK_PREFIX + name, context=Context())

@@ -1,4 +1,4 @@
-"""The threads of an engine: in which roles, how many torch uses in each, and their priorities."""
+"""The threads of an engine: their roles, torch's thread count in each, and their priorities."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ log = logging.getLogger("fxserve.decoding")
 
 
 class RunInThread(Protocol):
-    """Calls a function in a thread, and returns what it returns."""
+    """Callable that runs a function in a thread and returns its result."""
 
     async def __call__(self, function: Callable[[], T], /) -> T: ...
 
 
 _NICENESS = 10
-"""Niceness of the threads that run at a low priority, above the process's own."""
+"""Niceness of low-priority threads, relative to the process's own."""
 
-# Read once: a reused thread must not get a lower priority each time, and cannot raise it again.
+# Read once: otherwise a reused thread would get a lower priority each time, which it cannot raise again.
 _OWN = os.getpriority(os.PRIO_PROCESS, 0) if sys.platform == "linux" else 0
 
 _SPARE = 8
-"""Threads that the system must have left for a build."""
+"""Number of threads that must be available to the process for a build."""
 
 MAX_THREADS = 256
-"""Maximum threads that all compiled models may have together."""
+"""Maximum number of threads of all compiled models together."""
 
 
 def thread_trouble() -> str | None:
-    """Why nothing can be built now: the system has too few threads left for this process. None if it has enough."""
+    """Return why nothing can be built now: too few threads are left for this process. None if there are enough."""
     try:
         check_threads(_SPARE)
     except RuntimeError as error:
@@ -53,29 +53,27 @@ def thread_trouble() -> str | None:
 
 
 def compute_with(threads: int) -> None:
-    """Let torch use ``threads`` threads for what the calling thread computes, whatever other threads set.
+    """Make torch use ``threads`` threads for the calling thread's operations, whatever other threads set.
 
-    ``set_num_threads`` alone is not enough: a thread's first operation takes the number that any thread set last.
-    ``get_num_threads`` counts as that first operation, after which other threads' settings have no effect on it.
+    ``set_num_threads`` alone is not enough: a thread's first operation uses the number that any thread set last.
+    ``get_num_threads`` counts as that first operation; later settings of other threads do not affect this one.
     """
     torch.set_num_threads(threads)
     torch.get_num_threads()
 
 
 def compute_on(device: torch.device, threads: int) -> None:
-    """:func:`compute_with`, and make ``device`` the calling thread's current CUDA device, which is the first one by
-    default."""
+    """Call :func:`compute_with`, and make ``device`` the calling thread's current CUDA device instead of the first."""
     compute_with(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def run_at_low_priority() -> None:
-    """Lower the priority of the calling thread below the device worker's, and let torch use no other thread for it.
+    """Lower the priority of the calling thread below the device worker's, and make torch use this thread only.
 
-    For work that takes a core for long, such as tracing. All requests wait for the device worker, and each
-    layer's work is shared among its threads, so that a delay of one delays all. Only Linux has a priority for each
-    thread.
+    For work that occupies a core for long, such as tracing. All requests wait for the device worker, which splits each
+    layer among its threads, so a delay of one of them delays all. Only Linux has per-thread priorities.
     """
     compute_with(1)
     if sys.platform == "linux":
@@ -84,7 +82,7 @@ def run_at_low_priority() -> None:
 
 
 def alone(function: Callable[[], T]) -> T:
-    """Call ``function``, in which torch uses the calling thread only, as other cores are busy."""
+    """Call ``function`` with torch limited to the calling thread, because the other cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -94,12 +92,12 @@ def alone(function: Callable[[], T]) -> T:
 
 
 class Pool(ThreadPoolExecutor):
-    """A pool that can start all its threads at once: later the system may have none left.
+    """A thread pool that can start all its threads in advance: later the system may have none left.
 
     Args:
-        threads: how many.
-        name: of the threads, followed by a number.
-        initializer: what each thread calls first, with ``arguments``.
+        threads: number of threads.
+        name: prefix of the thread names.
+        initializer: called first in each thread, with ``arguments``.
 
     Attributes:
         size: number of threads.
@@ -127,8 +125,10 @@ class Pool(ThreadPoolExecutor):
 
 
 async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> T:
-    """Call ``function(*args)`` in a thread of ``pool``. Exceptions that would end the event loop become others; see
-    :func:`service.engine.errors.as_exception`."""
+    """Call ``function(*args)`` in a thread of ``pool``.
+
+    Exceptions that would stop the event loop are converted; see :func:`service.engine.errors.as_exception`.
+    """
 
     def call() -> T:
         try:
@@ -145,9 +145,9 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
 
 
 class Decoders:
-    """Threads that decode, first come, first served.
+    """Decoding threads, first come, first served.
 
-    This is no executor: no caller waits for a part, and a future for each would take the event loop's time.
+    This is not an executor: no caller waits for a single image, and a future for each would cost event loop time.
     """
 
     def __init__(self, threads: int) -> None:
@@ -166,7 +166,7 @@ class Decoders:
         self._work.put(decode)
 
     def stop(self) -> None:
-        """End the threads, after all work that was put before."""
+        """Stop the threads once all queued work is done."""
         for _ in self._threads:
             self._work.put(None)
 
@@ -175,37 +175,39 @@ class Decoders:
         while (decode := self._work.get()) is not None:
             try:
                 decode()
-            except BaseException:  # it must not end the thread
+            except BaseException:  # keep the thread alive
                 log.exception("a decoder failed")
-            del decode  # an idle thread keeps no images in memory
+            del decode  # so that an idle thread holds no images
 
 
 class Threads:
-    """The threads of an engine, in five roles. A pool of its own bounds what takes long, since a thread that has begun
-    cannot be interrupted: pools of one role are apart where one kind of work must not wait for another.
+    """The threads of an engine, in five roles.
+
+    A running thread cannot be interrupted, so long-running work is bounded by a pool of its own. A role has several
+    pools if one kind of work must not wait for another.
 
     **Device**: the one thread of :class:`~service.engine.device.worker.DeviceWorker`, which replaces it when it dies.
 
     **Decode**: ``decoders``, and ``intake``, one thread that reads headers and predicts sizes. Admission needs these,
-    and must not wait for the decoding of admitted requests.
+    so it must not wait for the decoding of admitted requests.
 
     **Work**: ``encoders`` parse bodies and write responses, in milliseconds; ``builders`` trace and build, in seconds.
-    Four pools look things up for slow GET requests: ``lookups`` trace and draw; ``listings`` encode thousands of
-    extractors, one list at a time; ``pictures`` wait for a disk or a bucket, and decode, one at a time; ``exports``
-    take minutes and hold the weights a second time, one at a time. These have a low priority, which a thread cannot
-    raise again: none of them can be shared with encoding.
+    Four pools serve slow GET requests: ``lookups`` trace and draw; ``listings`` encode thousands of extractors, one
+    list at a time; ``pictures`` read from a disk or a bucket and decode, one at a time; ``exports`` take minutes and
+    hold a second copy of the weights, one at a time. These four have a low priority, which a thread cannot raise again,
+    so none of them can be shared with encoding.
 
     **IO**: ``chores`` are short and rare, such as writing metrics and reading verdicts; :func:`asyncio.to_thread` runs
-    them. ``downloads`` take minutes and hardly any CPU; models that are cached do not wait for them. The shared store,
-    whose operations hang as long as its bucket does, has threads of its own
-    (:class:`~service.engine.extractors.sharing.Sharing`).
+    them. ``downloads`` take minutes and almost no CPU; cached models do not wait for them. The shared store has its own
+    threads (:class:`~service.engine.extractors.sharing.Sharing`), because its operations hang as long as its bucket
+    does.
 
-    **Compile**: ``foreground`` lowers what requests wait for, and ``background`` what is to be faster, one at a time
-    each, so that no request waits for an upgrade.
+    **Compile**: ``foreground`` lowers extractors that requests wait for, ``background`` lowers upgrades. Each runs one
+    at a time, so no request waits for an upgrade.
 
     Args:
-        settings: how many there are.
-        device: which those that build and compile use.
+        settings: the numbers of threads.
+        device: the device used by the build and compile threads.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
@@ -233,7 +235,9 @@ class Threads:
         self._lookups = self.lookups, self.listings, self.pictures, self.exports
 
     def start(self) -> None:
-        """Start all threads but those that look up, and let the running event loop use ``chores``.
+        """Start all threads except the lookup pools.
+
+        ``chores`` becomes the default executor of the running event loop.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -244,7 +248,7 @@ class Threads:
         self.decoders.start()
 
     def start_lookups(self) -> None:
-        """Start the threads that look up, which an engine without a server does not need.
+        """Start the lookup pools, which an engine without a server does not need.
 
         Raises:
             RuntimeError: the system has no thread left.
@@ -253,14 +257,14 @@ class Threads:
             pool.start()
 
     def stop_compiling(self) -> None:
-        """Begin no lowering any more."""
+        """Start no more lowering."""
         for pool in (self.foreground, self.background):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """End all threads once their current work is done."""
+        """Stop all threads once their current work is done."""
         self.decoders.stop()
-        # The event loop may go on, and needs a working executor.
+        # The event loop may keep running and needs a working executor.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
         for pool in (*self._lookups, *self._needed):
             pool.shutdown(wait=False, cancel_futures=True)

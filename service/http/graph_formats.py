@@ -42,7 +42,7 @@ _BY_ACCEPT: dict[str, GraphFormat] = {
 # The response of status 200 in the OpenAPI document.
 RESPONSE: dict[str, Any] = {
     "model": GraphDocument,
-    "description": "The graph, in the format that `format` or `Accept` asks for.",
+    "description": "The graph, in the format requested by `format` or `Accept`.",
     "content": {
         "text/plain": {"schema": {"type": "string"}, "example": "opcode  name  target  args  kwargs  shape  dtype\n…"},
         "text/vnd.graphviz": {"schema": {"type": "string"}, "example": "digraph resnet50 { … }"},
@@ -53,7 +53,7 @@ RESPONSE: dict[str, Any] = {
 
 
 def chosen_format(format: GraphFormat | None, request: Request) -> GraphFormat:
-    """Choose the format by ``format``, else by the request's Accept.
+    """Return ``format``, or else the format that the request's Accept prefers.
 
     Raises:
         Problem: 406.
@@ -69,7 +69,10 @@ def response(content: bytes, chosen: GraphFormat, format: GraphFormat | None) ->
 Depth = Annotated[
     int | None,
     Query(
-        ge=1, le=64, description="Depth of the modules that drawings show as one box each: 1 is `layer1`.", examples=[1]
+        ge=1,
+        le=64,
+        description="Depth of the modules that drawings show as one box each: 1 means `layer1`.",
+        examples=[1],
     ),
 ]
 
@@ -102,7 +105,7 @@ def parse_expanded(expanded: str | None, chosen: GraphFormat, depth: int | None)
 
 
 def closed_parts(graph: ModelGraph) -> list[dict[str, str]]:
-    """List the submodules that could not be traced, and why."""
+    """List the submodules that could not be traced, with reasons."""
     return [{"path": part.path, "reason": part.reason} for part in graph.untraceable]
 
 

@@ -1,4 +1,4 @@
-"""Run slow GET requests, such as graphs, drawings and exports, in threads, limited in number and time."""
+"""Slow GET requests, such as graphs, drawings and exports, which run in threads, limited in number and time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ LOOKUP_PROBLEMS = (problems.AdmissionFull, problems.DeadlineExceeded, problems.N
 """Problems of every route that uses :class:`Lookups`."""
 
 _PAGE = 50
-"""Items that are encoded at a time."""
+"""Number of items encoded at a time."""
 
 
 class Lookups:
     """Runs slow GET requests in threads, each with a place in admission. For one event loop.
 
     Args:
-        seconds: time limit of a request. Work that a thread has begun continues past it, and occupies the thread.
-        pool: the threads, which are those of nothing else; see :class:`~service.engine.threads.Threads`.
+        seconds: time limit of a request. Work already running in a thread continues after it, and occupies the thread.
+        pool: the threads, which are used for nothing else; see :class:`~service.engine.threads.Threads`.
         max_requests: maximum requests in flight, shared fairly between clients as in :class:`Admission`.
     """
 
@@ -41,10 +41,10 @@ class Lookups:
 
     @asynccontextmanager
     async def place(self, caller: Caller) -> AsyncIterator[Place]:
-        """Take a place for a request of ``caller``, and limit the time of the block.
+        """Admit a request of ``caller``, and limit the time of the block.
 
         Raises:
-            AdmissionFull: all places, or this client's share of them, are taken.
+            AdmissionFull: all places, or this client's share of them, are in use.
             DeadlineExceeded: the block exceeded the time limit.
         """
         with self._admission.enter(caller.client) as ticket:
@@ -58,7 +58,7 @@ class Lookups:
 
 
 class Place:
-    """The place of one request."""
+    """An admitted request."""
 
     def __init__(self, ticket: Ticket, pool: Pool) -> None:
         self._ticket = ticket
@@ -71,7 +71,7 @@ class Place:
 
 
 def json_array(items: Iterable[Any]) -> bytes:
-    """Encode ``items`` as a JSON array, some at a time: encoding holds the interpreter."""
+    """Encode ``items`` as a JSON array, in pages, because encoding holds the GIL."""
     items = iter(items)
     pages = iter(lambda: list(islice(items, _PAGE)), [])
     return b"[" + b",".join(orjson.dumps(page)[1:-1] for page in pages) + b"]"

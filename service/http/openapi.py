@@ -1,4 +1,4 @@
-"""The OpenAPI document: that of the routes, completed by the middleware's responses."""
+"""The OpenAPI document: FastAPI's, completed with the hot routes and the middleware's responses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def install(app: FastAPI, routes: DeclaredRoutes, hot_routes: Sequence[HotRoute]
 def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Sequence[HotRoute]) -> dict[str, Any]:
     hot = {route.path: {"post": jsonable_encoder(route.operation, exclude_none=True)} for route in hot_routes}
     document["paths"] = {**hot, **document["paths"]}
-    # Routes refer to these by name.
+    # The routes refer to these by name.
     _, shared = models_json_schema(
         [
             (Problem, "serialization"),
@@ -82,7 +82,7 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
 
 
 def _add_problems(path: str, operation: dict[str, Any], declared: Declared) -> None:
-    """Add the problems that a route declares, and those that the middleware may answer instead of it."""
+    """Add the problems that a route declares, and those that the middleware may return instead."""
     kinds = [*declared.errors, problems.Misdirected]
     if declared.access != "open":
         operation["security"] = [{"key": []}, {}]

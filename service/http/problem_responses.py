@@ -35,20 +35,20 @@ def error_response(path: str, error: FxError | Problem) -> Response:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     document = problem(error)
     status = document["status"]
-    if status >= 500 and status not in (503, 504, 505):  # the others are bugs
+    if status >= 500 and status not in (503, 504, 505):  # all others are bugs
         log.error("%s: %s", document["type"], error.detail, exc_info=error)
     return _response(path, document, headers)
 
 
 def internal_response(path: str) -> Response:
-    """Build the response to an unexpected exception; only the log has the details."""
+    """Build the response to an unexpected exception. The details are only in the log."""
     return _response(path, problem(Internal()), {})
 
 
 def _response(path: str, document: Document, headers: dict[str, str]) -> Response:
     shape, status = shape_of(path), document["status"]
     if shape is embeddings.SHAPE and status >= 500 and "Retry-After" not in headers:
-        headers["X-Should-Retry"] = "false"  # OpenAI's clients retry 5xx unless told not to
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients retry 5xx by default
     content = json.dumps(finite(shape.body(document)), default=str).encode()
     return Response(content, shape.status(status), headers, shape.media_type)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 EXPORT_SECONDS = 600.0
-"""Minimum time limit of an export, which includes waiting for others."""
+"""Minimum time limit of an export in seconds, including the wait for other exports."""
 
 
 CACHE_BYTES = 64 * 1024**2
@@ -65,11 +65,11 @@ class State:
     nodes: BodyCache = field(default_factory=_body_cache)
     graphs: BodyCache = field(default_factory=_body_cache)
     metadata: BodyCache = field(default_factory=_body_cache)
-    # Where attributions begin, by what they are asked of.
+    # The nodes where attributions begin, by model, weights, size, fit and requested nodes.
     cuts: ByteCache[tuple[str | None, ...], list[str]] = field(
         default_factory=lambda: ByteCache(CACHE_BYTES, lambda names: sum(map(len, names)))
     )
-    # By model and structure, of which there are few.
+    # By model and structure; there are few of them.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
     # Concurrent profiles would distort each other.
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -113,7 +113,7 @@ class State:
         return entry
 
     def request_seconds(self, timeout: float | None) -> float:
-        """Return the limit of a request's time, given its own ``X-Request-Timeout``."""
+        """Return the time limit of a request, given its ``X-Request-Timeout``."""
         return self.settings.request_timeout if timeout is None else min(timeout, self.settings.request_timeout)
 
     def response_headers(
@@ -121,7 +121,7 @@ class State:
     ) -> dict[str, str]:
         """Build the headers of a response with features, and record the stages' times in metrics and traces.
 
-        The name of the weights is percent-encoded, since headers are ASCII and file names are not.
+        The name of the weights is percent-encoded, because headers are ASCII and file names may not be.
         """
         scope[STAGE_TIMES] = milliseconds
         if self.traces is not None:
@@ -135,17 +135,19 @@ class State:
         return headers
 
     def trace_in(self, caller: Caller) -> RunInThread:
-        """Return what runs the tracing of a request: the threads that build, so that no look-up delays inference.
+        """Return the function that runs a request's tracing in the builder threads.
 
-        Of a caller that may not build, tracing is a look-up, and limited as look-ups are.
+        Lookups therefore do not delay inference.
+
+        For a caller that may not build, tracing itself counts as a lookup and is limited like one.
         """
         return self.engine.run_in_builder if caller.may_build else functools.partial(self.in_thread, caller)
 
     async def extractor(self, caller: Caller, spec: ExtractorSpec) -> ExtractorRecord:
-        """Look up the extractor of a spec, or create it if ``caller`` may.
+        """Look up the extractor of a spec, or create it if ``caller`` is allowed to.
 
         Raises:
-            Forbidden: there is none, and ``caller`` may not.
+            Forbidden: it does not exist and ``caller`` may not create it.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
             FxError: see :meth:`Engine.extractor`.
         """
@@ -179,9 +181,9 @@ def state_of(request: Request) -> State:
 
 
 async def get_state(request: Request) -> State:
-    """:func:`state_of` as a dependency; async, since FastAPI runs plain functions in a thread.
+    """Return the shared state, as a FastAPI dependency. It is async because FastAPI runs plain functions in a thread.
 
-    Dependencies cost time in each request, so the hottest routes call :func:`state_of` directly.
+    Dependencies take time in each request, so the hottest routes call :func:`state_of` directly.
     """
     return state_of(request)
 

@@ -1,4 +1,4 @@
-"""The images with the largest values of each channel, from a folder that ``fxserve extract --reduce top:N`` made."""
+"""The images with the largest values of each channel, from a folder made by ``fxserve extract --reduce top:N``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fxcore.images.files import open_image
 from service import problems
 
 _SIDE = 256
-"""Longest side of an image that is shown."""
+"""Maximum side of a shown image, in pixels."""
 
 _QUALITY = 85
 _COLUMNS = ["output", "node", "channel", "rank", "path", "value", "place"]
@@ -29,12 +29,12 @@ _COLUMNS = ["output", "node", "channel", "rank", "path", "value", "place"]
 
 @dataclass(frozen=True)
 class _Channels:
-    """Where the rows of a node are.
+    """The location of a node's rows in the table.
 
     Attributes:
         start: its first row.
         count: number of channels.
-        images: number of images of each.
+        images: number of images per channel.
     """
 
     start: int
@@ -43,25 +43,25 @@ class _Channels:
 
 
 def _key(path: str) -> str:
-    """Return what an image is addressed by, which says nothing of its path and stays when others are added."""
+    """Return the key of an image, which does not reveal its path and stays the same when images are added."""
     return hashlib.sha256(path.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 class TopImages:
-    """The content of ``top.parquet``, and the images that it names.
+    """The content of ``top.parquet`` and its images.
 
     Args:
-        folder: with ``spec.json`` and ``top.parquet``.
+        folder: folder with ``spec.json`` and ``top.parquet``.
         max_bytes: maximum bytes of an image's file.
-        max_pixels: maximum pixels of an image.
+        max_pixels: maximum pixels per image.
 
     Attributes:
-        model, weights: what the values are of.
-        images: number of images that were reduced.
+        model, weights: the model and weights that computed the values.
+        images: number of reduced images.
         nodes: exact name of each node → number of channels.
 
     Raises:
-        FxError: it cannot be read.
+        FxError: the folder cannot be read.
     """
 
     def __init__(self, folder: Path, max_bytes: int, max_pixels: int) -> None:
@@ -78,7 +78,7 @@ class TopImages:
         except ImportError as error:
             raise FxError("FXSERVE_STATISTICS needs pyarrow: pip install 'fxserve[offline]'") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FxError(f"FXSERVE_STATISTICS: {folder} holds no statistics that can be read: {error}") from error
+            raise FxError(f"FXSERVE_STATISTICS: {folder} holds no readable statistics: {error}") from error
         self._table = table.combine_chunks()
         self._keys = {path: _key(path) for path in set(table["path"].to_pylist())}
         self._paths = {key: path for path, key in self._keys.items()}
@@ -99,22 +99,22 @@ class TopImages:
             start = stop
 
     def summary(self, model: str) -> dict[str, Any] | None:
-        """Describe what there is of ``model``; None for nothing."""
+        """Describe the statistics of ``model``; None if there are none."""
         if model != self.model:
             return None
         return {"weights": self.weights, "images": self.images, "nodes": list(self.nodes)}
 
     def node(self, name: str) -> str:
-        """Return the exact name of a node, given by that or by the key of its output.
+        """Return the exact name of a node, given that name or the key of its output.
 
         Raises:
-            UnknownNode: there are no statistics of it.
+            UnknownNode: it has no statistics.
         """
         node = name if name in self._nodes else self._outputs.get(name)
         if node is None:
             there = ", ".join(self._nodes)
             raise problems.UnknownNode(
-                f"there are no top images of {name!r}; there are of {there}",
+                f"there are no top images of {name!r}, only of {there}",
                 name=name,
                 suggestions=list(self._nodes)[:5],
             )
@@ -124,11 +124,11 @@ class TopImages:
         """Return rank, key, file name, value and place of each image of a channel, the largest first.
 
         Raises:
-            InvalidRequest: there is no such channel.
+            InvalidRequest: the channel does not exist.
         """
         found = self._nodes[node]
         if channel >= found.count:
-            raise problems.InvalidRequest(f"channel is from 0 to {found.count - 1} of {node}, not {channel}")
+            raise problems.InvalidRequest(f"channel must be from 0 to {found.count - 1} for {node}, not {channel}")
         rows = self._table.slice(found.start + channel * found.images, found.images).to_pylist()
         return [
             {
@@ -142,13 +142,13 @@ class TopImages:
         ]
 
     def picture(self, key: str) -> bytes:
-        """Return an image, made small, as JPEG.
+        """Return a thumbnail of an image as JPEG.
 
         Args:
-            key: of an image, from :meth:`top`; no other file is read.
+            key: key of an image, from :meth:`top`; no other file is read.
 
         Raises:
-            NotFound: there is no such key, or its file cannot be read any more, or is in a compressed archive.
+            NotFound: the key is unknown, or its file can no longer be read or is in a compressed archive.
             BadImage, ImageTooLarge: it cannot be decoded.
         """
         path = self._paths.get(key)
@@ -165,7 +165,7 @@ class TopImages:
         return buffer.getvalue()
 
     def _read(self, path: str) -> bytes:
-        """Read an encoded image from where the index says that it is: a file, or a member of an archive."""
+        """Read an encoded image from its location in the index: a file, or a member of an archive."""
         file, offset, size = path, -1, None
         if self._index.exists():
             place = f"file:{quote(str(self._index.absolute()))}?mode=ro&immutable=1"
@@ -174,10 +174,10 @@ class TopImages:
                 row = index.execute(query, (path,)).fetchone()
             if row is not None:
                 file, offset, size = os.fsdecode(row[0]), row[1], row[2]
-        if offset >= 0 and not file.lower().endswith(".tar"):  # it could only be read from its beginning
+        if offset >= 0 and not file.lower().endswith(".tar"):  # a compressed archive can only be read sequentially
             name = posixpath.basename(path)
             raise problems.NotFound(
-                f"{name} is in a compressed archive; images are shown of files and plain .tar files"
+                f"{name} is in a compressed archive; only images in files and uncompressed .tar archives can be shown"
             )
         opened = fsspec.open(file, "rb") if "://" in file else open(file, "rb")  # noqa: SIM115  closed below
         with opened as stream:

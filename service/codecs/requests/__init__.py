@@ -1,1 +1,1 @@
-"""Bodies of requests: their content types, multipart files, images as text, and regions."""
+"""Parsing of request bodies: content types, multipart files, images as text, and regions."""

@@ -1,4 +1,4 @@
-"""Request bodies, by their content type → encoded images or tensors."""
+"""Request bodies → encoded images or tensors, according to the content type."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Sent:
 
     Attributes:
         inputs: encoded images in the order sent, or tensors by input name.
-        regions: of the images; None if the body has none.
-        edits: of inner values, in order.
+        regions: regions of the images; None if the body has none.
+        edits: edits of inner values, in order.
     """
 
     inputs: Inputs
@@ -43,10 +43,10 @@ class Sent:
 RunInPool = Callable[..., Awaitable[Sent]]
 
 SMALL = 256 * 1024
-"""Bytes below which a body is parsed on the event loop, in less time than changing threads twice takes."""
+"""Bytes below which a body is parsed on the event loop, because switching threads twice would take longer."""
 
 _REMEMBERED = 256
-"""Maximum header values whose parsing is cached; most clients send the same."""
+"""Maximum cached parsed headers; most clients always send the same ones."""
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -56,7 +56,7 @@ def check(
     """Return a body's media type and its parameters, from its headers alone.
 
     Raises:
-        Problem: 415 that lists what is ``taken``.
+        Problem: 415, which lists the accepted types, ``taken``.
     """
     encoding = (content_encoding or "").strip().lower()
     kind, parameters = media_type(content_type)
@@ -65,18 +65,18 @@ def check(
         return kind, parameters
     what = f"Content-Encoding {encoding[:40]!r}" if known else f"a body of type {kind[:100] or '(none given)'!r}"
     raise UnsupportedMediaType(
-        f"{what} is not taken; send one of {', '.join(taken)}, unencoded",
+        f"{what} is not supported; send one of {', '.join(taken)}, unencoded",
         available=list(taken),
     )
 
 
 @dataclass(frozen=True)
 class Body:
-    """A body that has arrived, not yet parsed.
+    """A received body, not parsed yet.
 
     Attributes:
         kind: its media type.
-        chunks: its bytes as they arrived; of ``multipart/form-data``, its files.
+        chunks: its bytes as they arrived; for ``multipart/form-data``, its files.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Body:
             run_in_pool: runs a function in a thread.
 
         Raises:
-            Problem: 422 if the body is not what its type says.
+            Problem: 422: the body does not match its type.
         """
         parse = _PARSERS.get(self.kind, _image)
         if parse in (_image, _files) or sum(map(len, self.chunks)) < SMALL:
@@ -102,12 +102,12 @@ async def receive(request: Request, kind: str, parameters: Mapping[str, str]) ->
     """Receive a whole body.
 
     Args:
-        request: whose body is received.
-        kind, parameters: what :func:`check` gave.
+        request: the request.
+        kind, parameters: the result of :func:`check`.
 
     Raises:
-        Problem: 422 if it is a malformed form.
-        ClientDisconnect: the client left before it had sent everything.
+        Problem: 422: the form is malformed.
+        ClientDisconnect: the client disconnected before it had sent everything.
     """
     if kind == "multipart/form-data":
         return Body(kind, await multipart.read(request.stream(), parameters))
@@ -131,8 +131,8 @@ def _safetensors(chunks: list[bytes], first_input: str) -> Sent:
 
 
 def _json(chunks: list[bytes], first_input: str) -> Sent:
-    # Counted before parsing, which would make millions of objects: an image has a comma after it and another as a data
-    # URL, its list of regions one, and each box four.
+    # Checked before parsing, which could create millions of objects. An image has one comma as a separator and one as a
+    # data URL, its list of regions one, and each box four.
     if sum(chunk.count(b",") for chunk in chunks) > 3 * MAX_IMAGES + 4 * MAX_REGIONS + MAX_RUNS:
         detail = (
             f"the body has more than {MAX_IMAGES} images, {MAX_REGIONS} regions or {MAX_RUNS} run lengths; send fewer "

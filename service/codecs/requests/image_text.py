@@ -1,4 +1,4 @@
-"""Images in JSON: strings of base64, or data URLs (RFC 2397) → the encoded bytes."""
+"""Images in JSON: base64 strings or data URLs (RFC 2397) → encoded bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decode(texts: Sequence[str]) -> list[bytes]:
     """Decode the images of a JSON body.
 
     Raises:
-        Problem: 422 that names the first string that is neither base64 nor a data URL of base64.
+        Problem: 422, for the first string that is neither base64 nor a data URL with base64.
     """
     images = []
     for index, text in enumerate(texts):
@@ -32,15 +32,15 @@ def decode(texts: Sequence[str]) -> list[bytes]:
 
 
 def decode_one(text: str) -> bytes:
-    """Decode a file in base64, or in a data URL of it.
+    """Decode a file from base64, or from a data URL with base64.
 
     Raises:
-        ValueError: it is neither; says what it is.
+        ValueError: it is neither; the message says what it is.
     """
     scheme = _SCHEME.match(text)
     if scheme is not None:
         if scheme[1].lower() != "data":
-            raise ValueError(f"is a URL of the scheme {scheme[1]!r}, and this server fetches nothing")
+            raise ValueError(f"is a URL with the scheme {scheme[1]!r}, and this server fetches no URLs")
         comma = text.find(",", 0, _MAX_HEAD)
         if comma < 0 or not text[:comma].rstrip().lower().endswith(";base64"):
             raise ValueError("is a data URL without base64")

@@ -1,4 +1,4 @@
-"""Files of a ``multipart/form-data`` body, in the order sent, parsed while the body arrives."""
+"""Parsing of the files of a ``multipart/form-data`` body while it arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_PART_HEADER_BYTES = 8192
 
 
 class _Files:
-    """Callbacks of the parser; collects the files."""
+    """The parser's callbacks, which collect the files."""
 
     def __init__(self) -> None:
         self.files: list[bytes] = []
@@ -70,15 +70,15 @@ class _Files:
 
 
 async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> list[bytes]:
-    """Return the contents of every file field.
+    """Return the contents of all file fields, in the order sent.
 
     Args:
         chunks: the body as it arrives.
-        parameters: of the Content-Type; ``boundary`` is needed.
+        parameters: parameters of the Content-Type; ``boundary`` is required.
 
     Raises:
-        Problem: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is no file, too
-            many parts, or no part at all.
+        Problem: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is not a file, too
+            many parts, or no parts.
     """
     boundary = parameters.get("boundary", "")
     if not 0 < len(boundary) <= 70:
@@ -103,7 +103,7 @@ async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> l
         parser.finalize()
     except FormParserError as error:
         raise InvalidRequest(f"the multipart body is malformed: {error}") from error
-    if not found.ended:  # what newer versions of the parser say themselves
+    if not found.ended:  # newer versions of the parser raise this themselves
         raise InvalidRequest("the multipart body ends before its last boundary")
     if not found.files:
         raise InvalidRequest("the multipart body has no file; send at least one image")

@@ -1,4 +1,4 @@
-"""The boxes, points or masks of a JSON body, checked to be such."""
+"""Validation of the boxes, points or masks of a JSON body."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def read(body: ImagesBody) -> GivenRegions | None:
     """Return the regions of ``body``; None if it has none.
 
     Raises:
-        Problem: they are of several kinds, too many, or not in a list for each image.
+        Problem: they are of several kinds, too many, or not one list per image.
     """
     fields: dict[RegionPooling, list[Any] | None] = {"roi": body.boxes, "points": body.points, "mask": body.masks}
     found = [(pool, lists) for pool, lists in fields.items() if lists is not None]
     if not found:
         return None
     if len(found) > 1:
-        raise InvalidRequest("a body has one of boxes, points and masks; send the others in another request")
+        raise InvalidRequest("a body may have only one of boxes, points and masks; send the others in another request")
     ((pool, lists),) = found
     if sum(len(of_image) for of_image in lists if isinstance(of_image, list)) > MAX_REGIONS:
         raise InvalidRequest(f"the body has more than {MAX_REGIONS} {KINDS[pool].field}; send fewer at a time")
@@ -34,16 +34,16 @@ def read(body: ImagesBody) -> GivenRegions | None:
 
 
 def given(pool: RegionPooling, lists: Sequence[Any]) -> GivenRegions:
-    """Return the regions of images, as JSON has them.
+    """Validate the regions of images in JSON form.
 
     Raises:
-        Problem: there is no list for each image, or one of them has another form.
+        Problem: there is not one list per image, or a region is malformed.
     """
     problem = BadMask if pool == "mask" else _NUMBERS[pool][0]
     kind = KINDS[pool]
     for index, of_image in enumerate(lists):
         if not isinstance(of_image, list):
-            raise problem(f"image {index}: its {kind.field} are a list of {kind.form}", index=index)
+            raise problem(f"image {index}: its {kind.field} must be a list of {kind.form}", index=index)
     if pool == "mask":
         return GivenRegions(pool, [_masks(of_image, index) for index, of_image in enumerate(lists)])
     for index, of_image in enumerate(lists):
@@ -67,10 +67,10 @@ def _masks(of_image: Sequence[Any], index: int) -> list[Mask]:
 
 
 def _mask(one: Any) -> Mask:
-    """Return a mask of a body.
+    """Parse a mask of a body.
 
     Raises:
-        ValueError: it is none; says what it is.
+        ValueError: it is not a mask; the message says what it is.
     """
     if isinstance(one, str):
         return image_text.decode_one(one)

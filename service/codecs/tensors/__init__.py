@@ -1,1 +1,1 @@
-"""Tensors on the wire: safetensors, npy and npz, JSON, with their dtypes and checked shapes."""
+"""Wire formats of tensors: safetensors, npy, npz and JSON."""

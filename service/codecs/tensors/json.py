@@ -1,4 +1,4 @@
-"""The JSON response: metadata, and each tensor flat and row-major as numbers or as base64 of its bytes."""
+"""The JSON response: metadata, and each tensor in row-major order as numbers or as base64 of its bytes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def write(
 
     Args:
         document: the fields before ``outputs``.
-        nodes: key → node name; None for an output of no node.
-        outputs: key → CPU tensor. NaN and infinities, which JSON does not have, become null.
+        nodes: key → node name; outputs without a node are missing.
+        outputs: key → CPU tensor. NaN and infinities become null, because JSON lacks them.
         encoding: ``json`` for numbers, ``base64`` for the little-endian bytes.
     """
     parts: list[bytes | memoryview] = [orjson.dumps(document)[:-1] + b',"outputs":[']
@@ -55,7 +55,7 @@ def numbers(tensor: Tensor) -> Iterator[bytes]:
 
 
 def max_bytes(tensor: Tensor) -> int:
-    """Maximum bytes that :func:`numbers` writes: ``-1.1754944e-38`` and a comma for each value."""
+    """Return the maximum bytes written by :func:`numbers`: ``-1.1754944e-38`` and a comma per value."""
     return 15 * tensor.numel()
 
 

@@ -1,4 +1,4 @@
-"""NumPy's formats: npy for one array, npz (a zip of them, uncompressed) for several."""
+"""NumPy's formats: npy for one array, npz (an uncompressed zip of npy files) for several."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from service.problems import BadTensor, Problem
 MEDIA_TYPE = "application/x-npy"
 NPZ_MEDIA_TYPE = "application/x-npz"
 
-# Headers are read by a parser of Python literals; numpy's own are shorter than 200 bytes.
+# Headers are parsed as Python literals; those written by numpy are shorter than 200 bytes.
 _MAX_HEADER_BYTES = 4096
 
 _REMEMBERED = 256
-"""Maximum parsed headers that are cached: a client sends the same ones, and parsing takes as long as routing."""
+"""Maximum cached parsed headers: a client always sends the same ones, and parsing takes as long as routing."""
 
 # Copied in steps, so that no step holds the GIL for long.
 _STEP = 1024**2
 
 
 def write(tensor: Tensor) -> list[bytes | memoryview]:
-    """Return the parts of an npy file: its header, then the tensor's own memory, uncopied."""
+    """Return the parts of an npy file: its header, then the tensor's own memory, not copied."""
     return [_npy_header(tensor), raw_bytes(tensor)]
 
 
 def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Return an npz file, as ``numpy.savez`` makes it; written here because ``savez`` cannot take a key ``file``."""
+    """Return an npz file. ``numpy.savez`` is not used because it does not accept a key ``file``."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for key, tensor in tensors.items():
@@ -49,31 +49,31 @@ def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def read(body: bytearray) -> Tensor:
-    """Return the array of an npy file, sharing ``body``'s memory. Nothing is unpickled.
+    """Return the array of an npy file, sharing the memory of ``body``. Nothing is unpickled.
 
     Raises:
-        Problem: 422 ``bad-tensor``: not an npy file, a dtype (objects, strings, records) or a shape that is not taken,
-            or another size than the header's shape needs; checked before anything is allocated.
+        Problem: 422 ``bad-tensor``: it is not an npy file, its dtype (objects, strings, records) or shape is not
+            supported, or its size does not match the header's shape. Checked before anything is allocated.
     """
     start = _header_bytes(body)
     shape, fortran, dtype = _header(bytes(body[:start]))
-    if dtype.kind not in "buif":  # objects, which are pickles, are kind "O"
-        raise _bad(f"arrays of {dtype} are not taken; send float32 or uint8")
+    if dtype.kind not in "buif":  # kind "O", objects, would be pickles
+        raise _bad(f"arrays of {dtype} are not supported; send float32 or uint8")
     shapes.check(shape, "the array")
     expected = math.prod(shape) * dtype.itemsize
     if expected != len(body) - start:
-        raise _bad(f"its header promises {expected} bytes of data and {len(body) - start} follow")
+        raise _bad(f"its header promises {expected} bytes of data, but {len(body) - start} follow")
     flat = np.frombuffer(body, dtype=dtype, offset=start) if expected else np.empty(0, dtype)
     array = flat.reshape(shape, order="F" if fortran else "C")
     try:
         return torch.from_numpy(np.ascontiguousarray(array.astype(dtype.newbyteorder("="), copy=False)))
     except TypeError as error:
-        raise _bad(f"arrays of {dtype} are not taken; send float32 or uint8") from error
+        raise _bad(f"arrays of {dtype} are not supported; send float32 or uint8") from error
 
 
 def _header_bytes(body: bytearray) -> int:
-    """Return the offset of the data, by the length that the header gives of itself."""
-    # Eight bytes of magic and version, and the length of the rest in two bytes, from version 2 in four.
+    """Return the offset of the data, according to the length in the header."""
+    # Eight bytes of magic and version, then the length of the rest in two bytes, or in four from version 2.
     begin = 10 if body[6:7] <= b"\1" else 12
     return min(begin + int.from_bytes(body[8:begin], "little"), begin + _MAX_HEADER_BYTES)
 
@@ -92,13 +92,13 @@ def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
             return np.lib.format.read_array_header_1_0(stream, max_header_size=_MAX_HEADER_BYTES)
         if version == (2, 0):
             return np.lib.format.read_array_header_2_0(stream, max_header_size=_MAX_HEADER_BYTES)
-    except Exception as error:  # a crafted header can raise anything that a parser of Python literals can
+    except Exception as error:  # parsing a crafted header as Python literals can raise anything
         raise _bad("its header cannot be read") from error
-    raise _bad(f"format version {version[0]}.{version[1]} is not read; save it as 1.0 or 2.0")
+    raise _bad(f"format version {version[0]}.{version[1]} is not supported; save it as 1.0 or 2.0")
 
 
 def has_numpy_dtype(dtype: torch.dtype) -> bool:
-    """Return whether numpy can hold the dtype: all of torch's that are served but bfloat16."""
+    """Return whether numpy supports the dtype: it does for all served ones except bfloat16."""
     return dtype is not torch.bfloat16
 
 
@@ -113,4 +113,4 @@ def _npy_header(tensor: Tensor) -> bytes:
 
 
 def _bad(reason: str) -> Problem:
-    return BadTensor(f"the body is not an npy file that can be taken: {reason}")
+    return BadTensor(f"the body is not a supported npy file: {reason}")

@@ -1,8 +1,8 @@
-"""Long arrays of numbers in JSON, read in steps.
+"""Parsing of long arrays of numbers in JSON, in steps.
 
-A JSON parser holds the GIL while it works and makes an object of every number: an image as JSON blocks everything else
-for tens of milliseconds and takes eight times its size in memory. So long arrays are cut out of the text first, and
-read piece by piece into their tensor. ijson reads in steps too, one number each, and takes about twice as long as this.
+A JSON parser holds the GIL and creates an object for every number: an image as JSON blocks everything else for tens of
+milliseconds and takes eight times its size in memory. Long arrays are therefore cut out of the text first, and read
+piece by piece into their tensor. ijson, which reads number by number, takes about twice as long.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Document:
     """A parsed JSON text whose long arrays of numbers are still text.
 
     Args:
-        body: begins with the text, UTF-8.
-        length: of the text.
+        body: bytes that begin with the text, in UTF-8.
+        length: length of the text.
 
     Attributes:
-        value: the parsed text, with a placeholder for each long array, which :meth:`numbers` reads.
+        value: the parsed text. Long arrays are placeholders, which :meth:`numbers` reads.
 
     Raises:
-        Problem: 422: it is not JSON, or has more than 100,000 values beside its long arrays.
+        Problem: 422: it is not JSON, or has more than 100,000 values outside of its long arrays.
     """
 
     def __init__(self, body: bytearray, length: int) -> None:
         self._body = body
         self._cut: list[tuple[int, int]] = []
         rest = b"".join(self._without_long_arrays(body, length))
-        # Each of these begins a value, and a value takes far more memory than its text.
+        # Each of these begins a value, which takes far more memory than its text.
         if sum(rest.count(sign) for sign in (b",", b"[", b"{")) > _MAX_VALUES:
             raise _too_many_values()
         try:
@@ -70,7 +70,7 @@ class Document:
         """Return the ``count`` values of a ``data`` field, flat, as the numpy dtype of ``datatype``.
 
         Raises:
-            Problem: 422: other values than numbers that fit, or more or fewer of them.
+            Problem: 422: a value is not a number of this type, or there are too many or too few.
         """
         dtype = np.dtype(NUMPY_DTYPES[datatype])
         index = data.get(_MARK) if isinstance(data, dict) else None
@@ -80,7 +80,7 @@ class Document:
                 raise _miscounted(where, count, len(values))
             return _converted(values, dtype, datatype, where)
         start, end = self._cut[index]
-        if count > end - start:  # a number has at least a character: nothing is allocated by the shape alone
+        if count > end - start:  # a number has at least one character: never allocate by the shape alone
             raise _miscounted(where, count, "fewer")
         array = np.empty(count, dtype)
         filled = 0
@@ -116,7 +116,7 @@ class Document:
 
 
 def _end_of_run(body: bytearray, start: int, length: int) -> int:
-    """Return the end of the characters that an array of numbers consists of."""
+    """Return the end of the run of characters that can be part of an array of numbers."""
     while start < length:
         other = _OTHER.search(body, start, min(start + _STEP, length))
         if other is not None:
@@ -126,7 +126,7 @@ def _end_of_run(body: bytearray, start: int, length: int) -> int:
 
 
 def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[Any]]:
-    """Yield the numbers of a long array, some thousands at a time; their nesting is ignored."""
+    """Yield the numbers of a long array, some thousands at a time, ignoring their nesting."""
     while start < end:
         comma = body.find(b",", min(start + _STEP, end), end)
         stop = end if comma < 0 else comma
@@ -138,7 +138,7 @@ def _pieces(body: bytearray, start: int, end: int, where: str) -> Iterator[list[
 
 
 def flat(data: Any) -> list[Any]:
-    """List the elements of nested lists, in order; what is not a list is one element."""
+    """List the elements of nested lists, in order; anything that is not a list is one element."""
     if not isinstance(data, list):
         return [data]
     values: list[Any] = []
@@ -166,8 +166,8 @@ def _converted(values: list[Any], dtype: np.dtype[Any], datatype: str, where: st
 
 
 def _miscounted(where: str, count: int, found: int | str) -> Problem:
-    return BadTensor(f"{where}: its shape needs {count} values and its data has {found}")
+    return BadTensor(f"{where}: its shape needs {count} values, but its data has {found}")
 
 
 def _too_many_values() -> Problem:
-    return InvalidRequest(f"the JSON has more than {_MAX_VALUES:,} values beside its arrays of numbers")
+    return InvalidRequest(f"the JSON has more than {_MAX_VALUES:,} values besides its arrays of numbers")

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of header length, a JSON header, then the tensors' memory.
 
-The package safetensors copies every tensor, in both directions, while it holds the GIL; here tensors share the memory
-of the request's body and of the response.
+The package safetensors copies every tensor in both directions while holding the GIL. Here, tensors share the memory of
+the request's body and of the response.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.problems import BadTensor, Problem
 
 MEDIA_TYPE = "application/x-safetensors"
 
-# Names, dtypes and shapes of a few inputs; a longer header was made to be long.
+# Headers hold names, dtypes and shapes of a few inputs; longer ones are malicious.
 MAX_HEADER_BYTES = 1024**2
 MAX_TENSORS = 256
 
@@ -32,7 +32,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
-    """Return the parts of a file that holds ``tensors``: one header, then each tensor's own memory, uncopied."""
+    """Return the parts of a file with ``tensors``: one header, then each tensor's own memory, not copied."""
     entries = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
     head, order = _head(entries, tuple(metadata.items()))
     return [head, *(raw_bytes(tensors[key]) for key in order)]
@@ -42,7 +42,10 @@ def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[by
 def _head(
     tensors: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
 ) -> tuple[bytes, list[str]]:
-    """Return the header, and the order of the tensors' memory; cached, as images of one size have the same."""
+    """Return the header, and the order of the tensors' memory.
+
+    Cached, because it is the same for images of one size.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for key, dtype, shape in tensors:
         header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape)}
@@ -59,11 +62,11 @@ def _head(
 
 
 def read(body: bytearray) -> dict[str, Tensor]:
-    """Return the tensors of a file, sharing ``body``'s memory.
+    """Return the tensors of a file, sharing the memory of ``body``.
 
     Raises:
-        Problem: 422 ``bad-tensor`` where the bytes are not a safetensors file: a header that is too long, no JSON, or
-            that does not account for every byte after it exactly once.
+        Problem: 422 ``bad-tensor``: it is not a safetensors file. Its header is too long, is not JSON, or does not
+            account for every byte after it exactly once.
     """
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(MAX_HEADER_BYTES, len(body) - 8):
@@ -76,7 +79,7 @@ def read(body: bytearray) -> dict[str, Tensor]:
         raise _bad("its header is not a JSON object")
     header.pop("__metadata__", None)
     if not 0 < len(header) <= MAX_TENSORS:
-        raise _bad(f"it holds {len(header)} tensors; 1 to {MAX_TENSORS} are taken")
+        raise _bad(f"it holds {len(header)} tensors; 1 to {MAX_TENSORS} are allowed")
     data_start = 8 + length
     spans: list[tuple[int, int]] = []
     tensors: dict[str, Tensor] = {}
@@ -103,14 +106,14 @@ def _entry(name: str, entry: Any) -> tuple[torch.dtype, list[int], int, int]:
         ):
             shapes.check(shape, f"tensor {name!r}")
             return _DTYPES[dtype], shape, start, end
-    raise _bad(f"the header's entry of tensor {name!r} is not valid; dtypes taken are {', '.join(_DTYPES)}")
+    raise _bad(f"the header's entry of tensor {name!r} is not valid; supported dtypes: {', '.join(_DTYPES)}")
 
 
 def _view(body: bytearray, start: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    if start % dtype.itemsize:  # a view would be misaligned; headers are padded, so this is rare
+    if start % dtype.itemsize:  # a view would be misaligned; rare, because headers are padded
         piece = bytearray(memoryview(body)[start : start + count * dtype.itemsize])
         return torch.frombuffer(piece, dtype=dtype).reshape(shape)
     return torch.frombuffer(body, dtype=dtype, count=count, offset=start).reshape(shape)

@@ -1,4 +1,4 @@
-"""Shapes in requests, checked before anything is allocated."""
+"""Checks of shapes in requests, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from service.problems import BadTensor
 from service.schemas.v1.features import MAX_DIMENSIONS
 
-# numpy and torch count bytes in 63 bits, and leave out sizes of 0; an element has at most 16 bytes.
+# numpy and torch count bytes in 63 bits, ignoring sizes of 0; an element has at most 16 bytes.
 _MAX_ELEMENTS = 2**56
 
 
@@ -17,12 +17,12 @@ def check(shape: Sequence[Any], where: str) -> None:
     """Check a shape in a request; ``where`` names its tensor in the error.
 
     Raises:
-        Problem: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or sizes (0 counted
-            as 1) that make more elements than an array can have.
+        Problem: 422 ``bad-tensor``: too many dimensions, a size that is not a whole number from 0, or more elements
+            (with 0 counted as 1) than an array can have.
     """
     if len(shape) > MAX_DIMENSIONS:
-        raise BadTensor(f"{where} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are taken")
+        raise BadTensor(f"{where} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are allowed")
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise BadTensor(f"{where} has a size that is not a whole number from 0")
+        raise BadTensor(f"{where} has an invalid size; sizes must be whole numbers, at least 0")
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
-        raise BadTensor(f"{where} has sizes that no array can have")
+        raise BadTensor(f"{where} has sizes that are too large for an array")

@@ -1,4 +1,4 @@
-"""Measures how far a backend's outputs are from eager's, and how fast it is, on photographs."""
+"""Measurement of a backend's error against eager, and of its speed, on photographs."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ CALIBRATION_IMAGES = 32
 
 
 class PassFailed(Exception):
-    """A forward pass for a comparison or a trial raised."""
+    """A forward pass of a comparison or a trial raised an exception."""
 
 
 class Reference:
-    """The reference: an extractor's own module, run on photographs. Its methods run on the device worker.
+    """The reference for comparisons: an extractor's own module, run on photographs. Methods run on the device worker.
 
     Args:
-        module: as it was built: nothing folded, nothing in place.
-        rows: each photograph as inputs with one row, all of one shape.
-        precision: the extractor's.
-        one_size: whether the extractor takes no other size, see :func:`takes_one_size`.
+        module: the module as built: nothing folded, nothing in place.
+        rows: the photographs as inputs of one row each, all of one shape.
+        precision: the extractor's precision.
+        one_size: whether the extractor accepts no other size; see :func:`takes_one_size`.
     """
 
     def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str, one_size: bool = False) -> None:
@@ -48,18 +48,23 @@ class Reference:
         return tuple(x.shape[1:] for x in self._rows[0])
 
     def batches(self) -> list[range]:
-        """Return the photographs of each batch to compare on: each alone, and a batch of two twice, since a backend may
-        compute the first batch of a size in another way than later ones."""
+        """Return the photographs of each batch to compare on.
+
+        Each photograph is a batch of its own, and a batch of two is run twice: a backend may compute the first batch of
+        a size differently from later ones.
+        """
         return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
 
     def compare(self, lowered: Lowered, photographs: range) -> Verification:
-        """Return how far ``lowered`` is from the module on a batch of these photographs."""
+        """Compare ``lowered`` with the module on a batch of these photographs."""
         return verify(self._module, lowered, self._batch(photographs))
 
     def takes_another_size(self, lowered: Lowered) -> bool:
-        """Return whether ``lowered`` agrees with the module for inputs a quarter larger; False if either does not take
-        them."""
-        # Factors of channels have no size.
+        """Return whether ``lowered`` agrees with the module on inputs a quarter larger.
+
+        False if either does not accept them.
+        """
+        # Per-channel factors have no spatial size.
         if self._one_size or any(x.shape[-2:].numel() == 1 for x in self._rows[0]):
             return False
         try:
@@ -75,11 +80,11 @@ class Reference:
         return found.relative <= TOLERANCE[self.precision]
 
     def timed(self, run: Lowered, rows: int) -> float:
-        """Return seconds of one forward pass of ``rows`` rows."""
+        """Return the seconds of one forward pass of ``rows`` rows."""
         return timed(run, self._batch(range(rows)))
 
     def fastest(self, run: Lowered, rows: int, seconds: float) -> float:
-        """Return seconds of the fastest forward pass of ``rows`` rows, among those that ``seconds`` suffice for."""
+        """Return the seconds of the fastest forward pass of ``rows`` rows, out of as many as fit into ``seconds``."""
         batch = self._batch(range(rows))
         passes = [timed(run, batch)]
         while sum(passes) + min(passes) <= seconds:
@@ -87,14 +92,17 @@ class Reference:
         return min(passes)
 
     def _batch(self, photographs: range) -> Inputs:
-        """Return a batch with a row for each of ``photographs``, which are repeated as needed."""
+        """Return a batch with one row per index in ``photographs``; the photographs repeat as needed."""
         chosen = [self._rows[i % len(self._rows)] for i in photographs]
         return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
 
 
 def takes_one_size(description: Description, extractor: Extractor, inputs: Inputs) -> bool:
-    """Return whether ``extractor`` is of a model built for one size, and cannot do with a quarter more than that of
-    ``inputs``, as its first nodes may. To try it on another size would have torch.fx print a traceback."""
+    """Return whether ``extractor`` comes from a fixed-size model and fails for inputs a quarter larger than ``inputs``.
+
+    An extractor of only its first nodes may accept them. Checking this first avoids the traceback that torch.fx prints
+    when a module fails.
+    """
     if not description.entry.one_size:
         return False
     try:
@@ -105,12 +113,12 @@ def takes_one_size(description: Description, extractor: Extractor, inputs: Input
 
 
 def _larger_shapes(inputs: Inputs) -> list[tuple[int, ...]]:
-    """Return shapes of rows a quarter larger."""
+    """Return row shapes a quarter larger."""
     return [(*x.shape[1:-2], *(-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:])) for x in inputs]
 
 
 def timed(run: Lowered, inputs: Inputs) -> float:
-    """Return seconds of one forward pass."""
+    """Return the seconds of one forward pass."""
     device = inputs[0].device
     with torch.inference_mode():
         if device.type == "cuda":
@@ -125,10 +133,10 @@ def timed(run: Lowered, inputs: Inputs) -> float:
 def example_rows(
     description: Description, extractor: Extractor, device: torch.device, folder: Path | None
 ) -> tuple[list[Inputs], list[Inputs]]:
-    """Photographs as the extractor's inputs: those to compare on, and those that int8 is calibrated on.
+    """Return photographs as the extractor's inputs: those to compare on, and those to calibrate int8 on.
 
     Args:
-        folder: of photographs to calibrate on instead of those that are shipped.
+        folder: folder of calibration photographs to use instead of the shipped ones.
     """
     calibration = calibration_of(description, extractor, folder) if description.spec.precision == "int8" else []
     return check_photographs(description, extractor, device), calibration
@@ -144,10 +152,10 @@ def check_photographs(
 
 
 def calibration_of(description: Description, extractor: Extractor, folder: Path | None) -> list[Inputs]:
-    """Inputs to calibrate int8 of an extractor on, one row each: photographs in ``folder``, or the shipped ones.
+    """Return the int8 calibration inputs of an extractor, one row each: photographs in ``folder``, or the shipped ones.
 
     Raises:
-        ExtractorFailed: there are none in ``folder``.
+        ExtractorFailed: ``folder`` has no photographs.
     """
     count = CALIBRATION_IMAGES if folder is None else 256
     size = description.preprocessing.nominal_size()

@@ -1,4 +1,4 @@
-"""Which backend runs an extractor at first, and whether this machine has it in the precision asked for."""
+"""The first backend of an extractor, and its availability on this machine in the requested precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("auto", "eager", "openvino", "inductor")
 
 
 def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
-    """Return the backend that a spec names; the one that answers first if it names none."""
+    """Return the backend that a spec names; if it names none, the one to start with."""
     if spec.backend != "auto":
         return BACKENDS[spec.backend]
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
@@ -29,7 +29,7 @@ def faster_backends(description: Description, device: torch.device) -> Sequence[
 
 
 def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> Sequence[Backend]:
-    # int8's backend was chosen at the start, by the nodes to keep in float.
+    # The int8 backend was already chosen, according to the nodes to keep in float.
     if spec.backend != "auto" or spec.precision == "int8":
         return []
     if entry.is_quantized(weights) or entry.dtype != torch.float32:
@@ -40,12 +40,12 @@ def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weight
 def served_precisions(
     device: torch.device, entry: ModelEntry, weights: str, lowering: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return for each precision the backends that ``backend=auto`` has for a model, and what clients should know.
+    """Return, for each precision, the backends that ``backend=auto`` uses for a model, and a note to clients.
 
-    The last backend answers first, and those before it replace it where they are faster.
+    The last backend serves at first; those before it replace it if they are faster.
 
     Args:
-        lowering: whether ``auto`` looks for something faster than eager.
+        lowering: whether ``auto`` searches for a backend faster than eager.
     """
     found: dict[str, dict[str, Any]] = {}
     for precision in PRECISIONS:
@@ -64,13 +64,13 @@ def served_precisions(
 
 
 def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> None:
-    """Check that ``device`` has the backend of ``spec`` in its precision.
+    """Check that ``device`` supports the backend and precision of ``spec``.
 
     Args:
-        entry, weights: the model. Only eager runs torch's own int8 layers, and parameters that are no float32.
+        entry, weights: the model. Only eager runs torch's own int8 layers, and parameters other than float32.
 
     Raises:
-        Unsupported: it has not; the error says why.
+        Unsupported: it does not; the error says why.
     """
     if entry.is_quantized(weights):
         _check_served("backend", spec.backend, ("auto", "eager"))
@@ -89,7 +89,7 @@ def check_backend(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, 
         here = [p for p in PRECISIONS if backend.unavailable(device, p) is None]
         raise Unsupported.choice("precision", spec.precision, here, why)
     if spec.precision == "int8" and backend.name != "eager" and _keeps_floats(spec):
-        why = "it quantizes every layer and takes no keep_float"
+        why = "it quantizes every layer and does not support keep_float"
         raise Unsupported.choice("backend", spec.backend, ("auto", "eager"), why)
 
 
@@ -99,5 +99,5 @@ def _check_served(field: str, value: str, available: Sequence[str]) -> None:
 
 
 def _keeps_floats(spec: ExtractorSpec) -> bool:
-    """Return whether a spec names nodes to keep in float under int8, which only torch's own int8 can do."""
+    """Return whether a spec names nodes to keep in float under int8, which only torch's own int8 supports."""
     return any((step if isinstance(step, str) else step.name) == "keep_float" for step in spec.transforms)

@@ -1,4 +1,4 @@
-"""Lowered modules that fall back: on inputs that they do not take, and when they fail."""
+"""Wrappers of lowered modules that handle unsupported inputs and failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.engine.errors import is_out_of_memory
 
 
 class Plain:
-    """An extractor's own module, as it is."""
+    """An extractor's own module, unchanged."""
 
     grown = 0
 
@@ -29,7 +29,7 @@ class Plain:
 
 
 class OneSize:
-    """A backend that was asked for by name and only agrees with eager for inputs of the usual size."""
+    """A backend that was requested by name and agrees with eager only for inputs of the usual size."""
 
     def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
         self.lowered = lowered
@@ -43,12 +43,12 @@ class OneSize:
         """Check the shape of one row of each input.
 
         Raises:
-            BadTensor: it is not the usual one.
+            BadTensor: it is not the usual shape.
         """
         if row != self._row_shapes:
             raise BadTensor(
-                f"the backend of this extractor takes inputs of {_shown(self._row_shapes)} only, and the request has "
-                f"{_shown(row)}; send that size, or ask for backend=auto"
+                f"the backend of this extractor only accepts inputs of {_shown(self._row_shapes)}, but the request "
+                f"has {_shown(row)}; send that size, or ask for backend=auto"
             )
 
     def storages(self) -> dict[int, int]:
@@ -60,13 +60,13 @@ class OneSize:
 
 
 class Swapped:
-    """A backend that replaced eager, which still runs other input sizes, and takes over again if the backend fails.
+    """A backend that replaced eager. Eager still runs other input sizes, and takes over again if the backend fails.
 
     Args:
-        lowered: what replaced eager.
-        eager: what served before.
-        row_shapes: the only shapes of a row that ``lowered`` gets; None for any.
-        failed: called when ``lowered`` raised, which is not run again.
+        lowered: the backend that replaced eager.
+        eager: the module that served before.
+        row_shapes: the only row shapes that ``lowered`` runs; None for any.
+        failed: called when ``lowered`` raises; it is not run again.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Swapped:
         except Exception as error:
             if is_out_of_memory(error):
                 raise  # the worker halves the batch
-            outputs = self._eager(*inputs)  # where eager fails too, it was the input's fault
+            outputs = self._eager(*inputs)  # if eager fails too, the input is to blame
             self._lowered = None
             self._failed(error)
             return outputs

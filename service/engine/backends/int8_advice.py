@@ -1,4 +1,4 @@
-"""What each layer loses in int8, and the refusal of an int8 that is too far from float32."""
+"""Accuracy loss of each layer in int8, and the error for an int8 extractor that is too far from float32."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from service.engine.runtime.candidate import Candidate
 from service.engine.runtime.runtime import Runtime
 from service.problems import BackendRefused
 
-_SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of those that lose most, in a list and in a sentence
-_SIMULATED_IMAGES = 8  # that ranges are taken from
+_SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of the worst layers, in a list and in a sentence
+_SIMULATED_IMAGES = 8  # that the value ranges come from
 
 
 def int8_refusal(far: Candidate, layers: Sequence[LayerError]) -> BackendRefused:
     """Return the error for a spec whose candidate ``far`` is too far from float32.
 
     Args:
-        layers: what each layer loses, the most first.
+        layers: the loss of each layer, the largest first.
     """
     instead = "ask for precision=float32"
     if layers:
-        instead += ", or keep such layers in float by the transform keep_float"
+        instead += ", or keep such layers in float with the transform keep_float"
     named = ", ".join(f"{layer.name} ({layer.sqnr:z.0f} dB)" for layer in layers[:_NAMED_LAYERS])
     return BackendRefused(
         f"{far.backend} in int8 {far.reason}; most is lost in {named or 'no single layer'}",
@@ -43,20 +43,22 @@ def int8_refusal(far: Candidate, layers: Sequence[LayerError]) -> BackendRefused
 
 
 def worst(layers: Sequence[LayerError]) -> list[dict[str, Any]]:
-    """Return the layers that lose most, for an extractor's checks or a problem."""
+    """Return the layers with the largest loss, for an extractor's checks or a problem response."""
     return [asdict(layer) for layer in layers[:_SHOWN_LAYERS]]
 
 
 def simulation(description: Description, extractor: Extractor, folder: Path | None) -> list[LayerError]:
-    """What each layer of ``extractor`` loses in int8, by float operations between roundings; takes seconds.
+    """Estimate the loss of each layer of ``extractor`` in int8, with float operations between roundings.
+
+    It takes seconds.
 
     Args:
-        folder: of photographs to take the ranges from instead of those that are shipped.
+        folder: folder of photographs to take the value ranges from instead of the shipped ones.
     """
     return simulated(extractor.module, calibration_of(description, extractor, folder)[:_SIMULATED_IMAGES])
 
 
 def int8_graph(runtime: Runtime) -> fx.GraphModule | None:
-    """Return the graph of torch's int8 kernels that serves ``runtime``, where eager does so in int8."""
+    """Return the graph of torch's int8 kernels that serves ``runtime``; None unless it runs on eager in int8."""
     run = runtime.run.lowered if isinstance(runtime.run, OneSize) else runtime.run
     return run.module if isinstance(run, EagerInt8) else None

@@ -1,6 +1,6 @@
-"""Compares a lowered extractor with eager and times both, on the device worker, one forward pass at a time.
+"""Comparisons and timings of a lowered extractor against eager, on the device worker, one forward pass at a time.
 
-A pass runs when no request waits, or, on a service that is always busy, within a second between two batches.
+A pass runs when no request waits or, on a busy service, within a second between two batches.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from service.problems import NotReady, Problem
 T = TypeVar("T")
 
 _SLOWEST_PASS = 0.5
-"""About the longest forward pass to time, in seconds: requests wait for it."""
+"""Approximate maximum seconds of a timed forward pass: requests wait for it."""
 
 _WARM_SECONDS = 0.25
-"""Longest batch to warm up, in seconds: the first pass of a longer one is little slower than the next, and the start
-would wait for it."""
+"""Maximum seconds of a batch to warm up. The first pass of a longer one is barely slower than later ones, and warming
+it up would delay the start."""
 
 _ROUNDS = 3
-"""Maximum times that each is timed at a batch size; the fastest counts."""
+"""Maximum number of timings per batch size; the fastest counts."""
 
 _BURST = 0.05
-"""Seconds of forward passes that are timed at once, for which requests wait. On busy cores, threads that decode slow a
-single short pass by chance, up to four times: mobilenet_v3_small stayed on eager for that under a load that began at
-once."""
+"""Seconds of forward passes per timing; requests wait for them. On busy cores, decoding threads can make a single short
+pass up to four times slower by chance: because of that, mobilenet_v3_small used to stay on eager under immediate load.
+"""
 
 _CLEARLY_FASTER = 0.6
-"""A candidate under this share of eager's time is faster without further rounds: requests wait while it is timed. Its
-slow first pass of a size is among those already timed."""
+"""A candidate below this share of eager's time counts as faster without further rounds, because requests wait during
+timings. Its slow first pass is already included."""
 
 
 class Trials:
-    """Runs comparisons and timings. Each method raises ``PassFailed`` where a forward pass raises.
+    """Runs comparisons and timings. Each method raises ``PassFailed`` if a forward pass raises.
 
     Args:
-        queue: the device worker's.
+        queue: the device worker's queue.
         max_batch: maximum rows of a batch.
     """
 
@@ -51,18 +51,17 @@ class Trials:
         self._max_batch = max_batch
 
     async def compare(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
-        """Measure how far ``lowered`` is from the reference, on all photographs and for another input size."""
+        """Compare ``lowered`` with the reference on all photographs, and on another input size."""
         for photographs in reference.batches():
             candidate.take(await self._run(reference.compare, lowered, photographs), reference.precision)
         candidate.any_size = await self._run(reference.takes_another_size, lowered)
 
     async def compare_one(self, candidate: Candidate, reference: Reference, lowered: Lowered) -> None:
-        """Measure how far ``lowered`` is from the reference, on the first photograph."""
+        """Compare ``lowered`` with the reference on the first photograph."""
         candidate.take(await self._run(reference.compare, lowered, range(1)), reference.precision)
 
     async def warm(self, reference: Reference, lowered: Lowered) -> None:
-        """Run each batch size that fits in memory and does not take long once, so that few requests wait for a first
-        pass."""
+        """Run each batch size once, if it fits in memory and is fast, so that few requests wait for a first pass."""
         single = await self._run(reference.timed, lowered, 1)
         for rows in range(2, self._max_batch + 1):
             if rows == usual_size(rows) and rows * single <= _WARM_SECONDS:
@@ -72,19 +71,20 @@ class Trials:
                     return
 
     async def seconds_per_row(self, reference: Reference, run: Lowered) -> float:
-        """Return seconds that ``run`` takes for a row of a large batch."""
+        """Return the seconds per row of ``run`` in a large batch."""
         rows = self._large_batch(await self._run(reference.timed, run, 1))
         return min([await self._run(reference.timed, run, rows) for _ in range(2)]) / rows
 
     async def race(
         self, reference: Reference, own: Candidate, eager: Lowered, candidate: Candidate, lowered: Lowered
     ) -> bool:
-        """Time both at one row and at a full batch, alternating until the result is clear; whether the candidate is
-        faster.
+        """Time both at one row and at a full batch, alternating until the result is clear.
+
+        Returns whether the candidate is faster.
 
         Args:
-            own: takes the times of ``eager``.
-            candidate: takes the times of ``lowered``.
+            own: receives the times of ``eager``.
+            candidate: receives the times of ``lowered``.
         """
         rows = 1
         for full in (False, True):
@@ -98,7 +98,7 @@ class Trials:
         return candidate.judge(own)
 
     def _large_batch(self, single: float) -> int:
-        """Rows of the largest batch that is timed where one row takes ``single`` seconds."""
+        """Return the rows of the largest batch to time if one row takes ``single`` seconds."""
         rows = self._max_batch
         while rows > 2 and rows * single > _SLOWEST_PASS:
             rows //= 2

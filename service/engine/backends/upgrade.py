@@ -1,9 +1,9 @@
-"""Answer at once, then get faster: which backend runs an extractor, and how another takes over.
+"""The backend of an extractor: it answers at once, and is then replaced by a faster one.
 
-``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered beside it, compared with eager
-float32 on photographs, and timed; it takes over between two batches if it agrees and is faster, and the next
-start remembers that (:mod:`service.engine.backends.verdicts`). A backend that was asked for by name is lowered and
-compared before the first request, and used or refused.
+``backend=auto`` starts on eager. Once the extractor is used, a faster backend is lowered in the background, compared
+with eager float32 on photographs, and timed. If it agrees and is faster, it takes over between two batches, and the
+verdict is cached for the next start (:mod:`service.engine.backends.verdicts`). A backend requested by name is lowered
+and compared before the first request, and is either used or refused.
 
 The states are those of a :class:`~service.engine.runtime.candidate.Candidate`::
 
@@ -12,10 +12,10 @@ The states are those of a :class:`~service.engine.runtime.candidate.Candidate`::
                          ▼                 ▼              ▼
                        failed           differs         slower
 
-Eager serves until a candidate does, is ``replaced`` then, and serves again if that one fails. A backend asked for by
-name is not raced.
+Eager serves until a candidate takes over; then its state is ``replaced``, and it serves again if the candidate fails. A
+backend requested by name is not raced.
 
-Lowering runs in child processes, one at a time; comparing and timing run on the device worker, when no request waits
+Lowering runs in child processes, one at a time; comparisons and timings run on the device worker, when no request waits
 (:mod:`service.engine.backends.trials`).
 """
 
@@ -55,18 +55,18 @@ log = logging.getLogger("fxserve.upgrades")
 
 @dataclass
 class Tools:
-    """What the upgrades of all extractors share.
+    """The resources shared by the upgrades of all extractors.
 
     Attributes:
         device: where extractors run.
-        settings: threads, cache, and the photographs for calibration.
+        settings: threads, cache, and calibration photographs.
         trials: compares and times on the device worker.
-        verdicts: what earlier searches found.
-        foreground: the thread that lowers what requests wait for.
-        background: the thread that lowers beside them.
-        on_upgrade: called when a search has ended: another backend may have taken over, which takes memory.
-        lowerings: those in progress; setting one cancels it.
-        remade: (extractor, backend) pairs whose artifact was made again: if that one is no better, it is not damaged.
+        verdicts: cached results of earlier searches.
+        foreground: the thread that lowers extractors that requests wait for.
+        background: the thread that lowers upgrades.
+        on_upgrade: called at the end of a search: a new backend may have taken over, which needs memory.
+        lowerings: the cancel events of lowerings in progress; setting one cancels it.
+        remade: (extractor, backend) pairs whose artifact was rebuilt: if it still disagrees, it is not damaged.
     """
 
     device: torch.device
@@ -83,8 +83,8 @@ class Tools:
 class Upgrade:
     """The backends of one extractor. For one event loop.
 
-    It stays in memory as long as the backend that it finds, which reports failures to it. So it does not keep the eager
-    module that was replaced, which may hold weights of its own.
+    It lives as long as the backend it finds, which reports failures to it. It therefore keeps no reference to the
+    replaced eager module, which may hold its own weights.
     """
 
     def __init__(self, runtime: Runtime, tools: Tools) -> None:
@@ -92,15 +92,15 @@ class Upgrade:
         self._tools = tools
 
     async def first(self, original: Callable[..., Any] | None, pool: Executor) -> None:
-        """Set what runs the first request, and start the task that goes on from there.
+        """Set the backend for the first request, and start the background task that continues from there.
 
         Args:
-            original: computes what the model itself does, as ``runtime.extractor.module`` did before any transform;
-                None where how far the first backend is from it need not be measured.
-            pool: the threads that prepare eager, which is as quick as building an extractor.
+            original: the model before any transform, the reference to compare with; None if the error of the first
+                backend need not be measured.
+            pool: the threads that prepare eager, which takes no longer than building an extractor.
 
         Raises:
-            BackendRefused: the backend that the spec names cannot lower the model, or is too far from eager.
+            BackendRefused: the requested backend cannot lower the model, or is too far from eager.
         """
         runtime = self._runtime
         spec = runtime.description.spec
@@ -114,12 +114,12 @@ class Upgrade:
         else:
             runtime.checked.set()
 
-    # A backend that was asked for
+    # A backend requested by name
 
     async def _named(self, backend: Backend) -> bool:
-        """Lower and compare: the backend serves, or the spec is refused.
+        """Lower and compare the requested backend, which then serves or is refused.
 
-        Returns whether what its layers lose in int8 is still to be measured.
+        Returns whether the int8 loss of its layers is still to be measured.
         """
         runtime, trials, candidate = self._runtime, self._tools.trials, Candidate(backend.name)
         spec = runtime.description.spec
@@ -148,7 +148,7 @@ class Upgrade:
         return spec.precision == "int8" and layers is None
 
     async def _simulate(self) -> None:
-        """Measure what each layer loses in int8, which the backend does not report itself."""
+        """Measure the int8 loss of each layer, for backends that do not report it themselves."""
         runtime = self._runtime
         try:
             runtime.layers = worst(await self._simulated(self._tools.background))
@@ -162,14 +162,14 @@ class Upgrade:
             pool, simulation, runtime.description, runtime.extractor, self._tools.settings.calibration_dir
         )
 
-    # From eager to a faster one
+    # From eager to a faster backend
 
     async def _from_eager(self, original: Callable[..., Any] | None, eager: Lowered) -> None:
-        """Measure eager, and, once that is wanted, search for a backend that is faster."""
+        """Measure eager and, once requested, search for a faster backend."""
         runtime = self._runtime
         if original is not None:
             await self._measure(original, eager)
-        del original, eager  # which may hold weights of their own
+        del original, eager  # they may hold their own weights
         runtime.checked.set()
         if not faster_backends(runtime.description, self._tools.device):
             return
@@ -178,14 +178,14 @@ class Upgrade:
         self._tools.on_upgrade()
 
     async def _measure(self, original: Callable[..., Any], eager: Lowered) -> None:
-        """Measure how far ``eager``, in which batch norms are folded, is from ``original`` on a photograph.
+        """Measure the error of ``eager``, in which batch norms are folded, against ``original`` on a photograph.
 
-        Requests do not wait for it. Until it is done, or if it fails, the errors are None.
+        Requests do not wait for it. The errors are None until it is done, or if it fails.
         """
         runtime, own = self._runtime, self._runtime.serving
         description = runtime.description
         try:
-            # Not in a pool, whose work takes longer than this does.
+            # Not in one of the pools, whose tasks take longer than this.
             rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
             await self._tools.trials.compare_one(own, Reference(original, rows, description.spec.precision), eager)
             own.state, own.reason = CandidateState.SERVING, None
@@ -195,7 +195,7 @@ class Upgrade:
             log.exception("how far eager is from extractor %s was not measured", description.id)
 
     async def _search(self) -> None:
-        """Try backends, one after another, until one replaces eager."""
+        """Try backends one after another until one replaces eager."""
         runtime = self._runtime
         eager = runtime.run
         others = [(Candidate(b.name), b) for b in faster_backends(runtime.description, self._tools.device)]
@@ -206,7 +206,7 @@ class Upgrade:
                 return
 
     async def _try(self, candidate: Candidate, backend: Backend, eager: Lowered) -> None:
-        """Lower to ``backend``, and let the result replace ``eager`` if it agrees and is faster."""
+        """Lower to ``backend``, and replace ``eager`` with the result if it agrees and is faster."""
         runtime = self._runtime
         candidate.state = CandidateState.LOWERING
         try:
@@ -225,11 +225,13 @@ class Upgrade:
             log.exception("looking for a faster backend for extractor %s failed", runtime.description.id)
 
     async def _is_faster(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> bool:
-        """Return whether ``lowered`` agrees and is faster: by a cached verdict that one photograph confirms, else
-        measured now."""
+        """Return whether ``lowered`` agrees and is faster.
+
+        A cached verdict is used if one photograph confirms it; otherwise both are measured.
+        """
         description, own = self._runtime.description, self._runtime.serving
         trials, verdicts = self._tools.trials, self._tools.verdicts
-        # Not in the pool that lowers, where it would wait for the lowerings of others.
+        # Not in the lowering pool, where it would wait for other lowerings.
         known = await asyncio.to_thread(verdicts.read, description, candidate.backend)
         if known is not None:
             now = Candidate(candidate.backend)
@@ -245,9 +247,9 @@ class Upgrade:
         return faster
 
     def _swap(self, candidate: Candidate, reference: Reference, eager: Lowered, lowered: Lowered) -> None:
-        """Let ``lowered`` serve. Eager still runs the sizes that it does not take, and all if it fails."""
+        """Make ``lowered`` serve. Eager still runs unsupported sizes, and everything if ``lowered`` fails."""
         runtime, own = self._runtime, self._runtime.serving
-        # Where eager runs other sizes it stays as fast; as a mere fallback it need not hold folded weights.
+        # If eager still runs other sizes, keep it optimised. A mere fallback need not hold folded weights.
         behind = Plain(runtime.extractor.module) if candidate.any_size else eager
         shapes = None if candidate.any_size else reference.row_shapes
         loop = asyncio.get_running_loop()
@@ -260,7 +262,7 @@ class Upgrade:
         log.info("extractor %s runs on %s now: %s", runtime.description.id, candidate.backend, candidate.ms)
 
     def _fall_back(self, candidate: Candidate, own: Candidate, error: BaseException) -> None:
-        """Record that ``candidate`` failed a batch after it took over, and that eager serves again."""
+        """Record that ``candidate`` failed after it took over, and that eager serves again."""
         runtime, why = self._runtime, summarize(error)
         candidate.fail(why)
         own.state = CandidateState.SERVING
@@ -277,13 +279,13 @@ class Upgrade:
         self._runtime.serve(run, candidate)
 
     async def _lower(self, backend: Backend, pool: Executor) -> tuple[Lowered, Reference]:
-        """Lower in ``pool``; also gives the reference to compare with.
+        """Lower in ``pool``, and return the result and the reference to compare it with.
 
-        A cached artifact is tried on one photograph: a damaged one may load and compute something else. Cancelling the
-        call cancels the lowering.
+        A cached artifact is checked on one photograph: a damaged one may load and compute something else. Cancelling
+        the call cancels the lowering.
 
         Raises:
-            LoweringFailed: the backend does not take the model, or the lowering was cancelled.
+            LoweringFailed: the backend does not support the model, or the lowering was cancelled.
         """
         tools, description, extractor = self._tools, self._runtime.description, self._runtime.extractor
         cancelled = threading.Event()

@@ -1,4 +1,4 @@
-"""When a faster backend is searched for."""
+"""The decision when to search for a faster backend."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from service.problems import NotReady
 from service.settings import Settings
 
 WORTH_A_COPY = 16
-"""Images that an extractor answers before it gets a lowered copy of weights that another extractor has lowered
-already; and images that a variant of it answers before that gets one."""
+"""Number of images that an extractor must process before it gets a second lowered copy of weights that another
+extractor has already lowered. The same number applies to each of its variants."""
 
 WORTH_SECONDS = 30.0
-"""Seconds of computing on eager from which a search pays for a single run. On two cores it takes 10 seconds for
-mobilenet_v3_small and 40 for swin_t, and what it finds takes a third to three quarters of the time."""
+"""Seconds of computing on eager above which a search pays off for a single run. On two cores a search takes 10 seconds
+for mobilenet_v3_small and 40 for swin_t, and the backend it finds needs a third to three quarters of eager's time."""
 
 _FULL_SECONDS = 1.0
-"""Seconds after which it is looked again for a place for one more compiled extractor."""
+"""Seconds between two checks whether one more compiled extractor is allowed."""
 
 
 class Upgrades:
@@ -41,14 +41,14 @@ class Upgrades:
 
     Args:
         device: where extractors run.
-        queue: the device worker's.
-        settings: threads, cache, and whether ``auto`` looks for something faster.
-        threads: those that compile.
-        usual: compiled extractors beside which none is added while all are in use.
+        queue: the device worker's queue.
+        settings: threads, cache, and whether ``auto`` searches for a faster backend.
+        threads: the threads, of which it uses the compile pools.
+        usual: number of compiled extractors from which none is added while all are in use.
         records: a view of all extractors.
 
     Attributes:
-        tools: what they share.
+        tools: the resources shared by all upgrades.
     """
 
     def __init__(
@@ -71,18 +71,20 @@ class Upgrades:
         )
         self._usual = usual
         self._records = records
-        self._full_until = 0.0  # on the clock of time.monotonic(): requests do not count the compiled ones each time
+        self._full_until = 0.0  # on the clock of time.monotonic(); saves counting the compiled ones on every request
 
     def close(self) -> None:
-        """Cancel all lowerings, and begin no other."""
+        """Cancel all lowerings and start no more."""
         for cancelled in self.tools.lowerings:
             cancelled.set()
         self._threads.stop_compiling()
 
     def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
-        """Count a request with rows of ``shapes`` that ``runtime`` answered, and search for a faster backend for what
-        has answered enough, if there is place for one more that is compiled: for the extractor, and for each of its
-        variants."""
+        """Count a request with rows of ``shapes`` that ``runtime`` processed, and start searches for faster backends.
+
+        The extractor and each of its variants are upgraded separately, once they have processed enough images and if
+        one more compiled extractor is allowed.
+        """
         for one, images in Counter(map(runtime.at, shapes)).items():
             self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
 
@@ -103,8 +105,10 @@ class Upgrades:
             self._full_until = now + _FULL_SECONDS
 
     async def pays(self, runtime: Runtime, images: int) -> bool:
-        """Return whether a search saves time in a run over ``images`` images: an earlier one found a faster backend, or
-        eager takes over :data:`WORTH_SECONDS` for them."""
+        """Return whether a search saves time in a run over ``images`` images.
+
+        It does if an earlier search found a faster backend, or if eager needs more than :data:`WORTH_SECONDS`.
+        """
         tools, description, eager = self.tools, runtime.description, runtime.run
         faster = faster_backends(description, tools.device)
         if not faster:
@@ -116,24 +120,28 @@ class Upgrades:
         reference = Reference(eager, rows, description.spec.precision)
         try:
             return images * await tools.trials.seconds_per_row(reference, eager) > WORTH_SECONDS
-        except (PassFailed, NotReady):  # the latter for too little memory
+        except (PassFailed, NotReady):  # NotReady: too little memory
             return False
 
     def improve(self, runtime: Runtime) -> asyncio.Task[None] | None:
-        """Have a faster backend searched for, unless there is none or ``runtime`` is retired. Returns the task that
-        ends with the search; None where none was ever begun."""
+        """Request a search for a faster backend, unless there is none or ``runtime`` is retired.
+
+        Returns the task that ends with the search; None if no search was ever requested.
+        """
         if not runtime.retired and faster_backends(runtime.description, self.tools.device):
             runtime.wanted.set()
         return runtime.upgrade if runtime.wanted.is_set() else None
 
     def _has_copy(self, key: ModelKey) -> bool:
-        """Return whether an extractor holds a lowered copy of the weights ``key``, or is about to."""
+        """Return whether an extractor holds a lowered copy of the weights ``key``, or will soon."""
         over = (record.runtime for record in self._records if record.description.model_key == key)
         return any(r is not None and r.wanted.is_set() and (r.backend != "eager" or r.searched) for r in over)
 
     def _has_place(self) -> bool:
-        """Return whether one more extractor may be compiled: there are fewer than usual, or one that was not used for
-        long can be evicted for it."""
+        """Return whether one more extractor may be compiled.
+
+        It may if there are fewer than usual, or if one that was not used recently can be evicted for it.
+        """
         unused = time.monotonic() - BUSY_SECONDS
         compiled = [
             (record, one)

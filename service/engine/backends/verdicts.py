@@ -1,8 +1,8 @@
-"""A cache of verdicts: which backend agreed and was faster, for the next start.
+"""A cache of verdicts: the backends that agreed and were faster, for the next start.
 
-Comparing and timing take a good part of the start of a server that preloads extractors. Only verdicts in favour of a
-backend are kept. A verdict is valid while everything that it depends on stays the same, and even then it is confirmed
-on one photograph.
+Comparisons and timings take much of the startup time of a server that preloads extractors. Only verdicts in favour of a
+backend are kept. A verdict is valid while everything it depends on stays the same, and even then it is confirmed on one
+photograph.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from service.machine import processor
 from service.settings import Settings
 
 KEPT = 1000
-"""Maximum verdicts in a cache, of half a kilobyte each; the oldest are removed first."""
+"""Maximum verdicts in a cache, about half a kilobyte each; the oldest are removed first."""
 
 
 class Verdicts:
     """The verdicts of a cache.
 
     Args:
-        settings: its folder, and what else decides how fast a backend is.
+        settings: the cache folder, and the settings that affect a backend's speed.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -38,18 +38,20 @@ class Verdicts:
         self._settings = settings
 
     def read(self, description: Description, backend: str) -> list[Candidate] | None:
-        """Return the replaced candidate and that of ``backend``, as measured for an extractor; None if there is no
-        verdict."""
+        """Return the candidates measured for an extractor: the replaced one and that of ``backend``.
+
+        None without a verdict.
+        """
         if self._folder is None:
             return None
         try:
             own, other = json.loads((self._folder / self._name(description, backend)).read_text())
             return [_candidate(own), _candidate(other)]
-        except (OSError, ValueError, TypeError, KeyError):  # it does not exist, is damaged, or of another version
+        except (OSError, ValueError, TypeError, KeyError):  # missing, damaged, or from another version
             return None
 
     def write(self, description: Description, own: Candidate, candidate: Candidate) -> None:
-        """Save that ``candidate`` agrees and is faster than ``own``, if the cache can be written."""
+        """Save the verdict that ``candidate`` agrees and is faster than ``own``, if the cache can be written."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):
@@ -62,8 +64,10 @@ class Verdicts:
                 old.unlink(missing_ok=True)
 
     def _name(self, description: Description, backend: str) -> str:
-        """Return a hash of what a verdict depends on. Of the weights it has only the name, which is why a photograph
-        confirms it."""
+        """Return a hash of everything that a verdict depends on.
+
+        Only the name of the weights is included, which is why a photograph must confirm a verdict.
+        """
         packages = ("fxserve", "torch", "torchvision", backend)
         decisive = {
             "extractor": description.id,
@@ -83,5 +87,5 @@ def _candidate(saved: dict[str, Any]) -> Candidate:
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # inductor is torch's
+    except importlib.metadata.PackageNotFoundError:  # inductor is part of torch
         return None

@@ -23,13 +23,13 @@ from service.problems import DeadlineExceeded, OutOfMemory, Overflow, Ragged
 
 
 class _Once:
-    """A flag that is set once; of several threads that set it, exactly one gets True."""
+    """A one-time flag: exactly one of several threads that set it gets True."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def set(self) -> bool:
-        """Set it; whether it was not set before."""
+        """Set the flag. Return False if it was already set."""
         return self._lock.acquire(blocking=False)
 
     def is_set(self) -> bool:
@@ -37,23 +37,23 @@ class _Once:
 
 
 class Job:
-    """One request in the device worker; made on the event loop that waits for its response.
+    """One request in the device worker, created on the event loop that waits for its response.
 
-    It is settled once, by the first of: the worker when all rows are done, a decoder that fails, or the event loop when
-    the caller is gone or the deadline has passed.
+    It is settled once, by whichever comes first: the worker finishes all rows, a decoder fails, or the event loop finds
+    that the caller is gone or the deadline has passed.
 
     Args:
         runtime: the extractor.
-        options: what to do with its outputs.
-        rows: how many rows the response has.
-        deadline: of the request, on the clock of ``time.monotonic()``.
-        regions: what to pool instead of whole maps, if anything: the response has a row for each then.
-        matrices: what rows are projected by, by their number of values.
-        edits: of inner values, if ``runtime`` takes any.
+        options: how to process its outputs.
+        rows: number of input rows.
+        deadline: the request's deadline, on the clock of ``time.monotonic()``.
+        regions: regions to pool instead of whole maps; if given, the response has one row per region.
+        matrices: projection matrices by number of values per row.
+        edits: edits of inner values, if ``runtime`` is a variant for edits.
 
     Attributes:
         queued: when its last rows were queued, on the clock of ``time.monotonic()``; set by the thread that does so.
-        computed: seconds that its batches took; set by the worker.
+        computed: total seconds of its batches; set by the worker.
     """
 
     def __init__(
@@ -96,28 +96,29 @@ class Job:
             self._settled.set()
 
     def wanted(self) -> bool:
-        """Return whether the caller still waits and the deadline has not passed."""
+        """Return whether the caller is still waiting and the deadline has not passed."""
         if not self._settled.is_set() and time.monotonic() > self.deadline:
             self.fail(DeadlineExceeded())
         return not self._settled.is_set()
 
     def output_rows(self, rows: range) -> range:
-        """Return the rows of the response that the rows ``rows`` of the input become."""
+        """Return the response rows that belong to the input rows ``rows``."""
         return rows if self.regions is None else self.regions.of(rows)
 
     def image_of(self, rows: range, place: int) -> int:
-        """Return the image of row number ``place`` of the response to the input's ``rows``."""
+        """Return the image index of response row ``place`` among those of the input ``rows``."""
         if self.regions is None:
             return rows[place]
         return int(self.regions.image[self.output_rows(rows)[place]])
 
     def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
-        """Take the outputs of some rows. The last delivery completes the response; :func:`announce` then wakes the
-        caller.
+        """Store the outputs of some rows.
+
+        The last delivery completes the response; :func:`announce` then wakes the caller.
 
         Args:
             rows: their indices.
-            outputs: by key ``[len(output_rows(rows)), ...]``, on the CPU.
+            outputs: key → ``[len(output_rows(rows)), ...]``, on the CPU.
             borrowed: keys of outputs whose memory is overwritten after this call.
         """
         if self._settled.is_set():
@@ -139,7 +140,7 @@ class Job:
             self._outcome, self._outputs = self._outputs, {}
 
     def fail(self, error: BaseException) -> None:
-        """Answer with ``error``, unless the job is settled."""
+        """Settle the job with ``error``, unless it is already settled."""
         if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
         if self._settled.set():
@@ -148,7 +149,7 @@ class Job:
         announce((self,))
 
     def _own(self, values: Tensor) -> Tensor:
-        """``values`` in memory that no other job of the batch and no other key shares."""
+        """Return ``values`` in memory that is not shared with another job of the batch or another key."""
         values = values.contiguous()
         storage = values.untyped_storage()
         taken = {tensor.untyped_storage().data_ptr() for tensor in self._outputs.values()}
@@ -159,7 +160,7 @@ class Job:
     def _wake(self) -> None:
         """Wake the caller. On the event loop."""
         outcome, self._outcome = self._outcome, None
-        if outcome is None or self._future.done():  # the caller is gone, or was woken already
+        if outcome is None or self._future.done():  # the caller is gone or was already woken
             return
         if isinstance(outcome, Exception):
             self._future.set_exception(outcome)
@@ -168,9 +169,9 @@ class Job:
 
 
 def announce(jobs: Sequence[Job]) -> None:
-    """Wake the callers of those of ``jobs`` that are settled; all are of one event loop.
+    """Wake the callers of all settled ``jobs``, which belong to one event loop.
 
-    One call for all: each call wakes the loop, which then competes with this thread for the GIL.
+    They are woken by one call, because each call wakes the loop, which then competes with this thread for the GIL.
     """
     settled = [job for job in jobs if job._settled.is_set()]
     if settled:
@@ -185,13 +186,13 @@ def _wake(jobs: Sequence[Job]) -> None:
 
 @dataclass(eq=False)
 class Item:
-    """Rows of one job that have one shape.
+    """Rows of one job, all of one shape.
 
     Attributes:
-        rows: their indices in the response.
-        inputs: one tensor ``[len(rows), ...]`` for each input of the model; or uint8 pixels that
-            :meth:`fxcore.images.decoding.Decoder.batch` makes one of. They are on the CPU, or where they were decoded.
-        row_bytes: predicted bytes that one row takes on the device while it is computed; above zero.
+        rows: their indices in the request.
+        inputs: one tensor ``[len(rows), ...]`` per model input, or uint8 pixels for
+            :meth:`fxcore.images.decoding.Decoder.batch`. They are on the CPU or on the device where they were decoded.
+        row_bytes: predicted bytes of one row on the device while it is computed; greater than zero.
         since: when it was queued, on the clock of ``time.monotonic()``.
     """
 
@@ -203,7 +204,7 @@ class Item:
 
     @property
     def key(self) -> Hashable:
-        """Items with equal keys can share a batch."""
+        """The key that items must share to be in one batch."""
         return self.job.runtime, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
 
     def split(self, rows: int) -> tuple[Item, Item]:
@@ -215,7 +216,7 @@ class Item:
 
 
 def overflow(key: str, image: int) -> Overflow:
-    """Return the error for an output of an image with values that the dtype asked for cannot hold."""
+    """Return the error for an image whose output has values that overflow the requested dtype."""
     return Overflow(
         f"image {image}: output {key!r} has values beyond 65,504, the largest of float16: ask for dtype=bfloat16 or "
         "dtype=float32, or for normalize=l2",
@@ -228,7 +229,7 @@ _RAGGED = "ask for a pooling to one shape, such as pool=avg, send images of one 
 
 
 def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor | Ragged:
-    """Return the error for outputs of one request that do not form one tensor."""
+    """Return the error for outputs of one request that cannot form one tensor."""
     shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
     why = f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; "
     if runtime.description.spec.fit == "native":
@@ -237,14 +238,16 @@ def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) 
 
 
 def unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:
-    """Return the error for an output of one shape whose positions are of inputs of different sizes, ``[C, H, W]`` or
-    others where the model begins at an inner node."""
+    """Return the error for outputs of the same shape whose positions belong to inputs of different sizes.
+
+    Input shapes are ``[C, H, W]``, or others if the model begins at an inner node.
+    """
     if len(first) == 3:
         sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other)) + " pixels"
     else:
         sizes = " and ".join(" x ".join(map(str, dims)) for dims in (first, other))
     return Ragged(
-        f"output {key!r} has positions of inputs of different sizes ({sizes}), which are not of the same "
-        f"places, and cannot be one tensor; {_RAGGED}",
+        f"output {key!r} has positions of inputs of different sizes ({sizes}), which do not correspond to each other, "
+        f"and cannot be one tensor; {_RAGGED}",
         key=key,
     )

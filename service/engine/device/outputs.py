@@ -1,4 +1,4 @@
-"""The outputs of a batch, split among its jobs."""
+"""Splitting the outputs of a batch among its jobs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class OutputRows(NamedTuple):
     """One output of a batch.
 
     Attributes:
-        key: of the output.
-        layout: of one row; see :func:`service.engine.rows.shapes.row_layout`.
-        prefix: of tokens, those that stand for no position.
+        key: key of the output.
+        layout: layout of one row; see :func:`service.engine.rows.shapes.row_layout`.
+        prefix: for tokens, those without a position.
         values: ``[rows, ...]``, on the device.
     """
 
@@ -31,14 +31,14 @@ class OutputRows(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What a batch gives the items with equal options.
+    """The outputs of a batch for the items with equal options.
 
     Attributes:
         items: those items, in order.
-        outputs: by key, ``[rows, ...]`` of these items, on the CPU.
+        outputs: key → ``[rows, ...]`` of these items, on the CPU.
         borrowed: keys of outputs in memory that the next batch overwrites.
-        overflows: of the outputs with values that the dtype asked for cannot hold, which rows have them, bool
-            ``[rows]``.
+        overflows: key → bool mask ``[rows]`` of the rows with values that overflow the requested dtype, for outputs
+            that have such rows.
     """
 
     items: Sequence[Item]
@@ -48,7 +48,7 @@ class Finished(NamedTuple):
 
 
 def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], list[int] | None]]:
-    """Items grouped by their options, with the batch rows of each group (None: all, in order)."""
+    """Group items by their options, with the batch rows of each group (None: all, in order)."""
     groups: dict[FeatureOptions, tuple[list[Item], list[int]]] = {}
     start = 0
     for item in items:
@@ -60,7 +60,10 @@ def by_options(items: Sequence[Item]) -> list[tuple[FeatureOptions, list[Item], 
 
 
 def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
-    """Return the deliveries to jobs, in the order of ``items``; consecutive items of one job are one delivery."""
+    """Return the deliveries to jobs, in the order of ``items``.
+
+    Consecutive items of one job are merged into one delivery.
+    """
     deliveries: list[tuple[Job, range]] = []
     for item in items:
         job, rows = deliveries[-1] if deliveries else (None, range(0))
@@ -74,13 +77,14 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 def finish(
     outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return a batch's outputs with ``options`` applied, by key, on the device; and their overflows, as in
-    :class:`Finished`.
+    """Apply ``options`` to a batch's outputs.
+
+    Return them and their overflows by key, on the device; see :class:`Finished`.
 
     Args:
-        outputs: of the whole batch.
-        options: of ``items``.
-        items: those of the batch with these options.
+        outputs: outputs of the whole batch.
+        options: options of ``items``.
+        items: the items of the batch with these options.
         rows: their rows in the batch; None for all, in order.
     """
     finished, overflows = {}, {}
@@ -96,12 +100,15 @@ def finish(
 
 
 def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """``values`` split into pieces of ``counts`` rows."""
+    """Split ``values`` into pieces of ``counts`` rows."""
     return torch.split(values, counts) if len(counts) > 1 else (values,)
 
 
 def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """Return the regions of each row of ``items``, which have one input shape, on the output ``key``, and its grid."""
+    """Return the regions of each row of ``items`` on the output ``key``, and the grid of that output.
+
+    All items have the same input shape.
+    """
     first = items[0].job.regions
     if first is None:
         return (), None

@@ -1,13 +1,13 @@
-"""The queue of the device worker, and how batches are formed from it.
+"""The queue of the device worker, and the formation of batches from it.
 
-A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s, each of rows that
-have one shape. :class:`Queue` has a queue for each (extractor, shape, dtype) and hands out, whenever the device is
-free, the largest batch of the one whose first item has waited longest, less the seconds that its job has been computed
-for already: a request of many shapes, which has a batch for each, does not hold up one that came after it.
+A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s of one shape each.
+:class:`Queue` keeps a queue per (extractor, shape, dtype). Whenever the device is free, it hands out the largest batch
+of the queue whose first item has waited longest, minus the seconds that its job has already been computed for. So a
+request of many shapes, with one batch per shape, does not hold up later requests.
 
-Each extractor has batches of its own, even where several share a model: a batch each is faster than one batch over the
-union of their nodes (``benchmarks/results``). The union computes every node for every row, and it would have to be
-lowered and checked for each combination of extractors. Extractors over one model share its weights.
+Batches are never shared between extractors, even of the same model: separate batches are faster than one over the union
+of their nodes (``benchmarks/results``). The union would compute every node for every row, and would have to be lowered
+and checked for each combination of extractors. Extractors of one model do share its weights.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class BackgroundTask:
-    """Other work for the device worker: run when no batch waits, or once it has waited ``max_wait`` seconds.
+    """Other work for the device worker, run when no batch waits or once it has waited ``max_wait`` seconds.
 
     Args:
-        function: what to run.
+        function: the function to run.
         max_wait: seconds after which it runs before waiting batches.
     """
 
@@ -41,7 +41,7 @@ class BackgroundTask:
         self._function = function
 
     def run(self) -> None:
-        """Run it; its result or exception goes to ``future``."""
+        """Run it, and set its result or exception on ``future``."""
         if not self.future.set_running_or_notify_cancel():
             return
         try:
@@ -53,11 +53,11 @@ class BackgroundTask:
 
 
 class Queue:
-    """Waiting items, in a queue for each key; safe to use from several threads.
+    """Waiting items, in one queue per key. Thread-safe.
 
     Args:
         max_rows: maximum rows in a batch.
-        max_bytes: maximum predicted bytes in a batch, unless a single row takes more.
+        max_bytes: maximum predicted bytes in a batch, unless a single row needs more.
     """
 
     def __init__(self, max_rows: int, max_bytes: int) -> None:
@@ -81,9 +81,9 @@ class Queue:
             item.job.fail(self._closed)
 
     def run_idle(self, function: Callable[[], T], max_wait: float = 1.0) -> Future[T]:
-        """Have the worker call ``function`` when no batch waits, or after ``max_wait`` seconds between two batches.
+        """Schedule ``function`` on the worker when no batch waits, or after ``max_wait`` seconds between two batches.
 
-        Of several that have waited so long each is followed by a batch, so that they hold up no request for good.
+        Overdue tasks alternate with batches, so that they cannot starve requests.
         """
         task = BackgroundTask(function, max_wait)
         with self._changed:
@@ -95,12 +95,11 @@ class Queue:
         return task.future
 
     def take(self) -> list[Item] | BackgroundTask | None:
-        """What to do next, waiting until there is something; None once the queue is closed.
+        """Wait for and return the next work; None once the queue is closed.
 
-        A batch is the largest of a :func:`usual_size` that fits, of the queue whose first item has waited longest, less
-        what its job has had.
-        Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left or a
-        deadline that passed.
+        A batch is the largest of a :func:`usual_size` that fits, from the queue chosen as the module's docstring
+        describes. Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left
+        or a deadline that passed.
         """
         with self._changed:
             while self._closed is None:
@@ -111,7 +110,7 @@ class Queue:
             return None
 
     def close(self, reason: NotReady) -> None:
-        """Fail what waits and what is put from now on with ``reason``."""
+        """Fail all waiting and all future work with ``reason``."""
         with self._changed:
             self._closed = reason
             waiting = [item for queue in self._queues.values() for item in queue]
@@ -125,7 +124,7 @@ class Queue:
             item.job.fail(reason)
 
     def __len__(self) -> int:
-        """Return how many items wait."""
+        """Return the number of waiting items."""
         with self._changed:
             return sum(map(len, self._queues.values()))
 
@@ -142,7 +141,7 @@ class Queue:
             queue = self._queues[key]
             try:
                 self._form(batch, queue)
-            except BaseException as error:  # forming this batch again would fail again
+            except BaseException as error:  # retrying would fail again
                 for item in (*batch, *queue):
                     item.job.fail(error)
                 batch.clear()
@@ -157,7 +156,7 @@ class Queue:
         return task
 
     def _form(self, batch: list[Item], queue: deque[Item]) -> None:
-        """Move a batch from ``queue`` to ``batch``; each item is in one of them all the time."""
+        """Move a batch from ``queue`` to ``batch``. At any time, each item is in one of them."""
         rows = 0
         while queue:
             item = queue[0]
@@ -186,18 +185,18 @@ class Queue:
 
 
 def _due(item: Item) -> float:
-    """Return when it would have been queued if what its job has had so far had come before.
+    """Return the time the item was queued plus the seconds its job has been computed for.
 
-    It grows only while the job is served, so that no stream of later requests holds up the rest of it for good.
+    It grows only while the job is served, so that a stream of later requests cannot starve the rest of the job.
     """
     return item.since + item.job.computed
 
 
 def usual_size(rows: int) -> int:
-    """Return the largest batch formed of ``rows`` rows: a power of two, or three times one.
+    """Return the size of the largest batch formed from ``rows`` rows: a power of two, or three times a power of two.
 
-    Compilers and CUDA graphs prepare for each batch size, which makes the first batch of a size slow. Up to 32 there
-    are only ten such sizes.
+    Compilers and CUDA graphs prepare for each batch size, so the first batch of a size is slow. There are only ten such
+    sizes up to 32.
     """
     power = 1 << (rows.bit_length() - 1) if rows else 0
     return power + power // 2 if rows >= power + power // 2 else power

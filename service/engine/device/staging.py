@@ -1,7 +1,7 @@
-"""Reused memory that batches are assembled in, and copies out of it.
+"""Reused memory in which batches are assembled, and copies out of it.
 
-Most calls into torch release the GIL, and on a busy server it takes a while to get it back. So this module makes few:
-views are cached, and NumPy allocates.
+Most calls into torch release the GIL, and on a busy server getting it back takes a while. This module therefore makes
+few of them: views are cached, and NumPy allocates.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fxcore.tensors import offsets, raw_bytes
 from service.engine.threads import alone
 
 LARGEST = 64 * 1024**2
-"""Maximum bytes that are kept for each input of a model; larger batches are allocated."""
+"""Maximum reused bytes per model input; larger batches are allocated."""
 
 _OUTPUTS = -1
-"""The place of outputs in the memory, beside those of inputs."""
+"""The slot of outputs in the memory; inputs have slots from 0."""
 
 _ALIGNED = 64
 
 _COPIED_WITH_GIL = 1024**2
-"""Maximum bytes that are copied while holding the GIL, which is quicker than getting it back."""
+"""Maximum bytes copied while holding the GIL, which is faster than getting it back."""
 
 _CACHED_VIEWS = 64
 
@@ -33,8 +33,8 @@ _CACHED_VIEWS = 64
 class Staging:
     """Assembles batches in reused memory. One thread uses it, one batch at a time.
 
-    Allocating for every batch costs more than copying: the system clears each new page. For CUDA the memory is pinned,
-    which makes the copy to the device fast.
+    Allocating for every batch costs more than copying, because the system clears each new page. For CUDA the memory is
+    pinned, which makes copies to the device fast.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,11 +46,11 @@ class Staging:
         """Return a model's inputs on the device, valid until the next call.
 
         Args:
-            parts: of each of its rows, or of several, one tensor ``[n, ...]`` for each input. All have one shape, but
-                for the first dimension, and one dtype; uint8 is what ``decoder`` makes a batch of. They are on the
-                CPU, or complete on the device.
-            decoder: the model's.
-            dtype: of floating inputs.
+            parts: consecutive rows of the batch, each part with one tensor ``[n, ...]`` per input. All have the same
+                dtype and, apart from the first dimension, the same shape. uint8 pixels are converted by ``decoder``.
+                Tensors are on the CPU, or complete on the device.
+            decoder: the model's decoder.
+            dtype: dtype of floating inputs.
         """
         return tuple(
             self._ready(place, self._joined(place, tensors), decoder, dtype)
@@ -58,9 +58,9 @@ class Staging:
         )
 
     def on_host(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``values`` on the CPU, contiguous where they were on another device; valid until the next call.
+        """Return ``values`` on the CPU, valid until the next call. Those from another device are contiguous.
 
-        Copies into pinned memory are four times as fast as into other memory (an H100, 12 MB).
+        Copies into pinned memory are four times as fast as into pageable memory (H100, 12 MB).
         """
         if self._device.type == "cpu":
             return list(values)
@@ -71,13 +71,13 @@ class Staging:
         copies = []
         for start, value in zip(starts, values, strict=False):
             copy = memory[start : start + value.nbytes].view(value.dtype).view(value.shape)
-            # Made contiguous on the device, which is many times faster there than on the CPU.
+            # Make it contiguous on the device, which is many times faster than on the CPU.
             copies.append(copy.copy_(value.contiguous(), non_blocking=True))
         torch.cuda.current_stream(self._device).synchronize()
         return copies
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies in the reused memory, so that the next batch overwrites it."""
+        """Return whether ``tensor`` is in the reused memory, which the next batch overwrites."""
         address = tensor.untyped_storage().data_ptr()
         return any(memory.untyped_storage().data_ptr() == address for memory in self._memory.values())
 
@@ -91,14 +91,14 @@ class Staging:
         wanted = dtype if rows.dtype.is_floating_point else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
-        # Two calls: one would first convert into pageable memory, with another memory format.
+        # Two calls: a single one would first convert into pageable memory, with another memory format.
         return rows.to(self._device, non_blocking=True).to(wanted)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
-        """``parts`` as one tensor; a single one as it is."""
+        """Return ``parts`` joined into one tensor; a single part is returned as it is."""
         there = [part for part in parts if not part.is_cpu]
         for part in there:
-            if part.is_cuda:  # its memory must not be reused on the decoder's stream before this stream has read it
+            if part.is_cuda:  # the decoder's stream must not reuse its memory before this stream has read it
                 part.record_stream(torch.cuda.current_stream(part.device))
         if len(parts) == 1:
             return parts[0]
@@ -128,7 +128,7 @@ class Staging:
         if memory is None or memory.numel() < count:
             memory = torch.empty(count, dtype=dtype, pin_memory=self._device.type == "cuda")
             self._memory[place, dtype] = memory
-            self._views.clear()  # some are of the smaller memory that this replaces
+            self._views.clear()  # some refer to the smaller memory just replaced
         if len(self._views) >= _CACHED_VIEWS:
             self._views.clear()
         flat = memory[:count]
@@ -141,12 +141,12 @@ class Staging:
 def copied(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of a CPU tensor, made on the calling thread only.
 
-    torch splits a copy of over 32,768 values among its threads, and waits for the last of them, which may have no core
-    while images are decoded.
+    torch splits copies of more than 32,768 values among its threads and waits for the last one, which may not get a
+    core while images are decoded.
     """
     if not tensor.numel() or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
-    if tensor.dtype == torch.bfloat16:  # NumPy has none
+    if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     else:
         copy = torch.from_numpy(np.empty_like(tensor.numpy()))
@@ -155,7 +155,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def copy_rows(whole: Tensor, start: int, values: Tensor) -> None:
-    """Copy ``values`` to the rows of ``whole``, which is contiguous, from ``start`` on; on the calling thread only."""
+    """Copy ``values`` to the rows of the contiguous ``whole`` from ``start`` on, on the calling thread only."""
     if values.numel():
         place = start * (values.nbytes // values.shape[0])
         _copy(raw_bytes(whole)[place : place + values.nbytes], raw_bytes(values))

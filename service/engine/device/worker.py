@@ -1,7 +1,7 @@
 """The one thread that runs models on a device.
 
-It takes a batch whenever it is free, so an idle server adds no waiting and a busy one fills its batches by itself. A
-batch that fails fails as few requests as it can.
+It takes a batch whenever it is free, so an idle server adds no delay, and on a busy one batches fill up by themselves.
+If a batch fails, as few of its requests as possible fail.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ log = logging.getLogger("fxserve.worker")
 _DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
 
 _FULL_COLLECTION_EVERY = 10.0
-"""Seconds."""
+"""Minimum seconds between two full garbage collections."""
 
 _VALUES_EACH = 64 * 1024
-"""Values of a tensor for each thread that make torch use all threads: it gives none less than 32,768."""
+"""Tensor values per thread that make torch use all its threads: it gives each at least 32,768."""
 
 
 class DeviceWorker:
-    """Runs what ``queue`` holds on ``device`` until :meth:`stop`.
+    """Runs the work of ``queue`` on ``device`` until :meth:`stop`.
 
     Args:
-        device: where the extractors' modules are.
-        queue: where batches come from.
-        threads: how many CPU threads one batch is computed with.
-        metrics: where batches are counted.
+        device: the device of the extractors' modules.
+        queue: the source of batches.
+        threads: number of CPU threads for one batch.
+        metrics: counts batches.
 
     Attributes:
-        lost: why no thread of this process can use the device again; None as long as one can.
+        lost: why this process can no longer use the device; None while it can.
     """
 
     def __init__(self, device: torch.device, queue: Queue, threads: int, metrics: Metrics) -> None:
@@ -72,7 +72,7 @@ class DeviceWorker:
         self._thread.start()
 
     def stop(self, timeout: float) -> None:
-        """End the thread once its current batch is done; what still waits fails."""
+        """Stop the thread once its current batch is done. Waiting work fails."""
         self._queue.close(NotReady("the device worker was stopped"))
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -83,24 +83,24 @@ class DeviceWorker:
             item.job.fail(reason)
 
     def trouble(self, longest_batch: float) -> str | None:
-        """Why the worker does not work; None if it does.
+        """Return why the worker does not work; None if it does.
 
-        Its device is lost, or it has been on one batch for ``longest_batch`` seconds.
+        Its device is lost, its thread is dead, or it has been on one batch for over ``longest_batch`` seconds.
         """
         if self.lost is not None:
             return self.lost
         if not self._thread.is_alive():
-            return "the device worker does not run"
+            return "the device worker is not running"
         return self.hang(longest_batch)
 
     def hang(self, longest_batch: float) -> str | None:
-        """Since when the thread has been on one batch, if for over ``longest_batch`` seconds; else None.
+        """Return a message if the thread has been on one batch for over ``longest_batch`` seconds; otherwise None.
 
-        A thread that hangs cannot be ended from outside, and a second one would find the device busy.
+        A hanging thread cannot be stopped from outside, and a second one would find the device busy.
         """
         busy_since = self._busy_since
         if busy_since is not None and (busy := time.monotonic() - busy_since) > longest_batch:
-            return f"the device worker has been on one batch for {busy:.0f} s"
+            return f"the device worker has been busy with one batch for {busy:.0f} s"
         return None
 
     def _fresh_thread(self) -> threading.Thread:
@@ -110,11 +110,11 @@ class DeviceWorker:
         began = False
         try:
             compute_on(self.device, self._threads)
-            # Starts the threads that compute with this one, now: OpenMP ends the process if it cannot start one.
+            # Start this thread's OpenMP threads now: OpenMP ends the process if it cannot start one later.
             torch.zeros(self._threads * _VALUES_EACH).add_(1)
             began = True
             self._work()
-        except BaseException as error:  # whatever ended this thread, its requests must be answered
+        except BaseException as error:  # whatever the reason, its requests must be answered
             log.exception("the device worker died")
             self._die(error, lost=not began or isinstance(error, _DEVICE_LOST))
 
@@ -128,12 +128,12 @@ class DeviceWorker:
                 self._batch = work
                 self._serve(work)
             self._busy_since = None
-            self._batch = work = ()  # an idle worker keeps no tensors in memory
+            self._batch = work = ()  # so that an idle worker holds no tensors
 
     def _die(self, error: BaseException, lost: bool) -> None:
-        """Fail the current batch, and start another thread for what waits, unless the device is ``lost``.
+        """Fail the current batch and, unless the device is ``lost``, start another thread for the waiting work.
 
-        It counts as lost when a thread could not even begin: the next one could not either.
+        The device also counts as lost if a thread could not even begin: the next one could not either.
         """
         why = f"the device worker died of {summarize(error)}"
         batch, self._batch, self._busy_since = self._batch, (), None
@@ -147,13 +147,13 @@ class DeviceWorker:
                     self._thread = fresh
                     self._metrics.worker_restarts.inc()
                     return
-                except RuntimeError as none:  # the system has no thread left
+                except RuntimeError as none:  # the system cannot start a thread
                     why = f"{why}, and {none}"
         self.lost = why
         self._queue.close(NotReady(why))
 
     def _serve(self, items: Sequence[Item]) -> None:
-        """Compute a batch. If that fails, halve it until the rows that fail are alone."""
+        """Compute a batch. If it fails, halve it until the failing rows are isolated."""
         items = [item for item in items if item.job.wanted()]
         if not items:
             return
@@ -166,13 +166,13 @@ class DeviceWorker:
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
-            # The traceback holds every tensor of the failed forward pass, in what keeps log records too: where memory
-            # is short, it must not.
+            # The traceback, which log handlers may keep, holds every tensor of the failed forward pass. Drop it when
+            # memory is short.
             wanted = not is_out_of_memory(raised)
             log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
             error = raised.with_traceback(None)
         if error is None:
-            # Outside the try: once a row is delivered, its batch must not be computed again.
+            # Outside the try block: once a row is delivered, its batch must not be computed again.
             for group in finished:
                 _deliver(group)
             if finished:
@@ -194,8 +194,7 @@ class DeviceWorker:
             self._serve(half)
 
     def _is_usable(self) -> bool:
-        """Return whether the device can be used after it raised an error; some, such as a failed kernel launch, do no
-        harm."""
+        """Return whether the device still works after an error: some, such as a failed kernel launch, are harmless."""
         try:
             torch.cuda.synchronize(self.device)
         except Exception:
@@ -205,8 +204,8 @@ class DeviceWorker:
     def _free(self) -> None:
         """Free memory after a batch that did not fit.
 
-        A full collection stops all threads, so there is one at most every :data:`_FULL_COLLECTION_EVERY` seconds. What
-        the last batch left is young, and the others find it.
+        A full collection stops all threads, so it runs at most every :data:`_FULL_COLLECTION_EVERY` seconds. The other
+        collections find the objects of the last batch, which are young.
         """
         now = time.monotonic()
         full = now - self._collected > _FULL_COLLECTION_EVERY
@@ -217,11 +216,11 @@ class DeviceWorker:
             torch.cuda.empty_cache()
 
     def _compute(self, items: Sequence[Item]) -> list[Finished]:
-        """Run a batch through its extractor; the outputs of its items in groups of equal options."""
+        """Run a batch through its extractor. Return the outputs of its items, grouped by equal options."""
         started = time.monotonic()
         runtime = items[0].job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in items[0].inputs))
-        run = runtime.run  # read once: a backend is swapped in between batches
-        if run is None:  # evicted meanwhile: no request waits for these items
+        run = runtime.run  # read once: backends are swapped between batches
+        if run is None:  # evicted meanwhile, so no request waits for these items
             return []
         with torch.inference_mode():
             values = self._forward(runtime, run, items)
@@ -237,7 +236,7 @@ class DeviceWorker:
     def _on_host(
         self, groups: Sequence[list[Item]], made: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]
     ) -> list[Finished]:
-        """Return what :func:`finish` made of each group, on the CPU."""
+        """Copy the results of :func:`finish` for each group to the CPU."""
         copies = iter(
             self._staging.on_host(
                 [one for outputs, overflows in made for one in (*outputs.values(), *overflows.values())]
@@ -252,7 +251,7 @@ class DeviceWorker:
         return finished
 
     def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
-        """Return the outputs of ``run`` for a batch."""
+        """Run ``run`` on a batch and return its outputs."""
         inputs = self._staging.inputs(
             [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
         )
@@ -270,7 +269,7 @@ class DeviceWorker:
 
 
 def _deliver(finished: Finished) -> None:
-    """Deliver to the jobs their rows of the outputs. A delivery that fails, fails its own job only."""
+    """Deliver each job's rows. A failed delivery fails only its own job."""
     parts = deliveries(finished.items)
     try:
         counts = [len(job.output_rows(rows)) for job, rows in parts]
@@ -293,7 +292,7 @@ def _deliver(finished: Finished) -> None:
 
 
 def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
-    """Two batches with half the rows each; an item in the middle is split."""
+    """Split a batch into two with half the rows each; an item in the middle is split."""
     room = _rows(items) // 2
     first: list[Item] = []
     second: list[Item] = []
@@ -311,7 +310,7 @@ def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
 
 
 def _factors(items: Sequence[Item], device: torch.device) -> list[Tensor]:
-    """Return scale and shift of each node that a batch edits, in the order of the graph's inputs."""
+    """Return scale and shift of each edited node of a batch, in the order of the graph's inputs."""
     parts = [item.job.edits.of(item.rows) for item in items if item.job.edits is not None]
     return [stacked(of_node).to(device) for of_node in zip(*parts, strict=True)]
 
@@ -321,7 +320,7 @@ def _rows(items: Sequence[Item]) -> int:
 
 
 def _error_for(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
-    """Return the error of a request whose rows failed with ``error``."""
+    """Return the problem for a request whose rows failed with ``error``."""
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     if is_shortage(error):

@@ -1,4 +1,4 @@
-"""Extractors: finding, making, naming and deleting them, in this process and in the store that processes share."""
+"""Finding, creating, naming and deleting extractors, in this process and in the store that processes share."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NAMESAKE_SECONDS = 0.5
 
 
 class Extractors:
-    """All extractors of a service. For one event loop.
+    """The extractors of a service. For one event loop.
 
-    What other processes made is made known here when it is asked for; what they deleted is forgotten when it is used,
-    at most :data:`CHECK_SECONDS` later.
+    An extractor that another process created becomes known here when it is requested. One that another process deleted
+    is forgotten when it is next used, at most :data:`CHECK_SECONDS` later.
 
     Args:
-        records: those that are known here.
-        resolver: makes a record of a spec.
+        records: the extractors known to this process.
+        resolver: turns a spec into a record.
         runtimes: builds them.
-        sharing: the store, if there is one.
+        sharing: the shared store, if there is one.
     """
 
     def __init__(self, records: Records, resolver: Resolver, runtimes: Runtimes, sharing: Sharing | None) -> None:
@@ -44,21 +44,21 @@ class Extractors:
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
     ) -> tuple[ExtractorRecord, bool]:
-        """Return the extractor that ``spec`` describes, and whether it is new. Its build has been started, not awaited.
+        """Return the extractor that ``spec`` describes, and whether it is new. Its build is started but not awaited.
 
         Args:
-            spec: what to build.
-            build: whether one may be made, and named.
-            trace_in: runs in a thread what may trace the model; by default in one that builds extractors.
-            keep: whether it must be in the store afterwards, if there is one. Otherwise a store that cannot be written
-                is no error.
+            spec: the spec of the extractor.
+            build: whether it may be created and named.
+            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
+            keep: whether it must be in the store afterwards, if there is one. If false, failing to write the store is
+                not an error.
 
         Raises:
             FxError: the spec names something that does not exist or is not served.
-            NameTaken: its name is another's.
-            Forbidden: there is none and ``build`` is false.
+            NameTaken: another extractor has its name.
+            Forbidden: it does not exist and ``build`` is false.
             NotReady: the store cannot be written.
-            StoreFull: it has as many extractors as it may.
+            StoreFull: the store holds the maximum number of extractors.
         """
         record = await self._resolver.record(spec, trace_in)
         created = self._records.get(record.id) is None
@@ -78,21 +78,21 @@ class Extractors:
         if name is not None and owner == record.id:
             self._records.name(record, name)
         self._runtimes.ensure(record)
-        if name is not None and owner != record.id:  # it was given to another since
+        if name is not None and owner != record.id:  # the name was given to another extractor meanwhile
             raise NameTaken(name, owner)
         return record, created
 
     async def _save(self, record: ExtractorRecord, name: str | None, keep: bool) -> tuple[bool, str]:
-        """Have the store know ``record``, and claim ``name``. Extractors whose build failed give up their names.
+        """Save ``record`` to the store and claim ``name``. Extractors whose build failed give up their names.
 
-        Without ``keep``, the store is asked at most once in :data:`CHECK_SECONDS`, and one that cannot be used or is
-        full is no error.
+        Without ``keep``, the store is accessed at most once per :data:`CHECK_SECONDS`, and a store that is full or
+        cannot be used is not an error.
 
         Returns:
-            Whether it is new to all processes, and the extractor that has the name, if one is wanted.
+            Whether it is new to all processes, and the id of the extractor that has the name, if a name was given.
 
         Raises:
-            NameTaken: its name is another's.
+            NameTaken: another extractor has its name.
             NotReady, StoreFull: see :meth:`get`.
         """
         new = self._records.get(record.id) is None
@@ -110,14 +110,14 @@ class Extractors:
         stored = Stored(id=made.id, spec=spec, return_nodes=made.return_nodes, fingerprint=made.fingerprint)
         store, owner = self._sharing.store, record.id
         try:
-            # What the store has needs no thread that writes, nor a store that can be written.
+            # Read first: if the store already has it, neither a writer thread nor a writable store is needed.
             there = not self._sharing.is_written(made.id) and await self._sharing.read(store.has, made.id)
             if name is not None or not there:
                 await self._sharing.read(store.count)
             if name is not None:
                 await self._sharing.read(store.check_name, name, record.id, self._gives_up)
             created = not there and await self._sharing.write(made.id, store.save, stored, keep)
-            record.saved = True  # whatever comes of its name
+            record.saved = True  # whether or not it gets its name
             if created:
                 self._records.free_names(record)
             if name is not None:
@@ -129,35 +129,36 @@ class Extractors:
         return created, owner
 
     def _gives_up(self, id: str, name: str) -> bool:
-        """Return whether the extractor ``id`` gives up ``name``, as one whose build failed does."""
+        """Return whether the extractor ``id`` gives up ``name``: it does if its build failed."""
         record = self._records.get(id)
         return id != name and record is not None and record.state == "failed"
 
     async def _require(self, record: ExtractorRecord) -> None:
-        """Check that ``record`` was made before, here or by another process.
+        """Check that ``record`` already exists, here or in the store.
 
         Raises:
-            Forbidden: it was not.
+            Forbidden: it does not.
+            NotReady: the store cannot be read, which may have it.
         """
         known = await self.known(record.id)
-        if known is not None and known.id == record.id:  # and not another that has this id for a name
+        if known is not None and known.id == record.id:  # and not another one whose name is this id
             return
-        if self._sharing is not None:
-            with suppress(NotReady):
-                if await self._sharing.find(record.id) == record.id:
-                    record.saved = True
-                    return
+        if self._sharing is not None and await self._sharing.find(record.id) == record.id:
+            record.saved = True
+            return
         spec = record.description.spec
         raise Forbidden(
-            f"there is no extractor of these nodes of {spec.model} with these weights yet, "
-            "and making one needs a key of scope admin; with one, POST /v1/extractors makes it"
+            f"there is no extractor of these nodes of {spec.model} with these weights yet; create it by POST "
+            "/v1/extractors, with a key with scope admin"
         )
 
     async def known(self, id_or_name: str, again: bool = False) -> ExtractorRecord | None:
-        """Return the extractor of that id or name that is known here, unless it was deleted or the name is another's.
+        """Return the extractor with that id or name if it is known here.
 
-        The store is read for it at most once in :data:`CHECK_SECONDS`, or ``again``. What is in memory is relied on
-        where the store cannot be read.
+        None if it was deleted, or if the name now belongs to another extractor.
+
+        The store is read at most once per :data:`CHECK_SECONDS`, unless ``again`` is true. If it cannot be read, the
+        in-memory state is used.
         """
         record = self._records.known(id_or_name)
         if self._sharing is None or record is None or not record.saved:
@@ -176,18 +177,19 @@ class Extractors:
             return record
 
     async def look_up(self, id_or_name: str) -> ExtractorRecord:
-        """Return the extractor of that id or name. If another process made it, its build is started here.
+        """Return the extractor with that id or name. If another process created it, start its build here.
 
         Raises:
-            UnknownExtractor: there is none.
-            NotReady: there may be one, and the store cannot be read.
+            UnknownExtractor: it does not exist.
+            NotReady: it is not known here and the store cannot be read.
         """
         return await self._find(id_or_name) or self._records.find(id_or_name)
 
     async def namesake(self, model: str) -> ExtractorRecord | None:
-        """Return the extractor that has a model's name, if there is one and the store can be read.
+        """Return the extractor named like a model, if there is one and the store can be read.
 
-        Models are asked for often: a name that another process gave is noticed within :data:`NAMESAKE_SECONDS`.
+        Models are requested often, so a miss is cached: a name given by another process is noticed within
+        :data:`NAMESAKE_SECONDS`.
         """
         try:
             return await self._find(model, NAMESAKE_SECONDS)
@@ -195,7 +197,7 @@ class Extractors:
             return None
 
     async def _find(self, id_or_name: str, max_miss_age: float = 0.0) -> ExtractorRecord | None:
-        """Return the extractor of that id or name; an earlier search that found none is relied on for a time."""
+        """Return the extractor with that id or name. An earlier miss is trusted for ``max_miss_age`` seconds."""
         record = await self.known(id_or_name)
         if record is not None or self._sharing is None:
             return record
@@ -203,19 +205,21 @@ class Extractors:
         if id is None:
             return None
         adopting = self._adopting.get(id)
-        if adopting is None:  # it is resolved once, for all that wait, and also where they leave
+        if adopting is None:  # resolved once for all waiters, even if they leave
             adopting = self._adopting[id] = background(self._adopt(self._sharing, id), "adopt")
             adopting.add_done_callback(lambda done: done.cancelled() or done.exception())
         record = await asyncio.shield(adopting)
         if record is not None:
-            record.saved = True  # though it may have been made here while the store was away
+            record.saved = True  # it may have been created here while the store was unavailable
         if record is not None and id_or_name != id and self._records.get(id) is record:
             self._records.name(record, id_or_name)
         return record
 
     async def _adopt(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
-        """Return an extractor that the store has. If another process made it, it is made known, and its build is
-        started; None if it was deleted meanwhile."""
+        """Return an extractor of the store; None if it was deleted meanwhile.
+
+        If another process created it, add it to the records and start its build.
+        """
         try:
             return self._records.get(id) or await self._made_known(sharing, id)
         finally:
@@ -231,15 +235,15 @@ class Extractors:
             raise NotReady(f"extractor {id}, which is in the store: {problem.detail}") from None
         if record.id != id:
             raise NotReady(
-                f"extractor {id} was made where {stored.spec.model} is another graph, by another version of "
-                "torchvision perhaps; make it anew here"
+                f"extractor {id} was created where {stored.spec.model} has a different graph, perhaps by another "
+                "version of torchvision; create it again here"
             )
         name = stored.spec.name
         named = name is not None and await sharing.find(name) == id
         known = self._records.get(id)
         if known is not None:  # a request for its nodes was faster
             return known
-        if record.deleted:  # which made this one, and another deleted it
+        if record.deleted:  # that request created it, and another one deleted it
             return None
         record.saved = record.adopted = True
         self._records.add(record)
@@ -249,9 +253,9 @@ class Extractors:
         return record
 
     async def preload(self, spec: ExtractorSpec) -> ExtractorRecord | None:
-        """Return the extractor that ``spec`` describes; None if it was preloaded before and deleted since.
+        """Return the extractor that ``spec`` describes; None if it was preloaded before and has been deleted since.
 
-        A process that replaces another must not restore deleted extractors.
+        A restarted process must not restore deleted extractors.
 
         Raises:
             FxError: see :meth:`get`.
@@ -268,8 +272,10 @@ class Extractors:
         return record
 
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
-        """Return the extractors of the store that are not known here yet, each with one of its names. What others
-        deleted is forgotten."""
+        """Return the extractors of the store that are not known here yet, each with one of its names.
+
+        Extractors that other processes deleted are forgotten.
+        """
         shared = [] if self._sharing is None else await self._sharing.all()
         ids = {stored.id for stored, _ in shared}
         for record in self._records.list():
@@ -281,7 +287,7 @@ class Extractors:
         """Delete an extractor in all processes. Its requests in flight finish normally.
 
         Raises:
-            UnknownExtractor: there is none of that id or name.
+            UnknownExtractor: no extractor has that id or name.
             NotReady: the store cannot be read or written; nothing was deleted.
         """
         if self._sharing is None:
@@ -292,7 +298,7 @@ class Extractors:
         id = id or self._records.find(id_or_name).id
         await self._sharing.write(id, self._sharing.store.delete, id)
         record = self._records.get(id)
-        if record is not None:  # else another request deleted it meanwhile, or only the store had it
+        if record is not None:  # otherwise another request deleted it meanwhile, or only the store had it
             self._forget(record)
 
     def _forget(self, record: ExtractorRecord) -> None:

@@ -1,4 +1,4 @@
-"""The names that extractors are addressed by beside their ids."""
+"""Names of extractors, by which clients can address them in addition to ids."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from difflib import get_close_matches
 from itertools import chain, islice
 
 MAX_NAMES = 32
-"""Maximum names of one extractor, so that naming it again and again takes no memory."""
+"""Maximum names per extractor, so that renaming it repeatedly does not use up memory."""
 
 _NAME_BYTES = 300
-"""Bytes of a name in the two dictionaries, beside its letters."""
+"""Approximate bytes of a name in the two dictionaries, without its characters."""
 
 COMPARED = 256
-"""Names and ids that an unknown one is compared with, which takes the event loop milliseconds."""
+"""Maximum names and ids that an unknown one is compared with; this takes milliseconds of event loop time."""
 
 
 class Names:
-    """Maps names to ids of extractors. An id keeps the last :data:`MAX_NAMES` that it was given."""
+    """Maps names to ids of extractors. An id keeps the last :data:`MAX_NAMES` names it was given."""
 
     def __init__(self) -> None:
         # Both in the order the names were given.
@@ -25,15 +25,15 @@ class Names:
         self._names: dict[str, dict[str, None]] = {}
 
     def id(self, name: str) -> str | None:
-        """Return the id that ``name`` stands for."""
+        """Return the id that has ``name``."""
         return self._ids.get(name)
 
     def last(self, id: str) -> str | None:
-        """Return the last name that ``id`` was given and still has."""
+        """Return the latest name that ``id`` still has."""
         return next(reversed(self._names.get(id, {})), None)
 
     def give(self, name: str, id: str) -> None:
-        """Give ``name`` to ``id``, and take it from another that has it."""
+        """Give ``name`` to ``id``, taking it from any other id."""
         self.free(name)
         self._ids[name] = id
         own = self._names.setdefault(id, {})
@@ -47,13 +47,13 @@ class Names:
             del self._ids[name]
 
     def bytes(self, id: str) -> int:
-        """Return about the bytes that the names of ``id`` take."""
+        """Return the approximate bytes of the names of ``id``."""
         return sum(_NAME_BYTES + 2 * len(name) for name in self._names.get(id, ()))
 
     def near(self, wrong: str, ids: Iterable[str]) -> list[str]:
-        """At most three suggestions for ``wrong``, the nearest first.
+        """Return at most three suggestions for ``wrong``, the closest first.
 
-        Only :data:`COMPARED` are compared: the newest names, then the first of ``ids``.
+        At most :data:`COMPARED` candidates are compared: the newest names, then the first of ``ids``.
         """
         return get_close_matches(wrong[:128], islice(chain(reversed(self._ids), ids), COMPARED), n=3, cutoff=0.5)
 

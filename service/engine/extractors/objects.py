@@ -1,8 +1,8 @@
-"""JSON objects at a URL, which several processes read and create.
+"""JSON objects at a URL, shared between processes.
 
-Objects are created exclusively and atomically, and never change: a reader never sees half of one, and of two processes
-that create the same one, one succeeds. On a local folder that is a hard link to a complete file; on S3, GCS and Azure a
-conditional PUT. Other drivers are refused.
+Objects are created exclusively and atomically, and never change: a reader never sees half of one, and if two processes
+create the same one, one succeeds. Local folders use a hard link to a complete file; S3, GCS and Azure use a conditional
+PUT. Other drivers are rejected.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fxcore.errors import summarize
 from service.problems import Problem
 
 VERSION = 2
-"""The format of the objects that are written, and the newest that can be read."""
+"""Format version of written objects, and the newest version that can be read."""
 
 _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"))
-"""Protocols whose drivers create an object only where there is none."""
+"""Protocols whose drivers can create an object only if it does not exist."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class StoreError(Exception):
-    """The store, or an object of it, cannot be read or written; the text says which and why."""
+    """The store, or one of its objects, cannot be read or written; the message says which and why."""
 
 
 class DamagedObject(StoreError):
-    """One object is not as it was written, or was written by a newer version; the others are not affected."""
+    """One object is damaged or was written by a newer version; the others are not affected."""
 
 
 class NewerVersion(ValueError):
@@ -45,7 +45,7 @@ class NewerVersion(ValueError):
 
 
 class Objects:
-    """Reads, creates and removes objects. Blocks: not for the event loop. For any thread.
+    """Reads, creates and removes objects. Methods block, so do not call them on the event loop. Thread-safe.
 
     Args:
         url: a folder, or any URL that fsspec knows.
@@ -57,7 +57,7 @@ class Objects:
     def __init__(self, url: str) -> None:
         self._url = url
         scheme = url.partition("://")[0].rpartition("::")[2] if "://" in url else "file"
-        # botocore's own timeouts are minutes
+        # botocore's default timeouts are minutes
         timeouts = {"connect_timeout": 2, "read_timeout": 4, "retries": {"max_attempts": 2}}
         options: dict[str, Any] = {"config_kwargs": timeouts} if scheme in ("s3", "s3a") else {}
         try:
@@ -68,18 +68,18 @@ class Objects:
         self._local = isinstance(self._fs, LocalFileSystem)
         if not self._local and scheme not in _CONDITIONAL:
             raise ValueError(
-                f"FXSERVE_EXTRACTORS={url}: {scheme} has no writes that fail where an object exists; use a shared "
+                f"FXSERVE_EXTRACTORS={url}: {scheme} cannot create an object only if it does not exist; use a shared "
                 "folder, or a bucket of S3, GCS or Azure"
             )
 
     def make_folders(self, *folders: str) -> None:
-        """Make folders on a local disk; other drivers need none."""
+        """Create folders on a local disk; other drivers need none."""
         if self._local:
             for folder in ("parts", *folders):
                 Path(self._root, folder).mkdir(parents=True, exist_ok=True)
 
     def prune_parts(self, seconds: float) -> None:
-        """Remove what writers that died on a local disk left more than ``seconds`` ago."""
+        """Remove partial files that dead writers left on a local disk more than ``seconds`` ago."""
         if self._local:
             before = time.time() - seconds
             for part in Path(self._root, "parts").iterdir():
@@ -88,7 +88,7 @@ class Objects:
                         part.unlink()
 
     def names_in(self, folder: str) -> list[str]:
-        """Return names of the objects in ``folder``; none if there is no such folder."""
+        """Return the names of the objects in ``folder``; an empty list if it does not exist."""
         try:
             paths = self._fs.ls(f"{self._root}/{folder}", detail=False)
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class Objects:
         """Return an object; None if it does not exist.
 
         Raises:
-            DamagedObject: it is not as it was written, or a newer version wrote it.
+            DamagedObject: it is damaged, or a newer version wrote it.
         """
         for delay in (0.02, 0.1, 0.0):
             try:
@@ -108,11 +108,11 @@ class Objects:
                 return None
             if data:
                 break
-            time.sleep(delay)  # without hard links, a file is empty before it is complete
+            time.sleep(delay)  # on disks without hard links, a file is empty until it is complete
         try:
             content = json.loads(data)
             if not isinstance(content, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             if content["version"] > VERSION:
                 raise NewerVersion(f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})")
         except (ValueError, KeyError, TypeError) as error:
@@ -120,7 +120,7 @@ class Objects:
         return content
 
     def create(self, path: str, content: dict[str, Any]) -> bool:
-        """Create an object atomically; False if it exists."""
+        """Create an object atomically. Return False if it already exists."""
         data = json.dumps({"version": VERSION, "made": time.time(), **content}).encode()
         target = f"{self._root}/{path}"
         try:
@@ -143,7 +143,7 @@ class Objects:
 
     @contextmanager
     def errors(self, done: str) -> Iterator[None]:
-        """Raise a driver's errors as :class:`StoreError`: the store cannot be ``done`` (read, written, opened)."""
+        """Convert a driver's errors to :class:`StoreError`: the store cannot be ``done`` (read, written, opened)."""
         try:
             yield
         except (StoreError, Problem):
@@ -153,10 +153,10 @@ class Objects:
 
 
 def _create_file(target: Path, part: Path, data: bytes) -> None:
-    """Write ``data`` to ``part`` and move it to ``target``, which appears when it is complete.
+    """Write ``data`` to ``part`` and link it to ``target``, which appears only when it is complete.
 
     Raises:
-        FileExistsError: there is a ``target``.
+        FileExistsError: ``target`` exists.
     """
     try:
         with part.open("xb") as file:

@@ -1,4 +1,4 @@
-"""The extractors that this process knows, by id and by name."""
+"""The extractors known to this process, by id and by name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REMEMBERED_RECORDS = 1024
 """Maximum records of extractors that failed, or were evicted and have no name."""
 
 REMEMBERED_BYTES = 64 * 1024**2
-"""Maximum bytes of the records of extractors that are not in memory, those with a name included."""
+"""Maximum bytes of the records of extractors that are not in memory, including those with a name."""
 
 
 class Records:
-    """Extractors in memory and evicted ones, in the order they were added. For one event loop.
+    """Loaded and evicted extractors, in the order they were added. For one event loop.
 
     Args:
-        evictions: counts the extractors that are forgotten to make room for others.
+        evictions: counts the records that are forgotten to make room for others.
     """
 
     def __init__(self, evictions: Counter) -> None:
@@ -30,23 +30,23 @@ class Records:
         self._names = Names()
 
     def get(self, id: str) -> ExtractorRecord | None:
-        """Return the extractor of that id, if there is one."""
+        """Return the extractor with that id, if there is one."""
         return self._by_id.get(id)
 
     def known(self, id_or_name: str) -> ExtractorRecord | None:
-        """Return the extractor of that id or name, if there is one."""
+        """Return the extractor with that id or name, if there is one."""
         return self._by_id.get(id_or_name) or self._by_id.get(self._names.id(id_or_name) or "")
 
     def find(self, id_or_name: str) -> ExtractorRecord:
-        """Return the extractor of that id or name.
+        """Return the extractor with that id or name.
 
         Raises:
-            UnknownExtractor: there is none; looking for suggestions takes longer than finding one.
+            UnknownExtractor: it does not exist. Searching for suggestions takes longer than a hit.
         """
         record = self.known(id_or_name)
         if record is None:
             suggestions = self._names.near(id_or_name, reversed(self._by_id))
-            hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; POST /v1/extractors makes one"
+            hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else "; POST /v1/extractors creates one"
             raise UnknownExtractor(f"there is no extractor {id_or_name!r}{hint}", suggestions=suggestions)
         return record
 
@@ -55,11 +55,11 @@ class Records:
         return list(self._by_id.values())
 
     def values(self) -> ValuesView[ExtractorRecord]:
-        """Return a view of all extractors, those added later included."""
+        """Return a live view of all extractors."""
         return self._by_id.values()
 
     def add(self, record: ExtractorRecord) -> None:
-        """Add ``record``; of the unused ones, those over the limits are forgotten."""
+        """Add ``record``, forgetting unused records that exceed the limits."""
         for unused in _forgettable(self._by_id.values(), self._names.bytes):
             self.remove(unused)
             self._evictions.labels("record", "unused").inc()
@@ -71,7 +71,7 @@ class Records:
         self._names.forget(record.id)
 
     def name(self, record: ExtractorRecord, name: str) -> None:
-        """Give ``name`` to ``record``, and take it from another that has it."""
+        """Give ``name`` to ``record``, taking it from any other."""
         before = self.known(name)
         self._names.give(name, record.id)
         record.name = name
@@ -98,7 +98,7 @@ def _forgettable(records: Iterable[ExtractorRecord], names_bytes: Callable[[str]
 
     Args:
         records: all records.
-        names_bytes: the bytes that the names of an id take.
+        names_bytes: returns the bytes of the names of an id.
     """
     empty = [record for record in records if record.runtime is None and not record.pinned_or_active]
     empty.sort(key=lambda record: (_has_name(record), record.last_used))

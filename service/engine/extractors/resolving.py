@@ -1,4 +1,4 @@
-"""Resolving a spec: finding its model, weights and nodes."""
+"""Resolution of a spec: its model, weights and nodes."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _REMEMBERED_SPECS = 4096
 
 
 class Resolver:
-    """Finds or makes the record of a spec. For one event loop.
+    """Finds or creates the record of a spec. For one event loop.
 
     Args:
         records: the extractors known here.
         device: where extractors run.
-        pool: the threads that trace and build.
-        allowed: the only models served; None for all.
-        max_nodes: nodes that groups of names may stand for.
+        pool: the builder threads.
+        allowed: names and patterns of the served models; None for all.
+        max_nodes: maximum number of nodes that name groups may expand to.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Resolver:
         self._records = records
         self._pool = pool
         self._served = device, None if allowed is None else frozenset(allowed), max_nodes
-        # The one-step route asks with the same few specs again and again: resolving those is a look-up.
+        # Cache: the one-step route resolves the same few specs again and again.
         self._ids: OrderedDict[bytes, str] = OrderedDict()
         self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     async def record(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
-        """Return the record of ``spec`` that is known here, or a new one.
+        """Return the known record of ``spec``, or a new one.
 
         Args:
             spec: names its model and nodes.
-            trace_in: runs in a thread what may trace the model; by default in one of those that build.
+            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
 
         Raises:
             FxError: see :func:`resolve`.
@@ -79,22 +79,24 @@ class Resolver:
     async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> Description:
         if trace_in is None:
             return await in_pool(self._pool, resolve, spec, *self._served)
-        # One at a time: all but the first find the graph traced.
+        # One at a time: all but the first find the graph already traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
             return await trace_in(lambda: resolve(spec, *self._served))
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None, max_nodes: int) -> Description:
-    """Describe the extractor that ``spec`` asks for. Not for the event loop: it may trace the model.
+    """Return the description of the extractor that ``spec`` requests.
+
+    It may trace the model, so do not call it on the event loop.
 
     Args:
         spec: names its model and nodes.
         device: where it will run.
-        allowed: the only models served; None for all.
-        max_nodes: maximum nodes that names with ``*`` stand for.
+        allowed: names and patterns of the served models; None for all.
+        max_nodes: maximum number of nodes that names with ``*`` may expand to.
 
     Raises:
-        TooManyNodes: they stand for more.
+        TooManyNodes: they expand to more.
         FxError: the spec names something that does not exist, or is not served.
     """
     require_served(spec.model, allowed)
@@ -105,8 +107,8 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     return_nodes = graph.resolve(spec.return_nodes)
     if len(return_nodes) > max_nodes and any(map(is_group, spec.return_nodes)):
         raise TooManyNodes(
-            f"the names stand for {len(return_nodes)} nodes, and groups may stand for {max_nodes} at most "
-            "(FXSERVE_MAX_NODES); name fewer",
+            f"the names stand for {len(return_nodes)} nodes, and groups may stand for at most {max_nodes} "
+            "(FXSERVE_MAX_NODES); name fewer nodes",
             count=len(return_nodes),
             limit=max_nodes,
         )
@@ -114,10 +116,10 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
         detail = f"fit=pad adds an output {VALID_BOX!r}: give the node of that name another key"
         raise DuplicateKey(detail, key=VALID_BOX)
     if spec.inputs is not None and spec.fit != "crop":
-        raise BadTensor(f"fit={spec.fit} is for images, and an extractor that begins at inner nodes takes none")
+        raise BadTensor(f"fit={spec.fit} is for images, and an extractor that begins at inner nodes takes tensors")
     for step in steps(spec) if spec.inputs is not None else ():
         if get_transform(name := step["name"]).changes_input:
-            detail = f"{name} is for images, and an extractor that begins at inner nodes takes none"
+            detail = f"{name} is for images, and an extractor that begins at inner nodes takes tensors"
             raise CannotTransform(detail, transform=name)
     inputs = graph.inputs if spec.inputs is None else ModelPart(graph, graph.resolve(spec.inputs), return_nodes).inputs
     preprocessing = prepared(preprocessing_for(spec, entry, weights), steps(spec))
@@ -138,7 +140,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
 def extractor_id(
     spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], inputs: Sequence[TensorSpec] = ()
 ) -> str:
-    """Return the id of the extractor that ``spec`` describes, with the full names of its weights and nodes."""
+    """Return the id of the extractor that ``spec`` describes, given the full names of its weights and nodes."""
     decisive = {
         "model": spec.model,
         "weights": weights,
@@ -147,10 +149,10 @@ def extractor_id(
         "backend": spec.backend,
         "transforms": steps(spec),
         "image_size": spec.image_size,
-        # Left out where it is the default, as in specs older than this key: their ids stay.
+        # Omitted if it is the default, as in specs older than this key, whose ids must not change.
         **({} if spec.fit == "crop" else {"fit": spec.fit}),
     }
     begins_at = {one.name: one.node for one in inputs if one.node is not None}
-    if begins_at:  # left out otherwise, as in specs older than this key: their ids stay
+    if begins_at:  # omitted otherwise, as in specs older than this key, whose ids must not change
         decisive["inputs"] = list(begins_at.items())
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""Runtimes of extractors: building, lending and freeing them.
+"""Building, lending and freeing the runtimes of extractors.
 
-A runtime costs a graph copy; the weights under it are shared, and so is the traced graph that it is a copy of. All of
-them live under one memory budget, see :mod:`service.engine.memory.eviction`. An evicted extractor keeps its id, its
-name and its description, and is built again by the next request for it.
+A runtime costs a graph copy; its weights and the traced graph it was copied from are shared. All runtimes share one
+memory budget, see :mod:`service.engine.memory.eviction`. An evicted extractor keeps its id, name and description, and
+is built again by its next request.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from service.problems import ExtractorFailed, NotReady, Problem
 
 
 class Runtimes:
-    """The runtimes of all extractors. For one event loop; what takes time runs in ``pool``.
+    """The runtimes of all extractors. For one event loop; slow work runs in ``pool``.
 
     Args:
-        records: the extractors that are known.
+        records: the known extractors.
         models: the loaded weights.
-        pool: the threads that trace and build.
-        memory_budget: bytes that models and runtimes may take; what is in use or pinned stays even above it.
+        pool: the builder threads.
+        memory_budget: maximum bytes of models and runtimes. Those in use or pinned are kept even above it.
         upgrades: searches for faster backends.
-        metrics: where evictions are counted.
-        compiled: how many extractors OpenVINO may run at a time.
-        projections: the matrices of ``project=``, under the same budget.
+        metrics: counts evictions.
+        compiled: limits on the number of compiled OpenVINO extractors.
+        projections: the matrices for ``project=``, under the same budget.
 
     Attributes:
-        collector: collects those that were deleted or evicted.
-        eviction: keeps them under the memory budget.
-        variants: the other input sizes of those with ``fit=native``.
+        collector: garbage-collects deleted and evicted runtimes.
+        eviction: enforces the memory budget.
+        variants: runtimes for other input sizes (``fit=native``) and for edits.
     """
 
     def __init__(
@@ -72,14 +72,16 @@ class Runtimes:
         self.variants = Variants(self._builder)
 
     def ensure(self, record: ExtractorRecord) -> None:
-        """Start building ``record`` unless it is built, being built, or failed just now: a failed build is tried again
-        once its back-off is over."""
+        """Start building ``record`` unless it is built, being built, or failed recently.
+
+        A failed build is retried after its back-off.
+        """
         if record.runtime is None and record.build is None and record.retry_at <= time.monotonic():
             record.state, record.problem = "building", None
             record.build = background(self._build(record), "build")
 
     async def _build(self, record: ExtractorRecord) -> Runtime | None:
-        """Build ``record``; afterwards it is ready or failed. Returns what the build gave to those who wait for it."""
+        """Build ``record``, which is ready or failed afterwards. Return the runtime to the requests waiting for it."""
         runtime = None
         try:
             runtime = await self._builder.build(record)
@@ -91,7 +93,7 @@ class Runtimes:
                 record.build = None
         if runtime is not None:
             record.state, record.failures = "ready", 0
-            if kept and self._records.get(record.id) is record:  # else no eviction would find it
+            if kept and self._records.get(record.id) is record:  # otherwise eviction would not find it
                 record.runtime = runtime
             else:
                 runtime.retire()
@@ -99,7 +101,7 @@ class Runtimes:
         return runtime
 
     async def load(self, record: ExtractorRecord) -> Runtime:
-        """Wait until ``record`` is built and in memory, building it again if it was evicted or failed.
+        """Return the runtime of ``record``, waiting for its build. If it was evicted or failed, build it again.
 
         Raises:
             FxError: the error of its build.
@@ -120,7 +122,7 @@ class Runtimes:
 
     @asynccontextmanager
     async def use(self, record: ExtractorRecord) -> AsyncIterator[Runtime]:
-        """Load ``record`` and keep it in memory inside an ``async with`` block.
+        """Load ``record`` and keep it in memory for the ``async with`` block.
 
         Raises:
             FxError: the error of its build.
@@ -130,10 +132,10 @@ class Runtimes:
             yield runtime
 
     def unload(self, record: ExtractorRecord) -> None:
-        """Free an extractor's memory; it stays known, and the next request for it builds it again.
+        """Free an extractor's memory. It stays known, and its next request builds it again.
 
-        Its requests in flight finish normally. One that is being built for the first time is unloaded after its build,
-        which tells its outputs.
+        In-flight requests finish normally. An extractor that is being built for the first time is unloaded after its
+        build, which is needed to know its outputs.
         """
         if record.build is not None and not record.outputs:
             record.build.add_done_callback(lambda _: self._unload_built(record))
@@ -153,7 +155,7 @@ class Runtimes:
             self.unload(record)
 
     def discard(self, record: ExtractorRecord) -> None:
-        """Free the memory of an extractor that was deleted. Its requests in flight finish normally."""
+        """Free the memory of a deleted extractor. In-flight requests finish normally."""
         record.deleted = True
         if record.build is not None and not record.waiting:
             _give_up(record, record.build)
@@ -170,21 +172,20 @@ class Runtimes:
         self.eviction.close()
 
     def _upgraded(self) -> None:
-        """Evict what another backend leaves no room for, and collect what it replaced."""
+        """Evict extractors to make room for a new backend, and collect the one it replaced."""
         self.eviction.make_room()
         self.collector.soon()
 
     def _others(self, record: ExtractorRecord) -> list[ExtractorRecord]:
-        """Return the other extractors over the weights of ``record``."""
+        """Return the other extractors that use the weights of ``record``."""
         key = record.description.model_key
         return [other for other in self._records.values() if other is not record and other.description.model_key == key]
 
     def _release(self, record: ExtractorRecord, reason: str | None) -> None:
-        """Free the memory of ``record``, which was deleted or unloaded; with a ``reason``, that of its weights as
-        well."""
+        """Free the memory of a deleted or unloaded ``record``, and with a ``reason`` also that of its weights."""
         runtime = record.runtime
         if record.deleted and runtime is not None:
-            runtime.retire()  # for requests that have the record already, it goes on
+            runtime.retire()  # kept for requests that already hold the record
         else:
             record.unload()
         if reason is not None:

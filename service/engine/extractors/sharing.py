@@ -1,4 +1,4 @@
-"""The shared store as requests use it: off the event loop, in bounded time, and read again only when it must be."""
+"""Access to the shared store for requests: off the event loop, with timeouts and caching."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger("fxserve.store")
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 5.0
-"""After which the store is taken not to answer."""
+"""Seconds after which a store operation times out."""
 
 CHECK_SECONDS = 2.0
-"""Seconds for which a process relies on what it read, of an extractor that it uses and of the store itself."""
+"""Seconds for which a process trusts what it last read about an extractor in use and about the store itself."""
 
 _DAMAGE_SECONDS = 60.0
 _MAX_SEEN = 4096
@@ -34,16 +34,16 @@ _THREADS = 4
 
 
 class Sharing:
-    """Calls a store's methods in its own threads, and knows whether it can be used. For one event loop.
+    """Calls a store's methods in its own threads, and tracks whether the store is usable. For one event loop.
 
-    Methods raise :class:`~service.problems.NotReady` if the store, or an object that they need, cannot be used.
+    Methods raise :class:`~service.problems.NotReady` if the store or a required object cannot be used.
 
     Args:
-        store: what is shared.
-        metrics: where its state and its errors are counted.
+        store: the shared store.
+        metrics: counts its state and its errors.
 
     Attributes:
-        was_read: whether it could be read once.
+        was_read: whether it has ever been read successfully.
     """
 
     def __init__(self, store: Store, metrics: Metrics) -> None:
@@ -62,19 +62,22 @@ class Sharing:
         self._seen: dict[str, tuple[float, asyncio.Task[str | None]]] = {}
 
     async def start(self) -> None:
-        """Start the threads, and look at the store for the first time."""
+        """Start the threads and check the store for the first time."""
         for pool in (self._pool, self._lister):
             pool.start()
         self._checking = background(self._check(), "store")
         await self._checking
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no more operations."""
         for pool in (self._pool, self._lister):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def error(self) -> str | None:
-        """What is wrong with the store; it is looked at again soon. Extractors in memory are served all the same."""
+        """Return the store's current error, or None, and schedule a new check.
+
+        Extractors in memory are served in any case.
+        """
         self._check_soon()
         noticed, damage = self._damaged
         recent = time.monotonic() - noticed < _DAMAGE_SECONDS
@@ -84,9 +87,9 @@ class Sharing:
         """Return the id of the extractor with that id or name, or None.
 
         Args:
-            id_or_name: what to look for.
-            max_age: seconds for which an earlier result is relied on.
-            expected: an earlier result must be this one.
+            id_or_name: the id or name to look up.
+            max_age: maximum age in seconds of a cached result.
+            expected: use a cached result only if it equals this.
         """
         began, task = self._seen.get(id_or_name, (-math.inf, None))
         if task is not None and time.monotonic() - began < max_age:
@@ -96,14 +99,14 @@ class Sharing:
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
         task = background(self.read(self.store.find, id_or_name), "store")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all who wait may have left
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all waiters may have left
         self._seen[id_or_name] = time.monotonic(), task
         return await asyncio.shield(task)
 
     async def all(self) -> list[tuple[Stored, str | None]]:
-        """Return all extractors, each with one of its names; none while the store is unavailable.
+        """Return all extractors, each with one of its names; an empty list while the store is unavailable.
 
-        One listing at a time, in a thread of its own, so that no other use of the store waits for it.
+        Only one listing runs at a time, in its own thread, so that no other operation waits for it.
         """
         found: list[tuple[Stored, str | None]] = []
         async with self._listing:
@@ -119,14 +122,14 @@ class Sharing:
                 return []
 
     async def read(self, function: Callable[..., T], *args: object) -> T:
-        """Call ``function``, which reads, in a thread."""
+        """Call ``function``, which reads from the store, in a thread."""
         self._require_available()
         return await self._answer("read", in_pool(self._pool, function, *args))
 
     async def write(self, id: str, function: Callable[..., T], *args: object) -> T:
-        """Call ``function``, which writes what concerns the extractor ``id``, after what is being written of it.
+        """Call ``function``, which writes data of the extractor ``id``, after all its earlier writes.
 
-        After a timeout, a thread goes on: what is written next must not overtake it.
+        After a timeout the thread keeps running, and the next write must not overtake it.
         """
         self._require_available()
         result = await self._answer("write", self._in_turn(id, function, *args))
@@ -134,7 +137,7 @@ class Sharing:
         return result
 
     def is_written(self, id: str) -> bool:
-        """Return whether something of the extractor ``id`` is being written, so that what is read may be gone soon."""
+        """Return whether data of the extractor ``id`` is being written, so that a read may soon be outdated."""
         lock = self._writing.get(id)
         return lock is not None and lock.locked()
 
@@ -146,7 +149,7 @@ class Sharing:
         def ended(done: asyncio.Task[T]) -> None:
             lock.release()
             if not done.cancelled():
-                done.exception()  # or asyncio logs it, where nobody waits any more
+                done.exception()  # otherwise asyncio logs it if nobody waits any more
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
@@ -157,7 +160,7 @@ class Sharing:
             raise NotReady(self._unavailable, 1.0)
 
     async def _answer(self, kind: str, called: Awaitable[T]) -> T:
-        """Wait for what was ``called``, which reads or writes (``kind``), for :data:`TIMEOUT_SECONDS` at most."""
+        """Wait at most :data:`TIMEOUT_SECONDS` for ``called``, a read or write (``kind``)."""
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await called
@@ -170,17 +173,17 @@ class Sharing:
                 self._damaged = time.monotonic(), reason
             elif kind == "write":
                 self._unwritable = reason
-            self._check_soon(0.0)  # which decides whether the store is unavailable
+            self._check_soon(0.0)  # it decides whether the store is unavailable
             raise NotReady(reason, 1.0) from None
 
     def _check_soon(self, seconds: float = CHECK_SECONDS) -> None:
-        """Begin to check the store in the background, unless that is being done or was begun ``seconds`` ago."""
+        """Start a background check of the store, unless one is running or was started less than ``seconds`` ago."""
         if time.monotonic() - self._checked >= seconds and (self._checking is None or self._checking.done()):
             self._checked = time.monotonic()
             self._checking = background(self._check(), "store")
 
     async def _check(self) -> None:
-        """Find out whether the store can be read and, the first time and after an error, whether it can be written."""
+        """Check that the store can be read and, the first time and after an error, that it can be written."""
         try:
             await self._answer("read", in_pool(self._pool, self.store.check))
         except NotReady as away:
@@ -190,7 +193,7 @@ class Sharing:
         if self._unavailable is not None and self.was_read:
             log.warning("the store of extractors %s is back", self.store.url)
         if self._unavailable is not None and self._unavailable == self._damaged[1]:
-            self._damaged = -math.inf, None  # its mark was, and is not any more
+            self._damaged = -math.inf, None  # its mark was damaged and no longer is
         self._unavailable, self.was_read = None, True
         self._up.set(1)
         if self._unwritable is not None:

@@ -2,11 +2,11 @@
 
 Under ``FXSERVE_EXTRACTORS``, a folder or any URL that fsspec knows:
 
-- ``store.json`` marks it as a store. Without it the store is taken to be unavailable, not empty.
-- ``specs/ID.json`` is an extractor, which exists as long as this object does.
-- ``names/NAME.json`` holds the id that has the name. Without that extractor the name is free.
-- ``named/ID.NAME.json`` lists the names of an id, for its deletion and for listings; ``names`` decides.
-- ``marks/preloaded-ID.json``: the extractor was preloaded once. If it does not exist, it was deleted since.
+- ``store.json`` marks it as a store. Without it the store counts as unavailable, not as empty.
+- ``specs/ID.json`` is an extractor; it exists as long as this object does.
+- ``names/NAME.json`` holds the id that has the name. If that extractor does not exist, the name is free.
+- ``named/ID.NAME.json`` indexes the names of an id, for deletion and listings; ``names`` is authoritative.
+- ``marks/preloaded-ID.json``: the extractor was once preloaded. If it does not exist, it has been deleted since.
 - ``marks/free-NAME-TOKEN.json``: a process is removing that name object.
 
 Objects are created exclusively and atomically, and never change; see :mod:`service.engine.extractors.objects`.
@@ -32,7 +32,7 @@ from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
 
 NAMES_PER_EXTRACTOR = 4
-"""How many times as many names as extractors the store may have."""
+"""Maximum names in the store, as a multiple of the maximum number of extractors."""
 
 _FOLDERS = "specs", "names", "named", "marks"
 _PAGE = 50
@@ -49,10 +49,11 @@ class Stored(BaseModel, frozen=True):
     """An extractor in the store.
 
     Attributes:
-        id: as :func:`~service.engine.extractors.resolving.extractor_id` has it.
-        spec: with the full name of its weights. Its ``name`` is the one it was made with, which may be another's now.
-        return_nodes: key → node, resolved.
-        fingerprint: of the model's graph where it was made.
+        id: see :func:`~service.engine.extractors.resolving.extractor_id`.
+        spec: its spec, with the full name of its weights. Its ``name`` is the original one, which may belong to another
+            extractor now.
+        return_nodes: key → resolved node.
+        fingerprint: fingerprint of the model's graph in the process that created it.
     """
 
     id: str
@@ -62,11 +63,13 @@ class Stored(BaseModel, frozen=True):
 
 
 class Store:
-    """A store at a URL. Blocks: not for the event loop. For any thread. Methods raise :class:`StoreError`.
+    """A store at a URL.
+
+    Methods block, so do not call them on the event loop. Thread-safe. Methods raise :class:`StoreError`.
 
     Args:
         url: a folder, or any URL that fsspec knows.
-        limit: maximum extractors, about: what is saved at the same time may exceed it.
+        limit: approximate maximum number of extractors: concurrent saves may exceed it.
 
     Raises:
         ValueError: there is no driver for the URL, it is not installed, or it cannot create objects exclusively.
@@ -83,7 +86,7 @@ class Store:
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
     def open(self) -> None:
-        """Read which store it is, and create it if there is none. One that cannot be written can be opened."""
+        """Read the store's mark, creating the store if it does not exist. A read-only store can be opened."""
         with self._objects.errors("opened"):
             mark = self._objects.read("store.json")
             if mark is None:
@@ -91,12 +94,12 @@ class Store:
                 self._objects.create("store.json", {"store": secrets.token_hex(8)})
                 mark = self._objects.read("store.json")
             elif mark["version"] < VERSION:
-                with suppress(OSError, StoreError):  # it cannot be written
+                with suppress(OSError, StoreError):  # the store is read-only
                     self._take_over()
         self._mark = mark
 
     def check(self) -> None:
-        """Check that the store is the one that was opened; open it if none was."""
+        """Check that the store is the one that was opened; open it the first time."""
         if self._mark is None:
             self.open()
             return
@@ -109,8 +112,8 @@ class Store:
             )
 
     def probe(self) -> None:
-        """Write something, and remove it, and what writers that died left a day ago."""
-        self.check()  # else the folders would be made again where a store was taken away
+        """Test writing by creating and removing an object. Also remove files that dead writers left over a day ago."""
+        self.check()  # otherwise the folders would be created where a store was removed
         with self._objects.errors("written"):
             self._objects.make_folders(*_FOLDERS)
             self._objects.prune_parts(_PART_SECONDS)
@@ -129,7 +132,7 @@ class Store:
             raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 
     def has(self, id: str) -> bool:
-        """Return whether the extractor ``id`` exists. A damaged one does not: it can be saved again."""
+        """Return whether the extractor ``id`` exists. A damaged one counts as missing: it can be saved again."""
         with suppress(DamagedObject):
             return self.get(id) is not None
         return False
@@ -142,13 +145,14 @@ class Store:
             entry = self._entry(id_or_name) if _NAME.fullmatch(id_or_name) else None
             if entry is not None and self.get(entry["id"]) is not None:
                 return str(entry["id"])
-        self.check()  # else a store that is gone looks empty
+        self.check()  # otherwise a store that is gone looks empty
         return None
 
     def count(self) -> None:
-        """Count the extractors and names, if that is due: once a minute, and sooner where the store seems full.
+        """Count the extractors and names if that is due: once a minute, and sooner if the store seems full.
 
-        What is saved and named is held against the last count. Listing thousands takes seconds: one thread counts.
+        Limits are checked against the last count. Listing thousands of objects takes seconds, so only one thread
+        counts.
         """
         with self._counting:
             full = self._extractors >= self._limit or self._names >= NAMES_PER_EXTRACTOR * self._limit
@@ -164,15 +168,15 @@ class Store:
             raise
 
     def save(self, stored: Stored, asked_for: bool = True) -> bool:
-        """Create an extractor unless it exists; whether this created it. A damaged object is replaced.
+        """Create an extractor unless it exists, and return whether it was created. A damaged object is replaced.
 
         Args:
             stored: the extractor.
-            asked_for: whether a client asked for it to be kept. What one-step requests make on their way is saved until
-                the store is half full only, so that those cannot fill it.
+            asked_for: whether a client requested that it be kept. Extractors created by one-step requests are saved
+                only until the store is half full, so that they cannot fill it.
 
         Raises:
-            StoreFull: there are as many extractors as there may be.
+            StoreFull: the store holds the maximum number of extractors.
         """
         path = f"specs/{stored.id}.json"
         with self._objects.errors("written"):
@@ -185,16 +189,16 @@ class Store:
             return created
 
     def check_name(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> None:
-        """Check that ``id`` has ``name``, or may have it.
+        """Check that ``id`` has ``name`` or may take it.
 
         Args:
             name: the name.
-            id: who wants it.
-            gives_up: whether the extractor of an id gives up a name.
+            id: the extractor that wants it.
+            gives_up: returns whether the extractor with an id gives up a name.
 
         Raises:
-            NameTaken: another has it.
-            StoreFull: there are as many names as there may be.
+            NameTaken: another extractor has it.
+            StoreFull: the store holds the maximum number of names.
         """
         owner = self.find(name)
         if owner is None:
@@ -203,14 +207,17 @@ class Store:
             raise NameTaken(name, owner)
 
     def claim(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
-        """Give ``name`` to ``id``, unless another has it that does not give it up; the id that has it then."""
+        """Give ``name`` to ``id`` unless another extractor has it and keeps it.
+
+        Return the id that has the name afterwards.
+        """
         listed = f"named/{id}.{name}.json"
         with self._objects.errors("written"):
             self._names += self._objects.create(listed, {})
             try:
                 owner = self._take(name, id, gives_up)
             except Exception:
-                with suppress(Exception):  # the name may have become its own all the same
+                with suppress(Exception):  # it may have got the name despite the error
                     entry = self._entry(name)
                     if entry is None or entry["id"] != id:
                         self._objects.remove(listed)
@@ -222,7 +229,7 @@ class Store:
     def _take(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
         for _ in range(_ATTEMPTS):
             if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
-                if self.get(id) is None:  # deleted meanwhile, perhaps before its name was there to be removed
+                if self.get(id) is None:  # deleted meanwhile, perhaps before its name could be removed
                     self._free(name, id)
                 return id
             entry = self._entry(name)
@@ -236,7 +243,8 @@ class Store:
     def delete(self, id: str) -> None:
         """Remove the extractor ``id`` and its names.
 
-        It is removed before its names, so that a name given meanwhile is either found here or freed by its claim.
+        The extractor is removed before its names, so that a name given meanwhile is either found here or freed by its
+        claim.
         """
         path = f"specs/{id}.json"
         with self._objects.errors("written"):
@@ -256,12 +264,12 @@ class Store:
             self._objects.create(f"marks/preloaded-{id}.json", {})
 
     def was_deleted(self, id: str) -> bool:
-        """Return whether the extractor ``id`` was preloaded once, and does not exist."""
+        """Return whether the extractor ``id`` was once preloaded and no longer exists."""
         with self._objects.errors("read"):
             return self._objects.read(f"marks/preloaded-{id}.json") is not None and self.find(id) is None
 
     def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
-        """Yield all extractors that can be read, each with one of its names, in pages: no step takes long."""
+        """Yield all readable extractors, each with one of its names, in pages, so that no step takes long."""
         with self._objects.errors("read"):
             names = dict(sorted(self._named()))
             yield []
@@ -271,7 +279,7 @@ class Store:
                 yield [(stored, names.get(stored.id)) for stored in found if stored is not None]
 
     def _listed(self, id: str) -> Stored | None:
-        """Return the extractor ``id``, read once: an id is always the same extractor. None if it cannot be read."""
+        """Return the extractor ``id``, cached because an id always means the same one. None if it cannot be read."""
         stored = self._cached.get(id)
         if stored is None:
             with suppress(DamagedObject):
@@ -281,12 +289,12 @@ class Store:
         return stored
 
     def _named(self) -> list[tuple[str, str]]:
-        """Return ids and names, each pair once."""
+        """Return all pairs of id and name."""
         pairs = (file.removesuffix(".json").partition(".") for file in self._objects.names_in("named"))
         return [(id, name) for id, _, name in pairs]
 
     def _exists(self, id: str, path: str) -> bool:
-        """Return whether the extractor ``id`` exists; a damaged one is removed, but not what a newer version wrote."""
+        """Return whether the extractor ``id`` exists. Remove a damaged one, unless a newer version wrote it."""
         try:
             return self.get(id) is not None
         except DamagedObject as damaged:
@@ -296,7 +304,7 @@ class Store:
             return False
 
     def _require_room(self, kind: str, limit: int) -> None:
-        """Check that there are fewer extractors, or names, than ``limit``."""
+        """Check that the number of extractors or names (``kind``) is below ``limit``."""
         count = self._extractors if kind == "extractors" else self._names
         if count >= limit:
             raise StoreFull(kind, count, limit)
@@ -308,9 +316,9 @@ class Store:
         return entry
 
     def _free(self, name: str, id: str) -> None:
-        """Take ``name`` from ``id``, unless another has it.
+        """Take ``name`` from ``id``, unless another extractor has it.
 
-        One process at a time removes a name object: a second one, slower, would remove what the first then created.
+        Only one process at a time removes a name object: a second, slower one would remove an object created since.
         """
         self._objects.remove(f"named/{id}.{name}.json")
         entry = self._entry(name)
@@ -318,7 +326,7 @@ class Store:
             return
         mark = f"marks/free-{name}-{entry['token']}.json"
         mine = True
-        with suppress(OSError):  # a full disk, where nobody creates a name either
+        with suppress(OSError):  # on a full disk nobody creates a name either
             mine = self._objects.create(mark, {})
         if mine:
             if self._entry(name) == entry:
@@ -331,7 +339,7 @@ class Store:
         time.sleep(0.05)
 
     def _take_over(self) -> None:
-        """Bring a store of format 1 up to date, once: names were folders, and deletions were notices."""
+        """Migrate a store of format 1 once: in it, names were folders and deletions were notices."""
         self._objects.make_folders(*_FOLDERS)
         if self._objects.read("marks/format-2.json") is not None:
             return

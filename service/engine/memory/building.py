@@ -1,4 +1,4 @@
-"""Building an extractor: weights, the graph pruned to its nodes, its transforms, and its first backend."""
+"""Building of extractors: weights, pruned graph, transforms, and the first backend."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ log = logging.getLogger("fxserve.extractors")
 
 @dataclass(frozen=True)
 class Builder:
-    """Builds what extractors run on. For one event loop.
+    """Builds runtimes. For one event loop.
 
     Args:
         models: the loaded weights.
-        tools: choose the first backend.
-        pool: the threads that trace and build.
-        ledger: counts what is built.
-        make_room: evicts until a number of bytes fits into memory.
-        collector: collects what was built and is not used any more.
+        tools: the resources for choosing the first backend.
+        pool: the builder threads.
+        ledger: counts the bytes of built runtimes.
+        make_room: evicts until the given number of bytes fits into memory.
+        collector: garbage-collects runtimes that are no longer used.
     """
 
     models: ModelStore
@@ -54,11 +54,12 @@ class Builder:
     collector: Collector
 
     async def build(self, record: ExtractorRecord) -> Runtime:
-        """Load the weights and build the extractor. Its outputs are noted as soon as they are known. Cancelling the
-        call ends the lowering.
+        """Load the weights and build the extractor.
+
+        Its outputs are recorded as soon as they are known. Cancelling the call cancels the lowering.
 
         Raises:
-            FxError: why it cannot be built.
+            FxError: it cannot be built.
         """
         description = record.description
         try:
@@ -79,23 +80,22 @@ class Builder:
         return runtime
 
     async def variant(self, runtime: Runtime, which: Variant) -> Runtime:
-        """Build the extractor of ``runtime``, over the same weights, for images that were brought to another height and
-        width, or for edits of these nodes.
+        """Build a variant of ``runtime``, over the same weights, for another input size or for edits of nodes.
 
         Raises:
-            BadTensor: the model does not take that size.
-            BadEdit: a node cannot be edited; ``name``.
-            FxError: why it cannot be built.
+            BadTensor: the model does not accept that size.
+            BadEdit: a node cannot be edited; ``extra["name"]`` is its name.
+            FxError: it cannot be built.
         """
         description = await in_pool(self.pool, _described, runtime.description, which)
         graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
         variant, _ = await self._pruned(description, graph, runtime.model)
-        await self._lowered(variant, None)  # what comes once is not worth comparing
+        await self._lowered(variant, None)  # not worth comparing for a single use
         return variant
 
     async def _loaded(self, description: Description, graph: ModelGraph) -> nn.Module:
         if description.model_key not in self.models.loaded():
-            # An estimate, so that others are evicted before the weights are loaded.
+            # Estimate the size to evict other models before the weights are loaded.
             params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
             self.make_room(params * description.dtype.itemsize)
         return (await self.models.get(description.entry, description.model_key)).module
@@ -103,7 +103,7 @@ class Builder:
     async def _pruned(
         self, description: Description, graph: ModelGraph, model: nn.Module
     ) -> tuple[Runtime, Callable[..., Any]]:
-        """Return the extractor before its first backend is chosen, and what computes what the model itself does."""
+        """Return the runtime without a backend, and the reference that computes the model's own values."""
         pruned = partial(
             build_extractor,
             any_size=not description.preprocessing.fixed_size,
@@ -133,7 +133,10 @@ class Builder:
 
 
 def _described(description: Description, which: Variant) -> Description:
-    """Return the description of a variant. One for edits is not lowered before its first request, whatever the spec."""
+    """Return the description of a variant.
+
+    A variant for edits is not lowered before its first request, whatever the spec.
+    """
     entry, weights, own = description.entry, description.weights, description.spec
     if isinstance(which[0], str):
         spec = own.model_copy(update={"backend": "eager" if own.backend == "eager" else "auto"})

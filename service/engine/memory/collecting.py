@@ -1,4 +1,4 @@
-"""Collects extractors that were deleted or evicted, whose graphs are reference cycles."""
+"""Garbage collection of deleted or evicted extractors, whose graphs are reference cycles."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import Executor
 from fxcore.memory import give_back
 
 COLLECT_SECONDS = 1.0
-"""Seconds after which what was retired is collected: its last request may still refer to it for a moment, and every
-request feels a collection."""
+"""Delay of a collection in seconds: the last request may still refer to a retired runtime for a moment, and every
+collection slows down requests."""
 
 
 class Collector:
-    """Has garbage collected in the background. For one event loop.
+    """Runs garbage collections in the background. For one event loop.
 
     Args:
-        pool: the threads that collect.
+        pool: the threads that run collections.
     """
 
     def __init__(self, pool: Executor) -> None:
@@ -25,7 +25,7 @@ class Collector:
         self._closed = False
 
     def soon(self) -> None:
-        """Collect once within :data:`COLLECT_SECONDS`, for all who ask meanwhile."""
+        """Schedule one collection within :data:`COLLECT_SECONDS`, shared by all calls until then."""
         if self._later is None and not self._closed:
             self._later = asyncio.get_running_loop().call_later(COLLECT_SECONDS, self.now)
 
@@ -36,7 +36,7 @@ class Collector:
             self._pool.submit(give_back)
 
     def close(self) -> None:
-        """Collect nothing more."""
+        """Stop collecting."""
         self._closed = True
         self._cancel()
 

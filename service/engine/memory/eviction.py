@@ -1,11 +1,10 @@
-"""Eviction: weights, built extractors, traced graphs and matrices of projections under one memory budget.
+"""Eviction: weights, built extractors, traced graphs and projection matrices share one memory budget.
 
-The least recently used goes first: a matrix that no request has used for a while, a whole model with its extractors,
-or, if every model is in use, single extractors, then variants of those in use, and matrices in use last: they
-are made again in a second.
-Graphs of models that are not in memory are small and slow to trace: they go first if they take more than their share,
-else last. An evicted extractor keeps its id, its name and its description, and is built again by the next request for
-it.
+The least recently used go first, in this order: projection matrices that no request has used for a while; whole models
+with their extractors; if every model is in use, single extractors; variants of extractors in use; graphs of models that
+are not in memory; projection matrices in use, which take a second to make again. Idle graphs are small and slow to
+trace again, but they go first if they exceed their share of the budget. An evicted extractor keeps its id, name and
+description, and is built again by its next request.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from service.engine.runtime.runtime import Runtime
 log = logging.getLogger("fxserve.eviction")
 
 GRAPH_SHARE = 1 / 4
-"""Share of the memory budget that graphs of models not in memory may take."""
+"""Maximum share of the memory budget for graphs of models that are not in memory."""
 
 _TRY_AGAIN_SECONDS = 1.0
 
@@ -43,12 +42,12 @@ class Eviction:
     Args:
         models: the loaded weights.
         records: a view of all extractors.
-        collector: collects what was evicted.
-        ledger: counts the storages of what is in memory.
-        memory_budget: bytes that models and extractors may take; what is in use or pinned stays even above it.
-        evictions: counts what was evicted, by kind and reason.
-        compiled: how many extractors OpenVINO may run at a time.
-        projections: matrices in memory.
+        collector: garbage-collects evicted runtimes.
+        ledger: counts the storages in memory.
+        memory_budget: maximum bytes of models and extractors. Those in use or pinned are kept even above it.
+        evictions: counts evictions by kind and reason.
+        compiled: limits on the number of compiled OpenVINO extractors.
+        projections: the projection matrices.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Eviction:
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:
-        """Return bytes of the loaded models, the built extractors, the traced graphs and the matrices."""
+        """Return the bytes of all loaded models, built extractors, traced graphs and projection matrices."""
         models = sum(model.bytes for model in self._models.loaded().values())
         own = sum(record.runtime.own_bytes for record in self._records if record.runtime is not None)
         return models + self._ledger.bytes + own + graph_bytes(self._graphs()) + self._projections.bytes()
@@ -82,7 +81,7 @@ class Eviction:
     def make_room(self, wanted: int = 0) -> None:
         """Evict the least recently used until ``wanted`` more bytes fit into the budget.
 
-        If too much is in use, it is tried again later, since perhaps no later build does.
+        If too much is in use, retry later, because there may be no further build to trigger it.
         """
         evicted = set()
         while self.bytes() + wanted > self._memory_budget:
@@ -99,7 +98,7 @@ class Eviction:
             self._collector.now()
 
     def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
-        """Evict ``record``; the next request for it builds it again."""
+        """Evict ``record``; its next request builds it again."""
         if record.unload() is not None:
             self._evictions.labels("extractor", reason).inc()
 
@@ -117,7 +116,7 @@ class Eviction:
         return [graph for record in self._records if record.runtime is not None for graph in record.runtime.graphs]
 
     def _evict_compiled(self) -> bool:
-        """Evict extractors that OpenVINO runs, down to the limits; whether one was evicted."""
+        """Evict compiled OpenVINO extractors down to the limits. Return whether any was evicted."""
         compiled = [(record, one) for record, one in self._runtimes() if one.backend == "openvino"]
         idle = sorted(
             ((record, one) for record, one in compiled if not _in_use(record, one)), key=lambda pair: pair[1].last_used
@@ -132,17 +131,20 @@ class Eviction:
         for record, one in over:
             if one is record.runtime:
                 self.unload(record, "threads")
-            elif record.runtime is not None:  # else unloaded just now, with its variants
+            elif record.runtime is not None:  # otherwise it was just unloaded with its variants
                 self._drop(record.runtime, one, "threads")
         return bool(over)
 
     def _runtimes(self) -> list[tuple[ExtractorRecord, Runtime]]:
-        """Return what is built, with its record: of extractors, and of their variants."""
+        """Return all runtimes, including variants, each with its record."""
         built = ((record, record.runtime) for record in self._records if record.runtime is not None)
         return [(record, one) for record, runtime in built for one in runtime.all]
 
     def _evict_one(self) -> Literal["graph", "weights", "extractor", "variant", "projection"] | None:
-        """Evict what is first in the order of the module's docstring. Returns what it was; None if all is in use."""
+        """Evict the first object in the order given in the module's docstring.
+
+        Return its kind; None if everything is in use.
+        """
         graphs = idle_graphs(self._graphs())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
             self._forget_graph(graphs[0])
@@ -198,5 +200,5 @@ class Eviction:
 
 
 def _in_use(record: ExtractorRecord, runtime: Runtime) -> bool:
-    """Return whether ``runtime``, of ``record`` or of one of its variants, must stay in memory now."""
+    """Return whether ``runtime``, that of ``record`` or one of its variants, must stay in memory now."""
     return record.pinned_or_active if runtime is record.runtime else runtime.busy

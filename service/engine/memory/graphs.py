@@ -1,4 +1,4 @@
-"""The graphs that extractors are pruned from, and which of fxcore's cached graphs may be evicted."""
+"""The graphs that extractors are pruned from, and the cached ones that may be evicted."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from service.schemas.specs import ExtractorSpec
 
 
 def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """Return the graph that ``spec`` names nodes of. Not for the event loop: the model may have to be traced.
+    """Return the graph whose nodes ``spec`` names. It may trace the model, so do not call it on the event loop.
 
     Raises:
-        NotTraceable: see there.
-        UnknownTransform, BadParameter, Unsupported: of the spec's transforms.
+        NotTraceable: the model cannot be traced.
+        UnknownTransform, BadParameter, Unsupported: a transform of the spec is invalid.
     """
-    wanted = steps(spec)  # refuses wrong transforms before anything is traced
+    wanted = steps(spec)  # rejects invalid transforms before anything is traced
     return with_their_nodes(model_graph(entry, weights), wanted)
 
 
 def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """Return the same graph for images of the size that ``spec`` asks for.
+    """Return the same graph, for the image size that ``spec`` requests.
 
     Raises:
-        BadTensor: the model does not take inputs of another size than its weights were made for.
+        BadTensor: the model accepts only the input size of its weights.
         Unsupported: see :func:`preprocessing_for`.
     """
     graph = named_graph(spec, entry, weights)
@@ -43,11 +43,11 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
 
 
 def preprocessing_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> Preprocessing:
-    """Return the preprocessing that brings images to the size that ``spec`` asks for. Not for the event loop.
+    """Return the preprocessing for the image size that ``spec`` requests. Do not call it on the event loop.
 
     Raises:
-        BadTensor: ``image_size`` and ``fit`` do not go together.
-        Unsupported: images of this model come to their size in no other way than their weights'.
+        BadTensor: ``image_size`` and ``fit`` cannot be combined.
+        Unsupported: this model supports only the resizing of its weights.
     """
     if spec.fit == "crop":
         return entry.preprocessing(weights, spec.image_size)
@@ -56,13 +56,13 @@ def preprocessing_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> P
 
 
 def graph_bytes(held: Iterable[ModelGraph]) -> int:
-    """Return bytes of the graphs ``held`` and of those that fxcore caches, each counted once."""
+    """Return the bytes of the graphs ``held`` and of those cached by fxcore, each counted once."""
     graphs = {id(graph): graph for kept in kept_graphs() for graph in (kept, *kept.derived)}
     graphs.update((id(graph), graph) for graph in held)
     return sum(graph.bytes for graph in graphs.values())
 
 
 def idle_graphs(held: Iterable[ModelGraph]) -> list[ModelGraph]:
-    """Return the cached graphs that are not ``held``, the least recently used first."""
+    """Return the cached graphs that are not in ``held``, the least recently used first."""
     used = {id(graph.traced_modules) for graph in held}
     return [graph for graph in kept_graphs() if id(graph.traced_modules) not in used]

@@ -1,4 +1,4 @@
-"""Matrices of random projections, shared by all requests that project rows of one length alike."""
+"""Random projection matrices, shared by all requests with the same row length, size and seed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from service.engine.tasks import background
 from service.engine.threads import in_pool
 
 Key = tuple[int, int, int]
-"""Values of a row, values of a projected row, seed."""
+"""Values per row, values per projected row, seed."""
 
 _SHARE = 1 / 4
-"""Share of the memory budget that the matrices of one request may take."""
+"""Maximum share of the memory budget for the matrices of one request."""
 
 
 class Projections:
-    """Matrices on one device, each made once and kept until they are evicted. For one event loop.
+    """Projection matrices on one device, each created once and kept until it is evicted. For one event loop.
 
     Args:
-        device: where they are put.
-        pool: the threads that make them.
-        memory_budget: of models, extractors and these.
+        device: the device of the matrices.
+        pool: the threads that create them.
+        memory_budget: the memory budget, shared with models and extractors.
 
     Attributes:
-        on_made: called when another takes memory.
+        on_made: called when a new matrix uses memory.
     """
 
     def __init__(self, device: torch.device, pool: Executor, memory_budget: int) -> None:
@@ -47,15 +47,15 @@ class Projections:
         """Return the matrices for rows of ``lengths`` values, by length.
 
         Raises:
-            BadTensor: together they take too much memory.
+            BadTensor: together they need too much memory.
         """
         keys = [(length, components, seed) for length in lengths]
         size = sum(matrix_bytes(length, components) for length, *_ in keys)
         if size > _SHARE * self._memory_budget:
             longest = max(length for length, *_ in keys)
-            takes, less = f"rows of {longest:,} values takes a matrix", ""
+            takes, less = f"rows of {longest:,} values needs a matrix", ""
             if len(keys) > 1:
-                takes = f"rows of {len(keys)} lengths, up to {longest:,} values, takes matrices"
+                takes = f"rows of {len(keys)} lengths, up to {longest:,} values, needs matrices"
                 less = ", or ask for fewer nodes, or send images of fewer sizes"
             raise BadTensor(
                 f"project={components} of {takes} of {size:,} bytes, and at most "
@@ -71,14 +71,16 @@ class Projections:
         return made
 
     def bytes(self) -> int:
-        """Return bytes of those in memory."""
+        """Return the bytes of the matrices in memory."""
         return sum(matrix_bytes(length, components) for length, components, _ in self._made())
 
     def evict(self, busy: bool) -> bool:
-        """Drop the least recently used; whether there was one. Requests that have it keep it until they end.
+        """Drop the least recently used matrix, and return whether there was one.
+
+        Requests that use it keep it until they end.
 
         Args:
-            busy: also one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
+            busy: whether to drop even one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
         """
         key = min(self._made(), key=self._last_used.__getitem__, default=None)
         if key is None or (not busy and self._last_used[key] > time.monotonic() - BUSY_SECONDS):

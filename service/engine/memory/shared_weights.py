@@ -1,4 +1,4 @@
-"""Weights in memory that the processes of one server share, by mapping the same file."""
+"""Weights that the processes of one server share in memory by mapping the same file."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from fxcore.backends.backend import tensors_of
 log = logging.getLogger("fxserve")
 
 _ALIGNMENT = 64
-"""Bytes that vector instructions read at a time; torch aligns tensors to as many."""
+"""Alignment of tensors in the file, in bytes: the width of vector instructions, and torch's own alignment."""
 
 _FREE = 2
-"""Bytes that must be free on the disk for each byte of a file: extractors and metrics are in the same folder."""
+"""Required free disk space, as a multiple of the file size: extractors and metrics are in the same folder."""
 
 
 def share(module: nn.Module, file: Path) -> None:
-    """Move the parameters and buffers of ``module`` to memory that is mapped from ``file``; values stay the same.
+    """Move the parameters and buffers of ``module`` to memory mapped from ``file``. Values do not change.
 
-    The first process writes the file. Pages that a process writes to become its own. Where there is no space for the
-    file, or it holds other values, such as those of weights that were replaced since, the module stays as it is.
+    The first process writes the file. Mapping is copy-on-write. The module is left unchanged if there is no space for
+    the file, or if the file holds other values, for example because the weights have been replaced since.
     """
     tensors = [tensor for tensor in tensors_of(module) if _has_plain_memory(tensor)]
-    offsets: dict[int, int] = {}  # by address, as tied weights are in memory once
+    offsets: dict[int, int] = {}  # by address: tied weights are in memory once
     size = 0
     for tensor in tensors:
         if tensor.data_ptr() not in offsets:
@@ -47,7 +47,7 @@ def share(module: nn.Module, file: Path) -> None:
             _write(file, {tensor.data_ptr(): tensor for tensor in tensors}.values())
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:  # the latter of a file that is too short
+    except (OSError, ValueError) as error:  # ValueError: the file is too short
         log.warning("a model's weights are not shared with other processes: %s", error)
         return
     copies = [
@@ -60,7 +60,7 @@ def share(module: nn.Module, file: Path) -> None:
 
 
 def _has_plain_memory(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is the whole of its storage, in memory order."""
+    """Return whether ``tensor`` is a contiguous CPU tensor that spans its whole storage."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
@@ -81,5 +81,5 @@ def _write(file: Path, tensors: Iterable[Tensor]) -> None:
             opened.write(_bytes(tensor).numpy().data)
             opened.write(bytes(-tensor.nbytes % _ALIGNMENT))
         opened.flush()
-        with contextlib.suppress(FileExistsError):  # another process was faster: its file is the one that all map
+        with contextlib.suppress(FileExistsError):  # another process was faster; map its file
             os.link(opened.name, file)

@@ -1,4 +1,4 @@
-"""An extractor's transforms: checking and applying them, and measuring what they did to its outputs."""
+"""An extractor's transforms: validating and applying them, and measuring their effect on its outputs."""
 
 from __future__ import annotations
 
@@ -30,45 +30,46 @@ from service.schemas.specs import ExtractorSpec
 Step = dict[str, Any]
 
 OPTIONAL = "optional"
-"""Key of a transform that may find nothing to change."""
+"""Key of a step that is allowed to find nothing to change."""
 
 
 FOLD = "fold_normalization"
 
 _WORTH_TIMING = 0.5
-"""Both modules are timed only if a pass takes less than this many seconds, so that the build does not wait long."""
+"""Maximum seconds of a pass for both modules to be timed, so that builds are not delayed."""
 
 _RUNS = 3
 
 
 def parameters(transform: Transform) -> dict[str, Any]:
-    """Return the parameters of a transform that a spec may set. Mean and std to fold are those of the extractor's
-    preprocessing."""
+    """Return the parameters of a transform that a spec may set.
+
+    The mean and std that ``fold_normalization`` folds always come from the extractor's preprocessing.
+    """
     return {} if transform.name == FOLD else described(transform)["parameters"]
 
 
 def steps(spec: ExtractorSpec) -> list[Step]:
-    """Return the transforms of ``spec``, normalised: each with its name and all its parameters, so that equal ones
-    compare equal.
+    """Return the transforms of ``spec``, each with its name and all its parameters, so that equal ones compare equal.
 
     Raises:
-        UnknownTransform, BadParameter: see there.
-        Unsupported: an extractor does not take it.
+        UnknownTransform, BadParameter: a transform or one of its parameters is invalid.
+        Unsupported: extractors do not support a transform.
     """
     found: list[Step] = []
     for asked in spec.transforms:
         wanted: dict[str, Any] = {"name": asked} if isinstance(asked, str) else {**asked.params, "name": asked.name}
-        # Left out when false, as in specs older than this key: their ids stay.
+        # Omitted if false, as in specs older than this key, whose ids must not change.
         accepted = {OPTIONAL: True} if not isinstance(asked, str) and asked.optional else {}
         if wanted["name"] == FOLD:
             if len(wanted) > 1:
                 raise BadParameter(
-                    f"an extractor's {FOLD} takes no parameters: what is folded in is its own preprocessing's",
+                    f"an extractor's {FOLD} takes no parameters: it uses the extractor's own preprocessing",
                     transform=FOLD,
                     parameter=next(key for key in wanted if key != "name")[:64],
                 )
             if any(step["name"] == FOLD for step in found):
-                raise CannotTransform(f"{FOLD} can be asked for once", transform=FOLD)
+                raise CannotTransform(f"{FOLD} can be used only once", transform=FOLD)
             found.append({**wanted, **accepted})
         else:
             transform, given = parse(wanted)
@@ -77,13 +78,13 @@ def steps(spec: ExtractorSpec) -> list[Step]:
 
 
 def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
-    """``graph`` with the nodes that some of ``wanted`` add, so that they can be chosen."""
+    """Return ``graph`` with the nodes that steps of ``wanted`` add, so that specs can name them."""
     names = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
     return graph.with_nodes_of(*names) if names else graph
 
 
 def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
-    """Return the preprocessing of an extractor with the transforms ``wanted``.
+    """Return the preprocessing of an extractor with the steps ``wanted``.
 
     Raises:
         CannotTransform: the normalisation cannot be folded into the model.
@@ -99,17 +100,20 @@ def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocess
 def transformed(
     description: Description, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
 ) -> tuple[Extractor, Transformed, Callable[..., Any]]:
-    """Apply ``wanted`` in order, and compare with ``extractor``, which stays as it is. Not for the event loop.
+    """Apply ``wanted`` in order, and compare the result with ``extractor``, which is not changed.
+
+    Slow, so do not call it on the event loop.
 
     Args:
-        graph: that nodes are named in.
+        graph: the graph that resolves node names.
 
     Returns:
-        The new extractor, what was done, and what computes of the new one's inputs what ``extractor`` does.
+        The transformed extractor, a report of the applied transforms, and a reference function that takes the new
+        inputs and returns the original outputs.
 
     Raises:
-        CannotTransform: a transform does not apply, finds nothing to change though it is not optional, or cannot keep a
-            node that is asked for.
+        CannotTransform: a transform does not apply, finds nothing to change although it is not optional, or cannot keep
+            a requested node.
     """
     mean, std = description.entry.preprocessing(description.weights).normalization() or ([], [])
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
@@ -117,12 +121,12 @@ def transformed(
     module = apply_transforms(
         extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
     )
-    own = applied(module)[-len(after) :] if after else ()  # those that add nodes were applied before
+    own = applied(module)[-len(after) :] if after else ()  # steps that add nodes were applied before
     for step, done in zip(after, own, strict=True):
         if not done.changes and OPTIONAL not in step:
             raise CannotTransform(
-                f"{done.name} finds nothing to change in what the nodes asked for need; leave it out, or say "
-                '"optional": true beside its name to accept that',
+                f"{done.name} finds nothing to change in what the requested nodes need; leave it out, or accept "
+                'that with "optional": true next to its name',
                 transform=done.name,
                 changes=0,
             )
@@ -149,10 +153,10 @@ def _verified(
     module: fx.GraphModule,
     wanted: Sequence[Step],
 ) -> Verification:
-    """Return how far ``module``, the result of ``wanted``, is from ``original`` on a photograph.
+    """Compare ``module``, the result of ``wanted``, with ``original`` on a photograph.
 
     Raises:
-        CannotTransform: ``module`` cannot run, or an output changed though every transform is exact.
+        CannotTransform: ``module`` cannot run, or an output changed although every transform is exact.
     """
     [inputs] = check_photographs(description, extractor, torch.device(description.device), 1)
     names = ", ".join(step["name"] for step in wanted)
@@ -164,11 +168,11 @@ def _verified(
     except Incomparable as other:
         node = next((o.node for o in extractor.outputs if o.key == other.extra["output"]), None)
         raise CannotKeep(
-            f"{names} cannot keep the node {node!r}, which is asked for: {other.detail}", transform=names, node=node
+            f"{names} cannot keep the node {node!r}, which is requested: {other.detail}", transform=names, node=node
         ) from other
-    except Exception as failure:  # a replacement does not fit where the module was
+    except Exception as failure:  # a replacement does not fit in place of the original
         if is_shortage(failure):
-            raise  # not the transforms' fault
+            raise  # not caused by the transforms
         raise CannotTransform(
             f"{names} leaves a model that cannot run: {summarize(failure)}", transform=names
         ) from failure
@@ -178,8 +182,8 @@ def _verified(
         error = found.outputs[output.key].relative
         if exact and not error <= limit:
             raise CannotKeep(
-                f"{names} cannot keep the node {output.node!r}, which is asked for: its value would be {error:.1e} "
-                "away; ask for another node or leave a transform out",
+                f"{names} cannot keep the node {output.node!r}, which is requested: its value would differ by "
+                f"{error:.1e}; ask for another node or leave a transform out",
                 transform=names,
                 node=output.node,
                 max_rel_error=finite(error),
@@ -188,9 +192,9 @@ def _verified(
 
 
 def _named(graph: ModelGraph, step: Step) -> Step:
-    """``step`` with its nodes under the names of the graph; the transform refuses those that do not exist.
+    """Return ``step`` with exact node names. Unknown names are kept; the transform rejects them.
 
-    ``nodes`` may be paths, which stand for every node under them, not only the last.
+    ``nodes`` may contain paths, which stand for every node below them, not only the last one.
     """
     named = dict(step)
     if "node" in step:

@@ -1,9 +1,11 @@
-"""Variants of extractors: for other input sizes of models that are built for one, with ``fit=native``, and for requests
-that edit inner values.
+"""Variants of extractors, for other input sizes and for edits.
 
-Each variant has a runtime of its own, over a graph of the model built for that size, or a graph with the factors of the
-edited nodes as inputs. Its weights are the loaded ones, but for what depends on the size. It runs on eager until it has
-answered enough images for a faster backend to pay; see :meth:`service.engine.backends.upgrades.Upgrades.used`.
+Input sizes other than the extractor's own occur with ``fit=native``; models built for one size need a variant for each.
+Requests that edit inner values need a variant with the factors as inputs.
+
+Each variant has its own runtime. It shares the loaded weights, except for those that depend on the size. It runs on
+eager until it has processed enough images for a faster backend to pay off; see
+:meth:`service.engine.backends.upgrades.Upgrades.used`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from service.engine.tasks import background
 from service.problems import AdmissionFull
 
 MOST = 16
-"""Maximum variants that an extractor keeps, beside those in use."""
+"""Maximum variants per extractor, not counting those in use."""
 
 
 class Variants:
-    """Builds variants when they are first asked for, and drops the least recently used. For one event loop.
+    """Builds variants on demand, and drops the least recently used. For one event loop.
 
     Args:
         builder: builds them.
@@ -37,19 +39,20 @@ class Variants:
     async def use(
         self, runtime: Runtime, shapes: Sequence[RowShape], edited: Sequence[str] = ()
     ) -> AsyncIterator[Runtime]:
-        """Build what computes rows of ``shapes``, and keep it in memory inside an ``async with`` block: what
-        :meth:`Runtime.at` of the runtime that it gives has.
+        """Build the variants for rows of ``shapes``, and keep them in memory for the ``async with`` block.
+
+        Yields the runtime to use; its :meth:`Runtime.at` returns the runtime for each shape.
 
         Args:
-            runtime: of the extractor.
-            shapes: of the rows.
+            runtime: the extractor's runtime.
+            shapes: shapes of the rows.
             edited: exact names of nodes whose values the request edits.
 
         Raises:
-            BadTensor: the model does not take that size.
+            BadTensor: the model does not accept that size.
             BadEdit: a node cannot be edited.
-            AdmissionFull: too many others are being built.
-            FxError: why it cannot be built.
+            AdmissionFull: too many other variants are being built.
+            FxError: a variant cannot be built.
         """
         async with AsyncExitStack() as stack:
             if edited:
@@ -82,7 +85,7 @@ class Variants:
         if runtime.retired:
             variant.retire()
         kept = runtime.variants
-        with variant.in_use():  # what makes room for it is not itself
+        with variant.in_use():  # so that making room does not evict it
             kept[which] = variant
             idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
             for oldest in idle[: max(0, len(kept) - MOST)]:
@@ -92,7 +95,7 @@ class Variants:
 
 
 def _others(runtime: Runtime, shapes: Sequence[RowShape]) -> list[tuple[int, int]]:
-    """Return the sizes of ``shapes`` that ``runtime`` itself does not take, in their order."""
+    """Return the sizes in ``shapes`` that ``runtime`` itself does not accept, in order."""
     description = runtime.description
     if description.spec.fit != "native" or not description.entry.one_size:
         return []

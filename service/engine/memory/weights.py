@@ -1,4 +1,4 @@
-"""Loaded weights, one copy shared by all extractors with the same model key."""
+"""Loaded weights: one copy, shared by all extractors with the same model key."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LoadedModel:
     """A model on its device, in its precision and in eval mode.
 
     Attributes:
-        module: never called itself; extractors share its parameters.
-        bytes: of its parameters and buffers.
+        module: never called directly; extractors share its parameters.
+        bytes: bytes of its parameters and buffers.
     """
 
     module: nn.Module
@@ -39,9 +39,9 @@ class ModelStore:
     """Models by (name, weights, precision) on one device, each loaded once. For one event loop.
 
     Args:
-        device: where models are put.
-        weights_dir: where ``file:NAME`` weights are.
-        pool: the threads that load.
+        device: the device of the models.
+        weights_dir: the folder of ``file:NAME`` weights.
+        pool: the threads that load weights.
         downloads: the threads that download published weights, which may take minutes each.
     """
 
@@ -54,10 +54,10 @@ class ModelStore:
         self._shared = os.environ.get(SHARED_WEIGHTS)
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
-        """Return the model of ``key``, loaded if it is not yet.
+        """Return the model of ``key``, loading it if needed.
 
         Raises:
-            WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call tries again.
+            WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call retries.
         """
         load = self._loads.get(key)
         if load is None:
@@ -70,14 +70,14 @@ class ModelStore:
             raise
 
     def drop(self, key: ModelKey) -> bool:
-        """Drop a model; whether there was one. Its memory is freed with the last extractor that uses it."""
+        """Drop a model, and return whether it existed. Its memory is freed with the last extractor that uses it."""
         dropped = self._loads.pop(key, None) is not None
-        if dropped and self._shared is not None:  # its pages go with the last process that has mapped it
+        if dropped and self._shared is not None:  # its pages are freed with the last process that maps it
             self._file(self._shared, key).unlink(missing_ok=True)
         return dropped
 
     def loaded(self) -> dict[ModelKey, LoadedModel]:
-        """Return the models in memory now."""
+        """Return the models that are in memory now."""
         return {
             key: load.result()
             for key, load in self._loads.items()
@@ -85,7 +85,7 @@ class ModelStore:
         }
 
     def loaded_weights(self) -> set[tuple[str, str]]:
-        """Model and weights of the models in memory now, in any precision."""
+        """Return the (model, weights) pairs that are in memory now, in any precision."""
         return {(model, weights) for model, weights, _ in self.loaded()}
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""Check an operator's own model by running it, before any request does."""
+"""Checks of an operator's own model by running it before any request does."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from fxcore.passes.effects import is_random
 log = logging.getLogger("fxserve.models")
 
 _SMALLER = 4
-"""Divides height and width of the images, for models that take any size: a check takes half of the time."""
+"""Divisor of the image height and width for models that accept any size; it halves the time of a check."""
 
 _LOWERED = 5e-3
-"""Largest error of the lowered graph, relative to the largest magnitude of an output."""
+"""Maximum error of the lowered graph, relative to the largest magnitude of an output."""
 
 
 def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     """Run a model, its graph and the lowered graph on random images, as a batch and one by one, on the CPU.
 
-    Other backends than eager are compared with it before they serve, see :mod:`service.engine.backends.checks`.
+    Backends other than eager are compared with it before they serve; see :mod:`service.engine.backends.checks`.
 
     Returns:
-        ``entry`` with the names of the nodes whose rows are not those of one image. A model that cannot run on the CPU
-        is not checked, and a warning logged.
+        ``entry`` with the names of the nodes whose rows do not belong to one image each. A model that cannot run on the
+        CPU is not checked, and a warning is logged.
 
     Raises:
         GraphDiffers: the graph computes something else.
@@ -54,24 +54,25 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
         return entry
     if rows.dependent is not None:
         raise BadUserModel(
-            f"what it computes for an image depends on the other images in its batch, first in {rows.dependent}; write "
-            "batch = false to have it compute one image at a time"
+            f"its result for an image depends on the other images in its batch, first in {rows.dependent}; set batch "
+            "= false to compute one image at a time"
         )
     if not any(is_random(traced, node) for node in traced.graph.nodes):
         lowered = BACKENDS["eager"].lower(traced, tuple(others), Options())
         found = verify(traced, lowered, tuple(others), rtol=_LOWERED, atol=_LOWERED)
         if not found.allclose:
             node = found.first_divergence
-            raise GraphDiffers("the graph computes other values once its layers are folded", node=node)
+            raise GraphDiffers("the graph computes different values once its layers are folded", node=node)
     return replace(entry, apart=frozenset(rows.apart))
 
 
 def _checked_images(module: nn.Module, traced: fx.GraphModule, graph: ModelGraph, dtype: torch.dtype) -> list[Tensor]:
-    """Check the graph on two random images, and return those that the lowered graph is checked on: both, or the last
-    where the model takes one at a time.
+    """Check the graph on two random images.
 
-    The images are small, unless the model takes its usual size only. A graph is of all sizes that its model takes:
-    branches on the size are not traced.
+    The images are small unless the model accepts its usual size only. A graph is meant for all sizes that its model
+    accepts: branches on the size are not traced.
+
+    Returns the images to check the lowered graph on: both, or only the last if the model takes one image at a time.
     """
     for divisor in (_SMALLER, 1):
         images = _images(graph, dtype, divisor)
@@ -82,7 +83,7 @@ def _checked_images(module: nn.Module, traced: fx.GraphModule, graph: ModelGraph
             break
         except GraphDiffers:
             raise
-        except Exception as error:  # the model takes no other size
+        except Exception as error:  # the model accepts no other size
             if divisor == 1:
                 raise
             log.debug("%s is checked at its usual size: %s", graph.model, summarize(error))
@@ -90,7 +91,7 @@ def _checked_images(module: nn.Module, traced: fx.GraphModule, graph: ModelGraph
 
 
 def _images(graph: ModelGraph, dtype: torch.dtype, divisor: int) -> list[Tensor]:
-    """Two random images for each input of the model, height and width divided by ``divisor``."""
+    """Return two random images for each model input, with height and width divided by ``divisor``."""
     made = []
     for seed, spec in enumerate(graph.inputs):
         *rest, height, width = (size or 1 for size in spec.shape[1:])

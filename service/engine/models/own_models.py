@@ -1,4 +1,4 @@
-"""The operator's own models: read, tried and added to the catalog when the service starts."""
+"""The operator's own models: they are read, tested and added to the catalog when the service starts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = logging.getLogger("fxserve.models")
 
 
 def register_models(folder: Path | None, try_each: bool) -> None:
-    """Add the models of installed packages and of ``models.toml`` in ``folder`` to the catalog.
+    """Add the models of installed packages and of ``folder``'s ``models.toml`` to the catalog.
 
     An error in one is logged and does not affect the others.
 
     Args:
         folder: the setting ``models_dir``.
-        try_each: whether to trace each, load its weights and run it, so that errors show at the start.
+        try_each: whether to trace each model, load its weights and run it, so that errors show at startup.
     """
     found: dict[str, ModelEntry | FxError] = {}
     try:
@@ -41,9 +41,9 @@ def register_models(folder: Path | None, try_each: bool) -> None:
 
 
 def warn_unknown_models(patterns: Iterable[str]) -> None:
-    """Log an error for each of ``patterns``, the setting ``models``, that matches no model.
+    """Log an error for each of ``patterns`` (the setting ``models``) that matches no model.
 
-    Not for the event loop: a pattern for timm's models imports timm.
+    A pattern for timm's models imports timm, so do not call it on the event loop.
     """
     for pattern in patterns:
         try:
@@ -61,5 +61,5 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
     weights = str(entry.default_weights)
     try:
         return checked(entry, model_graph(entry, weights))
-    except Exception as error:  # the model's own code ran
+    except Exception as error:  # the model's own code may raise anything
         return as_bad_model(name, error)

@@ -1,4 +1,4 @@
-"""Which models are served: the setting ``models`` holds names and shell patterns."""
+"""The served models, according to the names and shell patterns of the setting ``models``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require_served(name: str, allowed: Collection[str] | None) -> None:
     """Check that the model ``name`` is among ``allowed``.
 
     Raises:
-        UnknownModel: it is not.
+        UnknownModel: it is not among them.
     """
     if not is_served(name, allowed):
         raise UnknownModel(

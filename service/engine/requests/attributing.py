@@ -1,4 +1,4 @@
-"""Attributions on the device worker: a few passes back through a part of a model, between other requests' batches."""
+"""Attributions on the device worker: a few backward passes through part of a model, between other requests' batches."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from service.problems import DeadlineExceeded, ResponseTooLarge
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of an attribution.
+    """The parameters of an attribution.
 
     Attributes:
-        method: which attribution.
+        method: the attribution method.
         at: key of the values that a result is attributed to.
         target: index of the result; None for the largest of each image.
-        steps: of integrated gradients.
+        steps: number of steps of integrated gradients.
     """
 
     method: Attribution
@@ -39,16 +39,16 @@ class Question:
     steps: int = 20
 
     def answered_bytes(self, shape: Sequence[int], limit: int) -> int:
-        """Return bytes of the attribution to values of ``shape``, float32.
+        """Return the bytes of a float32 attribution to values of ``shape``.
 
         Raises:
-            ResponseTooLarge: more than ``limit``.
+            ResponseTooLarge: they exceed ``limit``.
         """
         cam = self.method == "gradcam"
         positions = {"NCHW": shape[2:], "NHWC": shape[1:3], TOKENS: shape[1:2]}.get(self.at.layout or "", shape[1:])
         size = torch.float32.itemsize * math.prod((shape[0], *positions) if cam else shape)
         if size > limit:
-            ways = ["fewer images a request"] if shape[0] > 1 else []
+            ways = ["fewer images per request"] if shape[0] > 1 else []
             ways += [] if cam else ["method=gradcam"]
             raise ResponseTooLarge(size, limit, [*ways, "another node for at"])
         return size
@@ -59,9 +59,9 @@ class Attributed:
     """An attribution.
 
     Attributes:
-        values: ``[n, H, W]`` of gradcam, else of the shape of the values at the node; on the CPU.
-        targets: index of the result of each image, int64 ``[n]``.
-        milliseconds: on the device.
+        values: ``[n, H, W]`` for gradcam, otherwise the shape of the values at the node; on the CPU.
+        targets: index of the attributed result of each image, int64 ``[n]``.
+        milliseconds: time on the device.
     """
 
     values: Tensor
@@ -80,23 +80,23 @@ async def attribute(
 ) -> Attributed:
     """Attribute a result of ``runtime``, which begins at inner nodes, to one of its inputs.
 
-    Each pass has a turn of its client and is a task of the device worker, so that other requests are computed in
-    between, and one that is given up ends after its pass.
+    Each pass takes one turn of its client and is one task of the device worker, so that other requests are computed in
+    between, and a cancelled attribution stops after the current pass.
 
     Args:
-        runtime: with one output, a vector an image.
-        values: of its inputs, ``[n, …]`` on the CPU.
-        asked: the attribution.
-        queue: the device worker's.
+        runtime: a runtime with one output, a vector per image.
+        values: values of its inputs, ``[n, …]`` on the CPU.
+        asked: the attribution to compute.
+        queue: the device worker's queue.
         ticket: claims the memory of a pass.
         deadline: on the clock of ``time.monotonic()``.
-        max_response_bytes: of the attribution.
+        max_response_bytes: maximum bytes of the attribution.
 
     Raises:
-        BadTarget: the result has no such value.
-        BadTensor: gradcam of values without positions.
+        BadTarget: the result has no value with that index.
+        BadTensor: gradcam is requested for values without positions.
         AdmissionFull, RequestTooLarge, ResponseTooLarge: it does not fit.
-        DeadlineExceeded: it is too late.
+        DeadlineExceeded: the deadline has passed.
     """
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
@@ -128,18 +128,18 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 class _Part:
-    """The attribution of some rows. Its methods run on the device worker.
+    """The attribution of a part of the rows. Its methods run on the device worker.
 
     Args:
         runtime: see :func:`attribute`.
-        values: of its inputs, some rows of them.
-        at: which input the result is attributed to.
-        asked: the attribution.
+        values: the part's rows of its inputs.
+        at: index of the input that the result is attributed to.
+        asked: the attribution to compute.
 
     Attributes:
-        points: the passes, by share of the values and weight.
-        targets: index of the result of each row, on the CPU in the end.
-        attributed: in the end.
+        points: share of the values and weight of each pass.
+        targets: index of the result of each row; on the CPU after :meth:`end`.
+        attributed: the attribution; set by :meth:`end`.
     """
 
     attributed: Tensor
@@ -153,7 +153,7 @@ class _Part:
         self._gradients: Tensor | None = None
 
     def begin(self) -> None:
-        """Put the values on the device, and choose the targets where passes with other values would choose others."""
+        """Move the values to the device, and choose the targets if scaled values could lead to different ones."""
         self._values = [value.to(*self._placed) for value in self._values]
         if self.targets is None and len(self.points) > 1:
             with torch.no_grad():
@@ -161,7 +161,7 @@ class _Part:
             self.targets = result.argmax(1)
 
     def differentiate(self, share: float, weight: float) -> None:
-        """Add the gradients at a ``share`` of the values, times ``weight``."""
+        """Add the gradients at ``share`` times the values, scaled by ``weight``."""
         values = list(self._values)
         if share != 1:
             values[self._at] = share * values[self._at]
@@ -171,7 +171,7 @@ class _Part:
         self._gradients = added if self._gradients is None else self._gradients.add_(added)
 
     def end(self) -> None:
-        """Make the attribution of the gradients."""
+        """Compute the attribution from the gradients."""
         found, values, info = self._gradients, self._values[self._at], self._asked.at
         assert found is not None
         assert isinstance(self.targets, Tensor)
@@ -183,7 +183,7 @@ class _Part:
 
 
 def _row_bytes(runtime: Runtime, values: Sequence[Tensor]) -> int:
-    """Return bytes of a row of a pass: autograd keeps every value, and the gradients take as much again."""
+    """Return the bytes of one row of a pass: autograd keeps every value, and the gradients double that."""
     shapes = tuple(tuple(value.shape[1:]) for value in values)
     found = runtime.extractor.values_at(shapes)
     return 2 * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found.values())

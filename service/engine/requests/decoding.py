@@ -1,4 +1,4 @@
-"""Decodes a request's parts into rows in the queue, off the event loop."""
+"""Decoding of a request's parts into queued rows, off the event loop."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from service.engine.threads import Decoders
 
 
 class Decoding:
-    """Decodes the parts of a job. Each is queued as soon as it is decoded, so the device does not wait for the last.
+    """Decodes the parts of a job.
+
+    Each part is queued as soon as it is decoded, so the device does not wait for the last.
 
     Args:
         plan: the parts.
-        job: fails with the error of the first part, in the order sent, that fails.
-        queue: where the rows go.
-        row_bytes: predicted bytes that a row of each shape takes while it is computed.
-        at_once: maximum parts that are decoded at a time; the request has claimed memory for so many.
+        job: the job. If parts fail, it fails with the error of the first one, in the order sent.
+        queue: receives the rows.
+        row_bytes: predicted bytes of a row of each shape while it is computed.
+        at_once: maximum parts decoded at a time; the request has claimed memory for that many.
     """
 
     def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int], at_once: int = 1) -> None:
@@ -42,9 +44,9 @@ class Decoding:
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
     def start(self, decoders: Decoders) -> None:
-        """Give the first parts to ``decoders``; each that ends starts the next, as long as the job is wanted.
+        """Queue the first parts in ``decoders``. Each finished part starts the next one, as long as the job is wanted.
 
-        A small tensor is converted at once, in less time than handing it over takes.
+        A small tensor is converted on the spot: handing it over would take longer.
         """
         if self._plan.is_small_tensor():
             self._decode(self._left.popleft(), decoders)
@@ -53,7 +55,7 @@ class Decoding:
             self._start_next(decoders)
 
     def _start_next(self, decoders: Decoders) -> None:
-        with suppress(IndexError):  # there are no more parts
+        with suppress(IndexError):  # no parts left
             decoders.put(partial(self._decode, self._left.popleft(), decoders))
 
     def _decode(self, index: int, decoders: Decoders) -> None:
@@ -69,7 +71,7 @@ class Decoding:
                     self._queue.put([padded])
             else:
                 self._queue.put([self._item(rows, tensors)])
-        except BaseException as raised:  # the job fails with it
+        except BaseException as raised:  # fails the job
             error = raised
         self._end(index, error)
         self._start_next(decoders)
@@ -87,7 +89,7 @@ class Decoding:
             self._job.fail(self._failed[first])
 
     def _padded(self, index: int, rows: Tensor) -> Item | None:
-        """One batch of all parts, once the last of them is decoded; until then None, and the rows are kept."""
+        """Return one batch of all parts once the last of them is decoded; until then keep the rows and return None."""
         with self._guard:
             self._kept[index] = rows
             kept = [rows for rows in self._kept if rows is not None]

@@ -1,4 +1,4 @@
-"""A request's way through the engine: planned, admitted, decoded, queued for the device, answered."""
+"""The path of a request through the engine: plan, admission, decoding, device queue, result."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Pipeline:
 
     Args:
         settings: the service's settings.
-        admission: what requests claim their bytes of.
-        queue: where decoded rows wait for the device worker.
+        admission: the limits that requests claim bytes from.
+        queue: decoded rows waiting for the device worker.
         threads: its ``intake`` reads headers and predicts sizes, its ``decoders`` decode.
-        upgrades: counts what each extractor answers.
-        projections: the matrices of those requests that project.
-        variants: what computes other sizes of models that are built for one, and edits.
+        upgrades: counts the images of each extractor.
+        projections: the projection matrices.
+        variants: runtimes for edits, and for other sizes of fixed-size models.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
         ticket: Ticket,
         edits: Sequence[Edit] = (),
     ) -> FeatureResult:
-        """Features of ``images`` by ``runtime``, which is built; see :meth:`service.engine.engine.Engine.features`."""
+        """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
         edits = resolved(runtime, edits)
@@ -112,7 +112,7 @@ class Pipeline:
             check_takes_images(description, images)
             headers: list[Header] = []
             *steps, last = header_steps(len(images))
-            for indices in steps:  # other requests get their turn in between
+            for indices in steps:  # so that other requests are served in between
                 headers += await in_pool(self._intake, read_headers, images, indices, max_pixels)
 
             def planned() -> Plan:
@@ -135,7 +135,7 @@ class Pipeline:
             await in_pool(self._intake, row_size, runtime, shape)
         placements = check_regions(plan, given)
         placed: list[Mapping[str, Tensor]] = []
-        for indices in region_steps(given):  # other requests get their turn in between
+        for indices in region_steps(given):  # so that other requests are served in between
             placed += await in_pool(self._intake, carry, runtime, plan, given, placements, indices)
         return await in_pool(self._intake, regions_of, runtime, plan, given, placed, options.roi_size)
 
@@ -149,8 +149,10 @@ class Pipeline:
         deadline: float,
         ticket: Ticket,
     ) -> tuple[Job, float]:
-        """Claim the bytes of a request, wait for its turn, and begin to decode it. Returns its job and the seconds
-        waited."""
+        """Claim the bytes of a request, wait for its turn, and start decoding it.
+
+        Return its job and the seconds waited.
+        """
         sized = await self._sizes(runtime, plan, options, regions)
         matrices = {}
         if options.project is not None:

@@ -1,4 +1,4 @@
-"""Where an extractor's time and memory go, measured between its requests."""
+"""Profiles of an extractor's time and memory, measured between requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.engine.device.queue import Queue
 from service.engine.runtime.runtime import Runtime
 
 PROFILE_RUNS = 5
-"""Runs that the medians are taken over."""
+"""Number of measured runs; medians are reported."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Measured:
     """A profile of an extractor's graph, and the time of the backend that serves.
 
     Attributes:
-        profile: of the graph that torch.fx runs, node by node.
-        precision: what that graph computes in. The graph is the one that serves only for int8 on eager: other backends
-            run none, and eager in float runs one with batch norms folded.
-        backend: the one that serves.
+        profile: profile of the graph as torch.fx runs it, node by node.
+        precision: precision of that graph. Only for int8 on eager is it the graph that serves: other backends run no
+            graph, and eager in float runs one with folded batch norms.
+        backend: the serving backend.
         milliseconds: median time of ``backend`` for the same photograph.
     """
 
@@ -38,13 +38,13 @@ class Measured:
 
 
 async def profiled(runtime: Runtime, queue: Queue) -> Measured:
-    """Profile ``runtime`` on a photograph: its own int8 graph where eager serves one, else the extractor in eager.
+    """Profile ``runtime`` on a photograph: its int8 graph if eager serves one, otherwise the extractor in eager.
 
-    Runs on the device worker, so that nothing else computes at the same time: one run when no request waits, or after a
-    second between two batches, so that requests wait for one run at most.
+    Each run is a separate task of the device worker, so nothing else computes at the same time, and requests wait for
+    at most one run. A task runs when no request waits, or after one second between two batches.
 
     Args:
-        queue: the device worker's.
+        queue: the device worker's queue.
     """
 
     serving, backend, int8 = runtime.run, runtime.backend, int8_graph(runtime)

@@ -1,1 +1,1 @@
-"""The rows of a batch: their shapes, their regions, and their edits."""
+"""The rows of a batch: shapes, regions and edits."""

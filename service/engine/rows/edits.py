@@ -1,4 +1,4 @@
-"""The edits of a request: what its rows are multiplied by at inner nodes, and what is added."""
+"""The edits of a request: factors and offsets applied to its rows at inner nodes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Edits:
     """The factors of one request's rows.
 
     Attributes:
-        factors: for rows of each shape those of each edited node, in the order of the graph's inputs.
-        shapes: of the rows.
+        factors: for each row shape, the factors of each edited node, in the order of the graph's inputs.
+        shapes: shapes of the rows.
     """
 
     factors: Mapping[RowShape, Sequence[Factors]]
     shapes: Sequence[RowShape]
 
     def of(self, rows: range) -> Iterator[Tensor]:
-        """Yield scale and shift of each edited node for some rows, which have one shape."""
+        """Yield scale and shift of each edited node for some rows, all of one shape."""
         for factors in self.factors[self.shapes[rows.start]]:
             yield from factors.of(slice(rows.start, rows.stop))

@@ -19,13 +19,13 @@ from fxcore.pooling import MapGrid
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions of one request. Its response has a row for each, in the order of the images.
+    """The regions of one request. Its response has one row per region, in the order of the images.
 
     Attributes:
-        counts: how many each image has.
-        placed: for each image its regions on the maps, by the outputs' keys: boxes float32 ``[n, 4]`` and points
-            ``[n, 2]`` in pixels of the model's input, masks as weights ``[n, positions]``.
-        grids: for each image its maps, by the outputs' keys.
+        counts: number of regions of each image.
+        placed: for each image, its regions on the maps, by output key: boxes float32 ``[n, 4]`` and points ``[n, 2]``
+            in pixels of the model's input, masks as weights ``[n, positions]``.
+        grids: for each image, the grids of its maps, by output key.
     """
 
     counts: Sequence[int]
@@ -38,7 +38,7 @@ class Regions:
 
     @property
     def count(self) -> int:
-        """How many regions there are."""
+        """The total number of regions."""
         return self._ends[-1]
 
     @cached_property
@@ -54,16 +54,16 @@ class Regions:
 def carried(
     pool: str, placement: Placement, given: Sequence[Any], grids: Mapping[str, MapGrid]
 ) -> Mapping[str, Tensor]:
-    """Carry the regions of one image over to its maps, as :attr:`Regions.placed` has them.
+    """Map the regions of one image to its feature maps; see :attr:`Regions.placed`.
 
     Args:
-        pool: the pooling that takes them.
-        placement: of the image in the model's input.
-        given: the image's regions, as :class:`~service.schemas.regions.GivenRegions` has them.
-        grids: of the maps, by the outputs' keys.
+        pool: the pooling: ``roi``, ``points`` or ``mask``.
+        placement: placement of the image in the model's input.
+        given: the image's regions; see :class:`~service.schemas.regions.GivenRegions`.
+        grids: grids of the maps, by output key.
 
     Raises:
-        BadBox, BadPoint, BadMask: one of them is wrong.
+        BadBox, BadPoint, BadMask: a region is invalid.
     """
     if pool == "mask":
         distinct = {replace(grid, prefix=0) for grid in grids.values()}
@@ -74,16 +74,16 @@ def carried(
 
 
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:
-    """Return the grid of an output's map; None where it is no map.
+    """Return the grid of an output's map; None if it is not a map.
 
-    The stride is the network's, a power of two, where it rounds to the map's size; else, as with patches of 14 pixels,
-    the one that divides the input.
+    The stride is the network's, a power of two, if it rounds to the map's size. Otherwise, for example with patches of
+    14 pixels, it is the input size divided by the map size.
 
     Args:
         info: the output.
-        shape: of its value.
+        shape: shape of its value.
         size: height and width of the model's input.
-        usual: those of the input that the extractor is described for.
+        usual: height and width of the input that the extractor's description assumes.
     """
     if info.rows_per_image != 1:
         return None

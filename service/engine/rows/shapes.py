@@ -1,4 +1,4 @@
-"""The rows of a batch: their shapes, their sizes, and which of them belong to one image."""
+"""Shapes and sizes of the rows of a batch, and outputs with several rows per image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcore.graph.layout import TOKENS
 from fxcore.pooling import MapGrid
 
 RowShape = tuple[tuple[int, ...], ...]
-"""The shape of one row of each input of a model, without the first dimension."""
+"""Shape of one row of each model input, without the batch dimension."""
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,11 @@ class RowSize:
     """The sizes of one row.
 
     Attributes:
-        outputs: key → shape (with a first dimension of 1) and dtype of the model's outputs.
-        bytes: of its input, outputs and largest activations; above zero, as batches are limited by it.
-        grids: key → the grid of each output that is a map.
-        edited: node → shape of its value, of edited ones.
+        outputs: key → shape (with a batch dimension of 1) and dtype of each model output.
+        bytes: bytes of its input, outputs and largest activations. Greater than zero, because batches are limited by
+            it.
+        grids: key → grid of each output that is a map.
+        edited: edited node → shape of its value.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
@@ -34,29 +35,29 @@ class RowSize:
 
 @dataclass(frozen=True)
 class ResponseSize:
-    """The sizes of one row of the response, which is an image or a region.
+    """The sizes of one row of the response; a row is an image or a region.
 
     Attributes:
-        outputs: key → shape and bytes of each output that is answered.
+        outputs: key → shape and bytes of each returned output.
     """
 
     outputs: dict[str, tuple[list[int], int]]
 
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
-    """``values`` with one row an image; attention windows, several an image, come as ``[N * k, …]`` → ``[N, k, …]``."""
+    """Return ``values`` with one row per image: ``[N * k, …]`` of attention windows becomes ``[N, k, …]``."""
     if not several_rows(info, values.shape[0], images):
         return values
     return values.reshape(images, -1, *values.shape[1:])
 
 
 def row_layout(layout: str | None, rows_per_image: int) -> str | None:
-    """Return the layout of what :func:`by_image` gives for such an output, ``W`` being the windows of an image."""
+    """Return the layout of an output after :func:`by_image`; ``W`` is the windows of an image."""
     if rows_per_image == 1 or layout is None:
         return layout
     return "NWLC" if layout == TOKENS else "NW" + layout[1:]
 
 
 def several_rows(info: OutputInfo, rows: int, images: int) -> bool:
-    """Return whether an output of ``rows`` rows for ``images`` images has several rows for each image."""
+    """Return whether an output of ``rows`` rows for ``images`` images has several rows per image."""
     return info.rows_per_image > 1 or rows != images

@@ -1,4 +1,4 @@
-"""Some of the tokens of a value, or of the queries of attention weights."""
+"""Selection of tokens, or of the queries of attention weights."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from fxcore.errors import BadTensor
 from fxcore.graph.layout import TOKENS
 
 LONG = 64
-"""Tokens of a request beyond which its options are kept in no cache, which counts all of them alike."""
+"""Number of selected tokens above which a request's options are not cached: the cache counts all keys as equally large.
+"""
 
 _OF_TOKENS = (TOKENS, "NWLC")
 
 
 def has_tokens(layout: str | None, queries: bool) -> bool:
-    """Return whether :func:`chosen` takes tensors of a layout.
+    """Return whether :func:`chosen` accepts tensors of a layout.
 
     Args:
-        layout: of one row; see :func:`service.engine.rows.shapes.row_layout`.
+        layout: layout of one row; see :func:`service.engine.rows.shapes.row_layout`.
         queries: see :class:`fxcore.extractor.OutputInfo`.
     """
     return queries or layout in _OF_TOKENS
 
 
 def check_tokens(shape: Sequence[int], layout: str | None, queries: bool, tokens: Sequence[int]) -> None:
-    """Check that :func:`chosen` takes tensors of ``shape``; other arguments are those of :func:`has_tokens`.
+    """Check that :func:`chosen` accepts tensors of ``shape``. For the other arguments see :func:`has_tokens`.
 
     Raises:
-        BadTensor: it has no tokens, or none of that index.
+        BadTensor: it has no tokens, or no token with that index.
     """
     asked = f"tokens={','.join(map(str, tokens[:8]))}{',…' if len(tokens) > 8 else ''}"
     if not has_tokens(layout, queries):
         raise BadTensor(
-            f"{asked} chooses tokens [N, L, C] or queries of attention weights [N, heads, L, L] and this node gives "
+            f"{asked} selects tokens [N, L, C] or queries of attention weights [N, heads, L, L], but this node gives "
             f"{layout or 'values of unknown axes'} of shape {[None, *shape[1:]]}; leave tokens out"
         )
     count = shape[-2]
     if (most := max(tokens)) >= count:
-        raise BadTensor(f"{asked}: this node has {count} tokens, so {most} is not one of 0 to {count - 1}")
+        raise BadTensor(f"{asked}: this node has {count} tokens, from 0 to {count - 1}, and no token {most}")
 
 
 def chosen_shape(shape: Sequence[int], tokens: Sequence[int]) -> list[int]:
@@ -49,12 +50,12 @@ def chosen_shape(shape: Sequence[int], tokens: Sequence[int]) -> list[int]:
 
 
 def chosen(tensor: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Return some tokens, in the order given.
+    """Select tokens, in the order given.
 
     Args:
-        tensor: tokens ``[N, L, C]`` or ``[N, windows, L, C]``, or attention weights ``[N, heads, L, L]`` or
-            ``[N, windows, heads, L, L]``, of which the queries are chosen.
-        tokens: their indices, in each window.
+        tensor: tokens ``[N, L, C]`` or ``[N, windows, L, C]``, or attention weights ``[N, heads, L, L]`` or ``[N,
+            windows, heads, L, L]``, whose queries are selected.
+        tokens: indices of the tokens, within each window.
 
     >>> chosen(torch.arange(6.0).reshape(1, 3, 2), [2, 0])
     tensor([[[4., 5.],

@@ -1,1 +1,1 @@
-"""What computes an extractor: its backend and those measured before, its transforms, and its bytes in memory."""
+"""The runtime of an extractor: its backend and other candidates, its transforms, and its memory use."""

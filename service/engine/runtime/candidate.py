@@ -1,4 +1,4 @@
-"""A backend that may run an extractor, and what was measured of it."""
+"""A backend that may run an extractor, with its measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxcore.analysis.verify import Verification
 
 
 class CandidateState(StrEnum):
-    """How far a candidate has come; clients see the values."""
+    """State of a candidate; clients see the values."""
 
     WAITING = "waiting"
     LOWERING = "lowering"
@@ -22,17 +22,19 @@ class CandidateState(StrEnum):
     SLOWER = "slower"
     SERVING = "serving"
     REPLACED = "replaced"
-    """It served until another took over."""
+    """It served until another backend replaced it."""
     FAILED = "failed"
 
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1, "float16": 5e-3}
-"""Largest error in norm, relative to the output's norm, for a backend to agree with eager of the same precision.
+"""Maximum error norm, relative to the output's norm, for a backend to agree with eager of the same precision.
 
-In bfloat16, eager itself is 5e-2 from float32 for EfficientNet-Lite0 with trained weights, and 1e-2 for a ViT."""
+In bfloat16, eager itself differs from float32 by 5e-2 for EfficientNet-Lite0 with trained weights, and by 1e-2 for
+ViTs.
+"""
 
 MIN_COSINE = 0.98
-"""Least cosine similarity between int8 and float32, for each output."""
+"""Minimum cosine similarity between int8 and float32, for each output."""
 
 _FASTER = 0.95
 _NOT_SLOWER = 1.1
@@ -40,15 +42,15 @@ _NOT_SLOWER = 1.1
 
 @dataclass
 class Candidate:
-    """A backend that may run an extractor, and what was measured of it.
+    """A backend that may run an extractor, with its measurements.
 
     Attributes:
-        state: how far it has come.
-        max_rel_error: the largest error of any output in norm, relative to the output's norm.
+        state: how far its evaluation has progressed.
+        max_rel_error: the largest error norm of any output, relative to the output's norm.
         min_cosine: the smallest cosine similarity of any output.
-        ms: milliseconds of a forward pass, by rows.
-        reason: why it does not serve, where it does not.
-        any_size: whether it agrees for inputs of another size too.
+        ms: milliseconds of a forward pass, by number of rows.
+        reason: why it does not serve, if it does not.
+        any_size: whether it also agrees for inputs of another size.
     """
 
     backend: str
@@ -61,7 +63,7 @@ class Candidate:
     any_size: bool = False
 
     def take(self, found: Verification, precision: str) -> None:
-        """Record a comparison. One that differs once does not agree any more."""
+        """Record a comparison. A candidate that differed once never agrees again."""
         # NaN counts as infinitely far; min and max would ignore it.
         lost = math.isnan(found.relative) or math.isnan(found.cosine)
         relative, cosine = (math.inf, 0.0) if lost else (found.relative, found.cosine)
@@ -70,7 +72,7 @@ class Candidate:
         self.min_cosine = min(1.0 if self.min_cosine is None else self.min_cosine, cosine)
         if precision == "int8":
             far = self.min_cosine < MIN_COSINE
-            self.reason = f"has a cosine similarity to float32 of {self.min_cosine:.4f}, under {MIN_COSINE}"
+            self.reason = f"has a cosine similarity to float32 of {self.min_cosine:.4f}, below {MIN_COSINE}"
         else:
             far = self.max_rel_error > TOLERANCE[precision]
             self.reason = f"differs from eager by {self.max_rel_error:.1e}, over {TOLERANCE[precision]:.0e}"
@@ -80,7 +82,7 @@ class Candidate:
             self.reason = None
 
     def time(self, rows: int, seconds: float) -> None:
-        """Record the time of a forward pass of ``rows`` rows; the fastest one counts."""
+        """Record the time of a forward pass of ``rows`` rows, keeping the fastest."""
         known = self.ms.get(str(rows), float("inf"))
         self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
 
@@ -95,7 +97,7 @@ class Candidate:
         return self.state is CandidateState.AGREES
 
     def judge(self, other: Candidate) -> bool:
-        """Return whether it is faster than ``other`` at some number of rows, and slower at none."""
+        """Return whether it is faster than ``other`` for at least one number of rows and slower for none."""
         ratios = [self.ms[rows] / other.ms[rows] for rows in self.ms]
         fast = min(ratios) < _FASTER and max(ratios) < _NOT_SLOWER
         self.state = CandidateState.FASTER if fast else CandidateState.SLOWER
@@ -108,7 +110,7 @@ class Candidate:
         self.state, self.reason = CandidateState.FAILED, reason
 
     def figures(self) -> dict[str, Any]:
-        """Return the errors, for a problem."""
+        """Return the errors, for a problem response."""
         return {
             "max_abs_error": self.max_abs_error,
             "max_rel_error": self.max_rel_error,
@@ -117,7 +119,7 @@ class Candidate:
 
 
 def report(precision: str, serving: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-    """``checks`` of an extractor that ``serving`` runs."""
+    """Return the ``checks`` of an extractor that runs on ``serving``."""
     same = precision in ("float32", "int8")
     return {
         "reference": "eager float32" if same else f"eager {precision}",

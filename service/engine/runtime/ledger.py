@@ -1,4 +1,4 @@
-"""Bytes of the storages in memory, each counted once however many extractors share it."""
+"""Memory accounting: each storage is counted once, however many extractors share it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 
 class Ledger:
-    """For one event loop.
+    """Total bytes of the storages in memory. For one event loop.
 
     Attributes:
-        bytes: of all storages that were added and not removed.
+        bytes: bytes of all storages that were added and not removed.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Ledger:
             self.bytes += size if holders == 0 else 0
 
     def remove(self, storages: Mapping[int, int]) -> None:
-        """Count ``storages``, which were added before, for one holder less."""
+        """Count ``storages``, added before, for one holder less."""
         for at in storages:
             known, holders = self._held.pop(at)
             if holders > 1:

@@ -1,4 +1,4 @@
-"""What computes an extractor while it is in memory."""
+"""The runtime of an extractor: its built form in memory."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.transformation import Transformed
 
 SIZES_BYTES = 512 * 1024
-"""Maximum bytes of the cached sizes of an extractor's rows, and as many again of its responses."""
+"""Maximum bytes of each of an extractor's two size caches: row sizes and response sizes."""
 
 Variant = tuple[int, ...] | tuple[str, ...]
 """Height and width, or the names of edited nodes in order."""
 
 OUTPUT_BYTES = 512
-"""Bytes of the Python objects for the name, shape and dtype of one output."""
+"""Approximate bytes of the Python objects for the name, shape and dtype of one output."""
 
 NODE_BYTES = 3 * 1024
-"""Bytes of the Python objects of a node of an extractor's graph."""
+"""Approximate bytes of the Python objects for one node of an extractor's graph."""
 
 
 def _cache_of_sizes() -> ByteCache[Any, Any]:
@@ -39,35 +39,36 @@ def _cache_of_sizes() -> ByteCache[Any, Any]:
 
 
 class Runtime:
-    """A built extractor. Only the event loop changes it, and only by :meth:`serve` and :meth:`retire`.
+    """A built extractor. Only the event loop changes it, and only through :meth:`serve` and :meth:`retire`.
 
     Args:
-        description: what it computes.
+        description: the extractor's description.
         graph: the model's annotated graph.
-        extractor: pruned from ``graph``, transformed.
-        transformed: what its transforms did, if it has any.
-        ledger: where its bytes are counted while it is in memory.
-        on_idle: called once it is retired and not in use.
-        model: the loaded model, which its variants are built of.
-        held: bytes by address of the storages of its model that are not of the loaded one: of a model built for another
-            size, those that were resampled.
+        extractor: pruned from ``graph`` and transformed.
+        transformed: the report of its transforms, if it has any.
+        ledger: counts its bytes while it is in memory.
+        on_idle: called once it is retired and no longer in use.
+        model: the loaded model, from which its variants are built.
+        held: bytes by address of the model's storages that the loaded model does not have: for a model built for
+            another size, the resampled weights.
 
     Attributes:
-        run: computes a batch; called with the model's inputs in order, on the device. The worker reads it once a batch.
-        serving: the backend that ``run`` is of.
-        candidates: that one, those before it, and those that may take over, in order.
-        layers: what its layers lose in int8, the most first; None until it is known.
+        run: computes a batch; called with the model's inputs in order, on the device. The worker reads it once per
+            batch.
+        serving: the candidate that ``run`` belongs to.
+        candidates: the serving one, those before it, and those that may replace it, in order.
+        layers: the accuracy loss of its layers in int8, the largest first; None until it is known.
         upgrade: the task that measures the backend and searches for a faster one; see
             :mod:`service.engine.backends.upgrade`.
-        checked: set once the values of the first backend were compared, or could not be.
-        wanted: set once a faster backend is to be searched for.
-        images: how many images it has answered.
+        checked: set once the first backend's values were compared, or could not be.
+        wanted: set to request the search for a faster backend.
+        images: number of images it has processed.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
-        retired: whether it was evicted, unloaded or deleted: it finishes what it was asked, and nothing new is started.
-        variants: what computes rows of other sizes than its own, by height and width, where its model is built for
-            one, and edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`.
-        row_sizes: the sizes of a row by its shape; see :mod:`service.engine.requests.plan.sizes`.
-        response_sizes: the sizes of a row of the response by shape and options.
+        retired: whether it was evicted, unloaded or deleted. In-flight requests finish; no new background work starts.
+        variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
+            edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`.
+        row_sizes: cache of row sizes by row shape; see :mod:`service.engine.requests.plan.sizes`.
+        response_sizes: cache of response row sizes by row shape and options.
     """
 
     run: Lowered
@@ -108,11 +109,11 @@ class Runtime:
         self._users = 0
 
     def at(self, shape: RowShape) -> Runtime:
-        """Return what computes rows of ``shape``."""
+        """Return the runtime for rows of ``shape``: a variant or itself."""
         return self.variants.get(shape[0][-2:], self) if self.variants else self  # rows may be vectors
 
     def drop(self, variant: Runtime) -> None:
-        """Retire a variant of it, or of its variants."""
+        """Retire one of its variants, or one of theirs."""
         for which, one in list(self.variants.items()):
             if one is variant:
                 self.variants.pop(which).retire()
@@ -121,16 +122,16 @@ class Runtime:
 
     @property
     def all(self) -> list[Runtime]:
-        """It, its variants, and theirs."""
+        """Itself, its variants, and theirs."""
         return [self, *(one for variant in self.variants.values() for one in variant.all)]
 
     def serve(self, run: Lowered, candidate: Candidate) -> None:
-        """Let ``run`` of ``candidate`` compute the batches from now on."""
+        """Make ``run`` of ``candidate`` compute all batches from now on."""
         self.run, self.serving = run, candidate
         self._count({} if self.retired else {**self._held, **run.storages()})
 
     def retire(self) -> None:
-        """End its background task, and count its bytes no more."""
+        """Stop its background task and stop counting its bytes."""
         self.retired = True
         self.stop()
         self._count({})
@@ -140,12 +141,12 @@ class Runtime:
             self._on_idle()
 
     def stop(self) -> None:
-        """End its background task, and those of its variants."""
+        """Stop its background task and those of its variants."""
         for variant in self.variants.values():
             variant.stop()
         if self.upgrade is not None:
             self.upgrade.cancel()
-        self.checked.set()  # nobody waits for what will not come
+        self.checked.set()  # release waiters: the check will not happen
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -173,22 +174,22 @@ class Runtime:
 
     @property
     def searched(self) -> bool:
-        """Whether the search for a faster backend is going on."""
+        """Whether the search for a faster backend is running."""
         return self.wanted.is_set() and self.upgrade is not None and not self.upgrade.done()
 
     @property
     def busy(self) -> bool:
-        """Whether requests, or a search for a faster backend, use it now."""
+        """Whether requests or a search for a faster backend are using it."""
         return self._users > 0
 
     @property
     def graphs(self) -> list[ModelGraph]:
-        """Its graph, and those of its variants."""
+        """Its graph and those of its variants."""
         return [one.graph for one in self.all]
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it holds beside what the ledger counts: Python objects, and what its backend made meanwhile."""
+        """Bytes that the ledger does not count: Python objects, and memory that its backend has allocated since."""
         nodes = self.extractor.nodes
         others = sum(variant.own_bytes for variant in self.variants.values())
         return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown + others

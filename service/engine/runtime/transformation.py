@@ -1,4 +1,4 @@
-"""What transforms did to an extractor."""
+"""The report of an extractor's transforms."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from fxcore.passes.base import Applied
 
 @dataclass(frozen=True)
 class Transformed:
-    """What transforms did to an extractor, and how far it is from what it was on a photograph."""
+    """The transforms applied to an extractor, and its error against the original on a photograph."""
 
     applied: Sequence[Applied]
     found: Verification
     precision: str
 
     def checks(self, backend: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the errors for ``checks``. A backend's errors are measured from the transformed module, eager's from
-        the model itself; until they are, the errors of the transforms are given."""
+        """Return the errors for ``checks``.
+
+        A backend's errors are measured against the transformed module, eager's against the model itself. Until they are
+        measured, the errors of the transforms are reported.
+        """
         own = {
             "reference": "eager, not transformed",
             "applied": [{"name": a.name, "changes": a.changes} for a in self.applied],

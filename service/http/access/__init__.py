@@ -1,1 +1,1 @@
-"""Who may ask, from where, and for what."""
+"""Access control: callers, API keys and allowed hosts."""

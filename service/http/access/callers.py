@@ -1,4 +1,4 @@
-"""Who sent a request, and what that client may do."""
+"""The client of a request and its permissions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CALLER = "fxserve.caller"
 
 @dataclass(frozen=True)
 class Caller:
-    """The client of a request, among whom memory and places in the service are shared.
+    """The client of a request. Memory and admission are shared fairly between clients.
 
     Attributes:
-        client: its API key, or its address where there are no keys.
-        may_build: whether it may build extractors and load weights, also implicitly.
-        accepted: whether the request came before the service began to drain.
+        client: its API key, or its address on a server without keys.
+        may_build: whether it may build extractors and load weights, explicitly or implicitly.
+        accepted: whether the request arrived before the service began to drain.
     """
 
     client: str = ""

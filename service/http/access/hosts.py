@@ -1,4 +1,4 @@
-"""Checks of the ``Host`` header, against DNS rebinding.
+"""Checks of the ``Host`` header, as protection against DNS rebinding.
 
 A web page can point its own domain at this server's address. The browser then treats the server as the page's origin
 and lets the page read and change everything. But it still sends the page's domain as ``Host``.
@@ -35,7 +35,7 @@ class Hosts:
         self._known = lru_cache(256)(self._is_known)
 
     def allow(self, host: str) -> bool:
-        """Return whether requests with this ``Host`` are allowed, whatever its port."""
+        """Return whether requests with this ``Host`` are allowed. The port is ignored."""
         name = name_of(host)
         return len(name) <= _MAX_LENGTH and self._known(name)
 

@@ -53,13 +53,13 @@ class Key:
 
 
 def make(name: str, scope: KeyScope) -> tuple[Key, str]:
-    """Create a key; returns it with its secret, which is not stored.
+    """Create a key. Return it with its secret, which is not stored.
 
     Raises:
         ValueError: ``name`` is empty, too long, or has characters that are not allowed.
     """
     if not _NAME.fullmatch(name):
-        raise ValueError("a key's name has 1 to 64 letters, digits, dots, hyphens and underscores")
+        raise ValueError("a key's name must have 1 to 64 letters, digits, dots, hyphens and underscores")
     secret = PREFIX + secrets.token_urlsafe(32)
     return Key(name, scope, _digest(secret)), secret
 
@@ -82,7 +82,7 @@ class Keys:
         return len(self._keys)
 
     def find(self, secret: str) -> Key | None:
-        """Find the key of a secret; against timing attacks, all keys are compared, each in constant time."""
+        """Find the key of a secret. All keys are compared, each in constant time, to prevent timing attacks."""
         digest = _digest(secret)
         found = None
         for key in self._keys:
@@ -129,6 +129,6 @@ def _parse(text: str, where: str) -> Key:
     name, _, rest = text.partition(":")
     scope, _, digest = rest.partition(":")
     if not _NAME.fullmatch(name) or scope not in get_args(KeyScope) or not _DIGEST.fullmatch(digest):
-        # The line is not shown, since it may be the secret itself.
+        # The line is not shown, because it may be the secret itself.
         raise KeysInvalid(f"{where}: not NAME:read:SHA256 or NAME:admin:SHA256; fxserve key NAME creates such a line")
     return Key(name, "admin" if scope == "admin" else "read", bytes.fromhex(digest))

@@ -1,1 +1,1 @@
-"""ASGI middleware. Plain, since ``BaseHTTPMiddleware`` hides disconnects from the routes."""
+"""Pure ASGI middleware, because ``BaseHTTPMiddleware`` hides disconnects from the routes."""

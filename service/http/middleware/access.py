@@ -24,8 +24,8 @@ class Access:
         app: the next middleware.
         routes: who may send which requests.
         keys: the API keys; None if none are needed.
-        hosts: the host names allowed where there are no keys.
-        origins: origins of web pages that may send writing requests: those that CORS allows.
+        hosts: the host names allowed if there are no keys.
+        origins: origins of web pages that may send write requests; the same as for CORS.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Access:
         host = header(scope, b"host")
         caller = Caller(address(scope))
         try:
-            if self.keys is None and host is not None and not self.hosts.allow(host):  # HTTP/1.0 may have none
+            if self.keys is None and host is not None and not self.hosts.allow(host):  # optional in HTTP/1.0
                 raise _misdirected(host)
             if scope["method"] not in READ_METHODS:
                 self._check_origin(scope, host)
@@ -72,14 +72,16 @@ class Access:
         else:
             allowed = origin in self.origins or (host is not None and is_own_origin(origin, host))
         if not allowed:
-            raise Forbidden("pages of other origins may not send this request; FXSERVE_CORS_ORIGINS allows them")
+            raise Forbidden(
+                "pages of other origins may not send this request; FXSERVE_CORS_ORIGINS lists the allowed ones"
+            )
 
 
 def _key(scope: Scope, keys: Keys) -> Key:
     """Return the key of a request.
 
     Raises:
-        Unauthorized: it has none, or one that is not known.
+        Unauthorized: it has no key, or an unknown one.
     """
     authorization = headers_of(scope).get(b"authorization", [b""])[-1]
     scheme, _, secret = authorization.partition(b" ")
@@ -91,7 +93,7 @@ def _key(scope: Scope, keys: Keys) -> Key:
     key = keys.find(secret.strip().decode("latin-1"))
     if key is None:
         raise Unauthorized(
-            "the API key is not known here",
+            "the API key is unknown",
             {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
         )
     return key
@@ -99,19 +101,19 @@ def _key(scope: Scope, keys: Keys) -> Key:
 
 def _misdirected(host: str) -> Problem:
     return Misdirected(
-        f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists them",
+        f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists the allowed ones",
     )
 
 
 def _forbidden(key: Key, what: str) -> Problem:
     return Forbidden(
-        f"{what} needs a key of scope admin, and {key.name} has the scope {key.scope}",
+        f"{what} needs a key with scope admin, and {key.name} has scope {key.scope}",
         {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
     )
 
 
 def address(scope: Scope) -> str:
-    """IP address of a request's client; for IPv6 its /64 network, which one client controls."""
+    """Return the IP address of a request's client; for IPv6 its /64 network, which one client controls."""
     client = scope.get("client")
     return "" if client is None else _network(client[0])
 

@@ -16,32 +16,33 @@ from service.http.requests.reservations import set_reservation
 from service.http.routing.declared import DeclaredRoutes
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 
-# Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). So the rest of
-# a refused body is read and discarded, within these limits of time, pause and size.
+# Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). The rest of a
+# refused body is therefore read and discarded, within these limits of time, pause and size.
 LINGER_SECONDS, LINGER_PAUSE = 5.0, 1.0
 LINGER_BYTES = 16 * 1024**2
 
 MIN_BYTES_PER_SECOND = 64 * 1024
-"""Minimum rate of a body, averaged: slower clients hold memory that others could use."""
+"""Minimum average rate of a body: slower clients hold memory that others could use."""
 
 MAX_OTHER_BYTES = 2 * 1024**2
-"""Maximum body without images: twice the largest possible spec. Some of these are parsed on the event loop."""
+"""Maximum bytes of a body without images: twice the largest possible spec. Some of these are parsed on the event
+loop."""
 
 
 class BodyLimit:
     """Middleware that limits request bodies in size, time and total memory.
 
-    A body that is too large is refused by its Content-Length before it is read, a chunked one while it arrives. Bytes
-    are reserved in admission from their arrival until the response is sent, so that clients that stall take no more
-    memory than admission allows.
+    A body that is too large is refused before it is read if it has a Content-Length, and otherwise while it arrives.
+    Bytes are reserved in admission from their arrival until the response is sent, so that stalling clients cannot hold
+    more memory than admission allows.
 
     Args:
         app: the next middleware.
         routes: the kind of the body of each route.
         limit: maximum bytes of a body with images; others have a smaller limit.
-        timeout: seconds that the server waits for a body. Each 64 KiB received extend the remaining time by a second,
+        timeout: seconds that the server waits for a body. Each 64 KiB received extends the remaining time by a second,
             up to ``timeout``.
-        admission: where the bytes are reserved.
+        admission: the admission that reserves the bytes.
     """
 
     def __init__(self, app: ASGIApp, routes: DeclaredRoutes, limit: int, timeout: float, admission: Admission) -> None:
@@ -61,7 +62,7 @@ class BodyLimit:
         if declared is not None and declared.isdigit() and int(declared) > limit:
             await _refuse(_too_large(limit), scope, receive, send)
             return
-        if scope["method"] in ("GET", "HEAD"):  # no route reads a body, so it stays in the socket
+        if scope["method"] in ("GET", "HEAD"):  # no route reads such a body, so leave it in the socket
             await self.app(scope, receive, send)
             return
         caller = caller_of(scope)
@@ -79,7 +80,7 @@ def _too_large(limit: int) -> Problem:
 
 
 class _Body:
-    """A body as it arrives. Once it is refused, the route's response is dropped."""
+    """A body being received. Once it is refused, the route's response is dropped."""
 
     def __init__(self, limit: int, timeout: float, reservation: Reservation, receive: Receive, send: Send) -> None:
         self.refusal: Problem | None = None
@@ -144,7 +145,7 @@ async def _refuse(refusal: Problem, scope: Scope, receive: Receive, send: Send) 
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
-    # By its Content-Length, the response is complete for the client.
+    # The response has a Content-Length, so it is complete for the client.
     discarded = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):

@@ -15,7 +15,7 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self.app(scope, receive, send)
             return
-        as_get = {**scope, "method": "GET"}  # a copy, since the server goes by the method in its own scope
+        as_get = {**scope, "method": "GET"}  # a copy, because the server uses the method in its own scope
         try:
             await self.app(as_get, receive, send)
         finally:

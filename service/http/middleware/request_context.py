@@ -1,4 +1,4 @@
-"""The middleware around every request: its id, metrics, log line and span, and a response even after a bug."""
+"""The outermost middleware: request id, metrics, access log, tracing span, and responses to unhandled exceptions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 
 
 
 def request_id(sent: str | None) -> str:
-    """Return the request id that was sent, without characters that could forge log lines, or a new one."""
+    """Return the client's request id, without characters that could forge log lines, or a new id."""
     return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
 
 
@@ -44,9 +44,9 @@ class RequestContext:
 
     Args:
         app: the next middleware.
-        metrics: where requests are counted.
-        policies: Content-Security-Policy of pages by path; other paths get a strict one.
-        traces: where spans are created, if enabled.
+        metrics: counts requests.
+        policies: path of a page → its Content-Security-Policy; other paths get a strict one.
+        traces: creates spans, if tracing is enabled.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RequestContext:
             logs.request_id.reset(entered)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer a request; returns the status."""
+        """Respond to a request, and return the status."""
         started = time.perf_counter()
         status = 0
         own_id = scope["request_id"]

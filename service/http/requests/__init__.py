@@ -1,1 +1,1 @@
-"""The headers, the reservation and the deadline of a request."""
+"""Headers, reservation and deadline of a request."""

@@ -1,4 +1,4 @@
-"""The end of requests that take too long, and of those whose client has left."""
+"""Cancellation of requests that exceed their deadline or whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starlette.requests import ClientDisconnect
 from service.problems import DeadlineExceeded
 
 _SHORT_SECONDS = 0.1
-"""Requests that are over by then are not watched for a disconnect."""
+"""Requests that finish within this time are not watched for a disconnect."""
 
 
 class Deadline:
     """A context manager that cancels its block at the deadline, or when the client disconnects.
 
-    One timer serves both, and short requests never see it fire: ``asyncio.timeout`` and a task that watches the client
-    would be several percent of their time.
+    One timer serves both, and for short requests it never fires: ``asyncio.timeout`` and a task that watches the client
+    would cost several per cent of their time.
 
     Args:
-        request: whose client is watched.
-        seconds: from now to the deadline.
+        request: the request whose client is watched.
+        seconds: seconds from now to the deadline.
 
     Attributes:
         at: the deadline, on the clock of ``time.monotonic()``.
@@ -66,7 +66,7 @@ class Deadline:
         self._set_timer()
 
     def body_read(self) -> None:
-        """Watch the client from now on: what is received after the body is its disconnect."""
+        """Start to watch the client: the next message after the body is its disconnect."""
         self._body_read = True
         self._watch()
 

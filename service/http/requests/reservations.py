@@ -1,4 +1,4 @@
-"""Pass a request's reservation in its scope, from the middleware that creates it to the routes that extend it."""
+"""The reservation of a request in its scope: the middleware creates it, and routes extend it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ router = APIRouter(tags=["operations"])
 @router.get("/healthz")
 @declares("open", problems.NotReady)
 async def healthz(state: Shared) -> Health:
-    """The process is up, and can use its device."""
+    """Check that the process is up and can use its device."""
     lost = state.engine.device_lost()
     if lost is not None:
         raise problems.NotReady(lost)
@@ -28,7 +28,7 @@ async def healthz(state: Shared) -> Health:
 @router.get("/readyz")
 @declares("open", problems.NotReady, problems.Draining)
 async def readyz(state: Shared) -> Readiness:
-    """Preloads are done and the device worker answers."""
+    """Check that preloading is done and the device worker responds."""
     ready, reason = state.engine.readiness()
     if not ready:
         raise problems.NotReady(reason)
@@ -47,6 +47,6 @@ async def readyz(state: Shared) -> Readiness:
 )
 @declares("read")
 async def show_metrics(state: Shared) -> Response:
-    """Counters, gauges and histograms for Prometheus."""
+    """Return counters, gauges and histograms for Prometheus."""
     state.engine.sample()
     return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)

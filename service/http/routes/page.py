@@ -1,4 +1,4 @@
-"""The page for people and the API's reference: static files, which browsers revalidate by ETag."""
+"""The web page and the API reference: static files, which browsers revalidate by ETag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.http.routing.declared import declares
 
 
 class _PageFile(StringConvertor):
-    """The name of a file of the page, so that no other is a route, which everyone could ask for."""
+    """Convertor for names of the page's files, so that only these are routes, which are open to everyone."""
 
     regex = "|".join(re.escape(path.removeprefix("/page/")) for path in page.PATHS if path.startswith("/page/"))
 
@@ -34,7 +34,7 @@ router = APIRouter(tags=["operations"])
 )
 @declares("open")
 async def front_page(request: Request) -> Response:
-    """A page for people: models, their graphs, and the output of each node for a photo."""
+    """Show the web page: models, their graphs, and the output of each node for a photo."""
     return _file(request, "/")
 
 
@@ -43,20 +43,20 @@ async def front_page(request: Request) -> Response:
 @router.get("/redoc", include_in_schema=False)
 @declares("open")
 async def reference(request: Request) -> Response:
-    """This API, to read and to try; at both addresses where FastAPI has one."""
+    """Show the interactive API reference, at both of FastAPI's addresses."""
     return _file(request, "/docs")
 
 
 @router.get("/page/{file:page_file}", include_in_schema=False)
 @declares("open")
 async def page_file(request: Request, file: str) -> Response:
-    """A script, a style or a photograph of the two pages."""
+    """Return a script, a stylesheet or a photograph of the two pages."""
     return _file(request, f"/page/{file}")
 
 
 def _file(request: Request, path: str) -> Response:
     file = page.read(path)
-    # no-cache: browsers keep the file and revalidate it each time, so an upgrade is seen at once.
+    # no-cache: browsers keep the file but revalidate it each time, so an upgrade shows at once.
     headers = {"ETag": file.etag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
     known = request.headers.get("if-none-match", "")
     if known == "*" or file.etag in (tag.strip() for tag in known.split(",")):

@@ -1,1 +1,1 @@
-"""What routes declare, and how their parameters are parsed beyond what FastAPI does."""
+"""Declarations of routes, and strict parsing of their parameters."""

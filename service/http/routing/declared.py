@@ -1,6 +1,6 @@
-"""What each route declares: who may send its requests, the kind of its body, and its errors.
+"""Declarations of routes: access, kind of body, and errors.
 
-Authorization, body limits and the OpenAPI document read the same declaration.
+Authorization, body limits and the OpenAPI document use the same declaration.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ATTRIBUTE = "__fxserve_declared__"
 
 @dataclass(frozen=True)
 class Declared:
-    """Declaration of a route.
+    """The declaration of a route.
 
     Attributes:
         access: who may send its requests: everyone, keys of any scope, or only those of scope admin.
-        errors: what it may answer, beside the problems of the middleware.
-        body: whether bodies may have images, or are small.
+        errors: problems that it may return, in addition to those of the middleware.
+        body: ``images`` if bodies may hold images, ``small`` otherwise.
     """
 
     access: Access
@@ -43,7 +43,7 @@ _OPEN, _READ, _WRITE = Declared("open"), Declared("read"), Declared("admin")
 
 
 def declares(access: Access, *errors: type[Problem], body: Body = "small") -> Callable[[Endpoint], Endpoint]:
-    """Declare the route of the endpoint that this decorates; see :class:`Declared`."""
+    """Declare the route of the decorated endpoint; see :class:`Declared`."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         setattr(endpoint, _ATTRIBUTE, Declared(access, errors, body))
@@ -79,8 +79,7 @@ class DeclaredRoutes:
         return self._by_operation[path, method.upper()]
 
     def find(self, scope: Scope) -> Declared:
-        """Return the declaration of a request's route. Where there is no route, requests that write need scope
-        admin."""
+        """Return the declaration of a request's route. Without a route, write requests need scope admin."""
         method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
         wanted = "GET" if method == "HEAD" else method
         other = _READ if method in READ_METHODS else _WRITE
@@ -88,6 +87,6 @@ class DeclaredRoutes:
             if regex.match(path):
                 if wanted in methods:
                     return declared
-                if declared.access == "open":  # the method is not allowed, as everyone may know
+                if declared.access == "open":  # everyone may learn that the method is not allowed
                     other = _OPEN
         return other

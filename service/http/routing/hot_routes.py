@@ -1,4 +1,4 @@
-"""The routes with images: plain routes of Starlette, since FastAPI takes a large part of a short request's time."""
+"""Routes with images. They are plain Starlette routes, because FastAPI's overhead is large for short requests."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _SECONDS: TypeAdapter[float | None] = TypeAdapter(
 
 _MAX_CACHED = 1024
 _MAX_CACHED_LENGTH = 1024
-"""Maximum bytes of a query that is kept: clients send the same with image after image."""
+"""Maximum bytes of a cached query: clients send the same query with image after image."""
 
 
 class AnyQuery(BaseModel):
-    """The query of a route without parameters of its own, which ignores those that gateways add."""
+    """The query of a route that has no parameters and ignores any, such as those that gateways add."""
 
 
 class NoQuery(BaseModel):
-    """The query of a route that takes no parameters."""
+    """The query of a route that accepts no parameters."""
 
 
 class Parameters(Generic[Query]):
-    """The parameters of a route with images: of its path, of its query, and its timeout.
+    """The path parameters, query parameters and timeout of a route with images.
 
     Args:
-        query: those of the query; others are refused, except by :class:`AnyQuery`.
-        names: types of those of the path, with their documentation.
+        query: model of the query parameters; others are refused, except with :class:`AnyQuery`.
+        names: types of the path parameters, with their documentation.
     """
 
     def __init__(self, query: type[Query], **names: Any) -> None:
@@ -63,10 +63,10 @@ class Parameters(Generic[Query]):
         self._cached = functools.lru_cache(_MAX_CACHED)(self._parse_query)
 
     def parse(self, request: Request) -> tuple[Query, float | None]:
-        """Return the query and the timeout in seconds; the path's names are in ``request.path_params``.
+        """Return the query and the timeout in seconds. Path parameters are in ``request.path_params``.
 
         Raises:
-            InvalidRequest: any of them is invalid, or the query has parameters that are unknown or repeated.
+            InvalidRequest: a parameter is invalid, unknown or repeated.
         """
         scope = request.scope
         text: bytes = scope["query_string"]
@@ -122,20 +122,20 @@ def _documented(place: str, name: str, schema: dict[str, Any], required: bool) -
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Documentation of a JSON body with a schema that the OpenAPI document has."""
+    """Return the documentation of a JSON body whose schema is in the OpenAPI document."""
     return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
 
 
 class HotRoute(Route):
-    """A POST route of Starlette, with what the OpenAPI document shows of it.
+    """A POST route of Starlette with its OpenAPI documentation.
 
     Args:
-        path: with the names of its parameters.
-        endpoint: its name and docstring are shown.
-        parameters: what the endpoint parses.
-        tag: the section of the document.
-        body: shown as ``requestBody``.
-        response: shown as the response 200.
+        path: the path, with the names of its parameters.
+        endpoint: the endpoint; its name and docstring are documented.
+        parameters: the parameters that the endpoint parses.
+        tag: the section of the OpenAPI document.
+        body: the documented ``requestBody``.
+        response: the documented response 200.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class HotRoute(Route):
     ) -> None:
         super().__init__(path, endpoint, methods=["POST"])
         self._endpoint = endpoint
-        self.app = self._respond  # without Starlette's handlers of exceptions, which the application has around it
+        self.app = self._respond  # without Starlette's exception handlers, which the application already has
         name = endpoint.__name__
         self.operation = {
             "tags": [tag],

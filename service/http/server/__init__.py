@@ -1,1 +1,1 @@
-"""Server processes: uvicorn hardened against hostile clients, signals, and ends of processes."""
+"""Server processes: uvicorn hardened against hostile clients, signal handling, and supervision."""

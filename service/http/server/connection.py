@@ -1,7 +1,7 @@
-"""A connection of the server that ``fxserve serve`` runs: uvicorn's, but it gives up on clients that stall.
+"""The connection class of ``fxserve serve``: uvicorn's, with timeouts for stalling clients and limits on heads.
 
-uvicorn itself waits forever for the rest of a request's head, and for a client to read its response, and holds heads of
-any size in memory. It also loses the body of a request that offers an upgrade, and reads it as the next request.
+uvicorn waits forever for the rest of a request's head and for a client to read its response, and holds heads of any
+size in memory. It also mistakes the body of a request that offers an upgrade for the next request.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from service.http.server.transport import HeadWithBody, SendTimeout
 from service.problems import Draining, NotHTTP, Problem, RequestTimeout
 
 HEAD_SECONDS = 10.0
-"""From the start of a connection, or a head's first bytes, to the head's end; also from a request's response to the end
-of its body, where that came first."""
+"""Maximum seconds from the start of a connection, or from a head's first bytes, to the head's end. Also the maximum
+from a response to the end of its request's body, if the response came first."""
 
 MAX_PIPELINED = 64
-"""Requests that one connection may send ahead of their responses; one that sends more is closed after so many."""
+"""Maximum pipelined requests: a connection that sends more ahead of their responses is closed."""
 
 LAST_SECONDS = 0.1
-"""How long a connection without a request stays open when the server ends, for what its client has sent already."""
+"""Seconds that an idle connection stays open when the server shuts down, for requests already sent."""
 
 HOLD_SECONDS = 5.0
-"""Longest time that a connection is not read after admission refused its request, as its ``Retry-After`` asks. Clients
-that retry at once would keep the server busy with refusals; they wait for so long once more."""
+"""Maximum seconds that reading pauses after admission refused a request, in line with its ``Retry-After``. Clients that
+retry at once would keep the server busy with refusals, so they wait this long once more."""
 
 EARLY = 0.8
-"""Share of that time after which a client that has sent its next request has not waited. Those that wait exactly as
-told must not lose to a timer that runs late."""
+"""Share of the pause at which a client that has already sent its next request counts as impatient. It is below 1 so
+that a client that waits exactly as requested is not penalised by a late timer."""
 
 
 class Phase(Enum):
-    """What a connection reads."""
+    """The part of a request that a connection is reading."""
 
     IDLE = auto()
     """The next request has not begun."""
     HEAD = auto()
     BODY = auto()
-    """A body, its trailers included."""
+    """A body, including its trailers."""
     ENDED = auto()
-    """Nothing more; what still comes is discarded."""
+    """Nothing more: further data is discarded."""
 
 
 class Connection(HttpToolsProtocol):
@@ -60,11 +60,11 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._phase = Phase.IDLE
-        # Of a head, since the last data of a body, or discarded. What comes together with the end of an earlier request
-        # does not count: how much of it belongs to the next head is not known.
+        # Bytes of a head, since the last data of a body, or discarded. Data that arrives together with the end of an
+        # earlier request does not count, because it is unknown how much of it belongs to the next head.
         self._pending_bytes = 0
         self._draining = False
-        self._responding: RequestResponseCycle | None = None  # the request that the application works on
+        self._responding: RequestResponseCycle | None = None  # the request that the application is processing
         self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
         self._hold: asyncio.TimerHandle | None = None
 
@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn does not if the connection was reset
         if self._hold is not None:
             self._hold.cancel()
-        if self._responding is not None:  # uvicorn tells the last request only, which may wait behind this one
+        if self._responding is not None:  # uvicorn notifies only the last request, which may wait behind this one
             _disconnect(self._responding)
         super().connection_lost(exc)
 
@@ -92,7 +92,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            fault = error.__context__  # what a callback raised
+            fault = error.__context__  # the exception raised by a callback
             self._end(fault if isinstance(fault, Problem) else NotHTTP())
             return
         if self._phase is not Phase.IDLE and self._pending_bytes > heads.MAX_HEAD_BYTES:
@@ -103,11 +103,11 @@ class Connection(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed the parser. An upgrade that a request offers is ignored, as RFC 9110, 7.8 allows.
 
-        After such a head the parser stops and takes what follows for another protocol. So a new parser reads the head
-        again without the offer, and then the body.
+        After such a head the parser stops and treats the rest as another protocol. A new parser therefore reads the
+        head again without the offer, followed by the body.
 
         Raises:
-            HttpParserError: it is not HTTP.
+            HttpParserError: the data is not HTTP.
         """
         while True:
             try:
@@ -117,12 +117,12 @@ class Connection(HttpToolsProtocol):
                 version, method = self.parser.get_http_version(), self.parser.get_method()
                 data = heads.without_upgrade(version, method, self.url, self.headers) + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in uvicorn
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise RuntimeError("too many requests at once")  # which ends the parsing
-        self._unset_keepalive_if_required()  # not by empty lines, which are no request
+            raise RuntimeError("too many requests at once")  # ends the parsing
+        self._unset_keepalive_if_required()  # not on empty lines, which are not a request
         super().on_message_begin()
         self._phase = Phase.HEAD
 
@@ -153,7 +153,7 @@ class Connection(HttpToolsProtocol):
             return
         self._read_on(Phase.IDLE)
         super().on_message_complete()
-        if self.cycle.response_complete:  # it was answered before its end
+        if self.cycle.response_complete:  # it was answered before its body ended
             self._expect_request()
             self._hold_if_refused()
 
@@ -168,28 +168,29 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # uvicorn reads on after each response, and a client that sends faster than it gets them would fill the memory.
+        # uvicorn resumes reading after each response: a client that sends faster than it receives would fill the
+        # memory.
         if self.pipeline or self._hold is not None:
             self.flow.pause_reading()
         self._hold_if_refused()
-        if self._phase is not Phase.IDLE:  # uvicorn takes the connection for idle now
+        if self._phase is not Phase.IDLE:  # uvicorn now treats the connection as idle
             self._unset_keepalive_if_required()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
-            self._expect_head()  # in this case the rest of the body
+            self._expect_head()  # here: the rest of the body
 
     def _hold_if_refused(self) -> None:
-        """Stop reading for a while if the last request has been read to its end and was refused by admission."""
+        """Pause reading if admission refused the last request and its body has been read."""
         if self._phase is not Phase.IDLE or not self.cycle.response_complete or self._hold is not None:
             return
         wait: Any = self.cycle.scope.get(REFUSED)
         if wait is not None and not self.transport.is_closing():
             self.flow.pause_reading()
-            # Closing an idle connection would reset it, where its next request waits unread.
+            # Closing the idle connection would reset it if the next request is waiting unread.
             self._unset_keepalive_if_required()
             self._hold = self.loop.call_later(EARLY * min(wait, HOLD_SECONDS), self._end_hold)
 
     def _end_hold(self) -> None:
-        """Read the next request; if it has come too early, later."""
+        """Resume reading; if the next request came too early, wait longer."""
         if not self.transport.is_closing() and _has_unread(self.transport):
             self._hold = self.loop.call_later(HOLD_SECONDS, self._resume)
         else:
@@ -202,7 +203,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _expect_request(self) -> None:
-        """Start the time limit of an idle connection."""
+        """Start the keep-alive timeout."""
         self._unset_keepalive_if_required()
         if not self.transport.is_closing():
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -210,10 +211,11 @@ class Connection(HttpToolsProtocol):
             )
 
     def shutdown(self) -> None:
-        """Serve a request that has arrived already, then close.
+        """Serve a request that has already arrived, then close.
 
         uvicorn closes an idle connection at once. Under load its next request may be in the system's buffer, and
-        closing would reset the client."""
+        closing would reset the connection.
+        """
         self._draining = True
         if self._busy():
             super().shutdown()
@@ -221,7 +223,7 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LAST_SECONDS, self._end_if_idle)
 
     def _busy(self) -> bool:
-        """Return whether a request waits for its response."""
+        """Return whether a request is waiting for its response."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _end_if_idle(self) -> None:
@@ -237,7 +239,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _expect_head(self) -> None:
-        """Start the time limit for a head, or for what is left of a body whose request is answered."""
+        """Start the timeout for a head, or for the rest of a body whose request is already answered."""
         if self._deadline is None:
             why = RequestTimeout(f"the request's head did not end within {HEAD_SECONDS:g} s")
             self._deadline = self.loop.call_later(HEAD_SECONDS, self._end, why)
@@ -248,7 +250,7 @@ class Connection(HttpToolsProtocol):
             self._deadline = None
 
     def _end(self, why: Problem) -> None:
-        """Read nothing more, and answer the request that is being read with ``why``.
+        """Stop reading, and answer the request being read with ``why``.
 
         If earlier requests are still unanswered, the connection is closed after their responses, and ``why`` is not
         sent: it could be taken for one of them. A request whose body is not read to its end gets no other response.
@@ -267,20 +269,23 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, why: Problem) -> None:
-        """Send ``why`` and close our side of the connection. The client has some time to close its own: closing it with
-        unread bytes would be a reset, which can destroy the response."""
+        """Send ``why`` and close our side of the connection.
+
+        The client has some time to close its own side: closing with unread bytes would reset the connection, which can
+        destroy the response.
+        """
         self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
         self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _awaiting_responses(self) -> list[RequestResponseCycle]:
-        """Requests that were read and wait for their responses, in their order."""
+        """Return the requests that wait for their responses, in order."""
         running = [] if self._responding is None or self._responding.response_complete else [self._responding]
         return [*running, *(cycle for cycle, _ in reversed(self.pipeline))]
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Return whether the client has sent something that is not read yet, and has not closed its side."""
+    """Return whether the client has sent data that is not read yet, and has not closed its side."""
     closed = getattr(select, "POLLRDHUP", 0)  # Linux
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN | closed)
@@ -288,13 +293,13 @@ def _has_unread(transport: asyncio.Transport) -> bool:
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Tell a request that it can neither be read nor answered further."""
+    """Mark a request as disconnected."""
     cycle.disconnected = True
     cycle.message_event.set()
 
 
 def _written(why: Problem, *, with_body: bool) -> bytes:
-    """Return the last response of a connection, to a request whose path and id are not known."""
+    """Serialize the last response of a connection, to a request whose path and id are unknown."""
     response = error_response("", why)
     status = HTTPStatus(response.status_code)
     fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]

@@ -1,4 +1,4 @@
-"""Checks of request heads that RFC 9110 and 9112 require and the parser does not do."""
+"""Checks of request heads that RFC 9110 and 9112 require and the parser lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]+)([/?][^#]*)?(#.*)?", re.ASCII | re.I
 
 
 def too_large() -> HeadTooLarge:
-    """Build a refusal with status 431."""
+    """Build the problem with status 431."""
     return HeadTooLarge(f"the request line and the headers have more than {MAX_HEAD_BYTES:,} bytes")
 
 
@@ -27,9 +27,9 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
 
     Args:
         version: HTTP version, such as "1.1".
-        method: in upper case.
-        target: as sent.
-        headers: with names in lower case; may be modified.
+        method: the method, in upper case.
+        target: the target, as sent.
+        headers: the headers, with names in lower case; may be modified.
 
     Raises:
         Problem: 400, 431 or 505.
@@ -42,11 +42,11 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
         raise HTTPVersion(f"this server speaks HTTP/1.1 and 1.0, not {version[:10]}")
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) != 1 and (hosts or version == "1.1"):
-        raise NotHTTP(f"a request must have one Host header, and this one has {len(hosts)}")
+        raise NotHTTP(f"a request must have exactly one Host header, and this one has {len(hosts)}")
     if hosts and _HOST.fullmatch(hosts[0]) is None:
         raise NotHTTP("the Host header is not a host with an optional port")
     if method == b"CONNECT":
-        raise NotHTTP("CONNECT is for proxies, which this server is not")
+        raise NotHTTP("CONNECT is for proxies, and this server is not a proxy")
     if target.startswith(b"/"):
         return target
     if target == b"*":
@@ -60,7 +60,7 @@ def check(version: str, method: bytes, target: bytes, headers: Headers) -> bytes
 
 
 def without_upgrade(version: str, method: bytes, target: bytes, headers: Headers) -> bytes:
-    """Serialize a head without its request to upgrade the protocol."""
+    """Serialize a head without its offer to upgrade the protocol."""
     lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
     for name, value in headers:
         if name == b"connection":

@@ -1,4 +1,4 @@
-"""End a process that has lost its device: only another process can use the device again."""
+"""Exit of a process that has lost its device: only a new process can use the device again."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ DEVICE_LOST = 5
 _LOOK_SECONDS = 0.5
 
 _SHUTDOWN_SECONDS = 10.0
-"""Seconds for the server to shut down after the grace period, before the process ends without it."""
+"""Seconds for the server to shut down after the grace period, before the process is ended forcibly."""
 
 
 @asynccontextmanager
 async def ended_when_device_lost(engine: Engine) -> AsyncIterator[None]:
     """End the process with status :data:`DEVICE_LOST` once the device of ``engine`` is lost.
 
-    The server shuts down as on SIGTERM: requests in flight are answered first. What started the process is expected to
-    start another. For the application's lifespan, around all that it closes at its end. Outside the main thread, as in
-    a program that embeds the application, nothing is ended; the liveness probes fail there.
+    The server shuts down as on SIGTERM: in-flight requests are answered first. The supervisor is expected to start a
+    new process. Use it in the application's lifespan, around everything that is closed at its end. Outside the main
+    thread, for example in a program that embeds the application, the process is not ended; its liveness probes fail
+    instead.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

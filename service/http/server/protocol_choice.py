@@ -1,7 +1,7 @@
-"""Choose the HTTP protocol class of a server process.
+"""The HTTP protocol class of a server process.
 
 :mod:`service.http.server.connection` subclasses private classes of uvicorn. If they have changed, uvicorn's own h11
-protocol is used instead, which has no timeouts for clients that stall.
+protocol is used instead, which has no timeouts for stalling clients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ATTRIBUTES = (
 
 
 def chosen() -> str:
-    """Name of the protocol, for ``uvicorn.Config``."""
+    """Return the name of the protocol class, for ``uvicorn.Config``."""
     fault = _fault()
     if fault is None:
         return OWN
@@ -36,7 +36,7 @@ def chosen() -> str:
 
 
 def _fault() -> str | None:
-    """Return what :mod:`service.http.server.connection` needs and uvicorn lacks; None if it has everything."""
+    """Return why :mod:`service.http.server.connection` does not work with this uvicorn; None if it does."""
     try:
         importlib.import_module("uvicorn._types")
         module = importlib.import_module("uvicorn.protocols.http.httptools_impl")

@@ -1,4 +1,4 @@
-"""Run server processes: configuration of uvicorn, and exit."""
+"""Running of server processes: configuration of uvicorn, and exit."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ log = logging.getLogger("fxserve")
 
 KEEP_ALIVE_SECONDS = 75
 """Timeout of idle connections: longer than that of nginx and AWS's load balancers (60 s), which would otherwise send
-requests over connections that are being closed, and longer than any ``Retry-After``."""
+requests over closing connections, and longer than any ``Retry-After``."""
 
 
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
-    """Serve ``app`` in this process until a signal, then finish accepted requests."""
+    """Serve ``app`` in this process until a signal arrives, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings, log_level))
     _Server(config, device).run()
 
 
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
-    """Serve in several processes, which read their settings from the environment, until a signal.
+    """Serve in several processes until a signal arrives. They read their settings from the environment.
 
-    They share weights on the CPU, metrics, so that each answers ``/metrics`` for all, and extractors, in a temporary
-    folder if the settings name no store.
+    They share weights on the CPU; metrics, so that each can answer ``/metrics`` for all; and extractors, in a temporary
+    folder if no store is configured.
 
-    On Linux without a GPU they are forked from this process, which has imported all: they start at once and share that
-    memory. CUDA cannot be used in forked processes, nor can Apple's frameworks.
+    On Linux without a GPU they are forked from this process after all imports, so they start at once and share that
+    memory. Neither CUDA nor Apple's frameworks can be used in forked processes.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
         for name in ("metrics", "extractors", "weights"):
@@ -49,15 +49,18 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         if settings.extractors is None:
             os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
-        # A process that does not answer pings for this long is replaced. None answers them while it loads the
-        # operator's models, nor a spawned one while it imports torch.
+        # A process that does not answer pings for this long is replaced. Processes do not answer while they load the
+        # operator's models or, if spawned, import torch.
         options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
         forked = sys.platform == "linux" and device == "cpu"
         _supervise("service.app:create_app", forked, factory=True, workers=settings.workers, **options)
 
 
 def _supervise(app: str, forked: bool, **options: Any) -> None:
-    """Run uvicorn with our supervisor, or with its own, which spawns processes, if our subclass does not fit it."""
+    """Run uvicorn with our supervisor.
+
+    If it is incompatible with this uvicorn, use uvicorn's own, which spawns processes.
+    """
     try:
         from service.http.server.supervisor import Supervisor, fork_processes
     except ImportError as error:
@@ -83,11 +86,12 @@ def _options(settings: Settings, log_level: str) -> dict[str, Any]:
         "log_level": log_level,
         "access_log": False,  # replaced by our own, with the request's id and duration
         "server_header": False,
-        # By name: the class imports torch, and server processes unpickle these options before they answer pings.
+        # By name, because the class imports torch, and server processes unpickle these options before they answer
+        # pings.
         "http": protocol_choice.chosen(),
         "ws": "none",
         "timeout_keep_alive": KEEP_ALIVE_SECONDS,
-        # After the grace period of accepted requests, for clients that do not read their responses.
+        # For clients that do not read their responses, after the grace period of accepted requests.
         "timeout_graceful_shutdown": 2,
     }
 

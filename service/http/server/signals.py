@@ -1,4 +1,4 @@
-"""Signals before a server process serves."""
+"""Signal handling of a server process during startup."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ENDING = (signal.SIGTERM, signal.SIGINT)
 def end_on_signals() -> None:
     """Make :data:`ENDING` exit the process at once with code 0.
 
-    While serving, uvicorn's handlers drain first and then raise the signal again for these. During startup there are
-    only these; without them, the first process of a container would ignore the signals.
+    While serving, uvicorn's handlers drain first and then raise the signal again, which calls these handlers. During
+    startup they are the only ones; without them, the first process of a container would ignore the signals.
     """
     for number in ENDING:
         signal.signal(number, _end)

@@ -39,9 +39,9 @@ if _MISSING:
 
 
 def fork_processes() -> None:
-    """Have server processes forked, so that they share the memory of what this process has imported.
+    """Make uvicorn fork server processes instead of spawning them, so that they share the memory of imported modules.
 
-    Until then uvicorn spawns them. This process must have no threads that hold locks, and must not have used CUDA.
+    This process must not have threads that hold locks, and must not have used CUDA.
     """
     multiprocess.get_subprocess = _forked  # type: ignore[assignment, attr-defined]
 
@@ -51,7 +51,10 @@ def _forked(config: uvicorn.Config, target: Callable[..., None], sockets: list[s
 
 
 class _Forked(ForkProcess):
-    """Keeps signals that come before it has handlers of its own: those of the supervisor would note them and go on."""
+    """A forked process that blocks signals until it has its own handlers.
+
+    The supervisor's handlers, which it inherits, would only record the signals.
+    """
 
     def start(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -69,13 +72,13 @@ def _serve(config: uvicorn.Config, target: Callable[..., None], sockets: list[so
 
 
 class Supervisor(Multiprocess):
-    """Replaces a server process as soon as it exits, even while another does not answer pings.
+    """A supervisor that replaces a server process as soon as it exits, even while another does not answer pings.
 
-    uvicorn pings one process after another and waits for each. It does not notice when a process is killed meanwhile,
-    since the parent holds the other end of the pipe too.
+    uvicorn pings one process after another and waits for each. It does not notice that a process is killed meanwhile,
+    because the parent holds both ends of the pipe.
 
-    uvicorn ends all processes when one fails to start. Here that is so only until one has started: what a later one
-    lacks, such as memory or threads, may be free again.
+    uvicorn ends all processes when one fails to start. This class does so only until one has started: a later failure
+    may be temporary, such as a lack of memory or threads.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
@@ -87,7 +90,7 @@ class Supervisor(Multiprocess):
         for place, process in enumerate(self.processes):
             if self._may_start_later(process):
                 log.error("server process %s failed to start; another is started", process.process.pid)
-                process.kill()  # which closes its pipe
+                process.kill()  # closes its pipe
                 process.join()
                 process = self.processes[place] = Process(self.config, self.sockets)
                 process.start()
@@ -103,13 +106,15 @@ class Supervisor(Multiprocess):
         return STARTUP_FAILURE if failed else 0
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
-        """Return whether ``process`` runs and has answered its last ping, or still has time to, within ``timeout``
-        seconds."""
+        """Return whether ``process`` is running and responsive.
+
+        It is responsive if it has answered its last ping, or if that was sent less than ``timeout`` seconds ago.
+        """
         if not process.process.is_alive():
-            return self._may_start_later(process)  # it has ended just now: the next turn replaces it
+            return self._may_start_later(process)  # it has just exited; the next turn replaces it
         try:
             while process.parent_conn.poll():
-                self._has_served |= process.parent_conn.recv() is True  # what else it sends means that it starts
+                self._has_served |= process.parent_conn.recv() is True  # any other message means that it is starting
                 self._pinged.pop(process, None)
             if process not in self._pinged:
                 process.parent_conn.send(b"ping")

@@ -1,4 +1,4 @@
-"""What stands between a connection and its transport: heads sent with bodies, and a timeout for slow readers."""
+"""Wrappers of a connection's transport: heads sent together with bodies, and a timeout for slow readers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ SEND_SECONDS, SEND_BYTES = 10.0, 256 * 1024
 class HeadWithBody:
     """Wraps the transport for one response, to send its head together with the first chunk of its body.
 
-    uvicorn writes the head separately, in an extra packet that wakes up the client for nothing.
-    The first write is delayed until the second, at most until the event loop's next iteration. Later writes pass
-    through to the wrapped transport, which pauses writing for slow clients.
+    uvicorn writes the head separately, in an extra packet that wakes the client for nothing. The first write is delayed
+    until the second, at most until the event loop's next iteration. Later writes pass through to the wrapped transport,
+    which pauses writing for slow clients.
     """
 
     __slots__ = ("_head", "_loop", "_started", "_transport", "is_closing")

@@ -1,7 +1,7 @@
-"""Mutated request bodies of every kind through their parsers: each is parsed or refused.
+"""Pass mutated request bodies of every kind through their parsers: each must be parsed or rejected.
 
-Run as a program, since a parser may end its process: ``python -m tests.service.codecs.mutations COUNT SEED``. It prints
-what a body raised that is no refusal, with the body, or that took over a second, and ends with status 1.
+This is a program, since a parser may crash its process: ``python -m tests.service.codecs.mutations COUNT SEED``. It
+prints each body that raised an unexpected error or took over a second, and then ends with status 1.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def body(rng: random.Random) -> tuple[str, bytes]:
 
 def main(count: int, seed: int) -> int:
     torch.set_num_threads(1)
-    logging.disable()  # the form parser logs what it refuses
+    logging.disable()  # the form parser logs what it rejects
     rng = random.Random(seed)
     parsed, faults = 0, 0
     for _ in range(count):

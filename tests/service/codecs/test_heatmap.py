@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fxcore.graph.tokens.token_grid import TokenGrid
+from fxcore.images.channels import OtherChannels
 from fxcore.models.catalog import get_model
 from service.codecs import heatmap
 from service.problems import NoHeatMap
@@ -54,6 +55,17 @@ def test_what_is_large_is_drawn_smaller(
     assert picture.shape == (*size, 3)
     assert (picture[:, 0] == blended((0, 0, 4))).all()  # weakest on the left, strongest on the right
     assert (picture[:, -1] == blended((252, 255, 164))).all()
+
+
+def test_models_of_one_channel_see_grey() -> None:
+    """The grey under the colours is PIL's."""
+    tensor = torch.zeros(1, 5, 4, 4)
+    tensor[..., 2:] = 1.0
+    picture = drawn(png(64, 64), OtherChannels(get_model("resnet18").preprocessing(), 1), tensor, "NCHW")
+    grey = PIL.Image.new("RGB", (1, 1), COLOUR).convert("L").getpixel((0, 0))
+    assert picture.shape == (224, 224, 3)
+    for column, colour in ((0, (0, 0, 4)), (-1, (252, 255, 164))):
+        assert np.abs(picture[:, column] - (0.35 * grey + 0.65 * np.array(colour))).max() <= 1
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 10**8), (10**8, 1), (10**4, 10**4), (2, 10**7), (1449, 1448)])

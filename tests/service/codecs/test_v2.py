@@ -41,7 +41,7 @@ def test_images_in_json_are_flat_or_nested(shape, nested, prefix):
 def test_a_grid_of_images_is_refused():
     image = {"name": "image", "datatype": "BYTES", "shape": [2, 2], "data": [["AAAA", "AAAA"], ["AAAA", "AAAA"]]}
     body = json.dumps({"inputs": [image]}).encode()
-    with pytest.raises(Problem, match=r"encoded images have \[n\]"):
+    with pytest.raises(Problem, match=r"encoded images must have \[n\]"):
         v2.read(v2.Body(bytearray(body), None, "", "application/json"), 10_000, INPUTS)
 
 

@@ -1,4 +1,4 @@
-"""Real photographs, real small models, and an engine that runs for one test."""
+"""Real photographs, small real models, and an engine that runs for one test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def arrays() -> dict[str, np.ndarray]:
-    """uint8 [H, W, 3]."""
+    """Photographs as uint8 [H, W, 3], by name."""
     return {name: getattr(skimage.data, name)() for name in ("chelsea", "coffee", "rocket")}
 
 
@@ -35,17 +35,17 @@ def jpegs(arrays: dict[str, np.ndarray]) -> list[bytes]:
 
 @pytest.fixture(scope="session")
 def large_jpegs(arrays: dict[str, np.ndarray]) -> list[bytes]:
-    """Large enough to be decoded at a half."""
+    """JPEG files large enough to be decoded at half size."""
     return [encoded(np.kron(pixels, np.ones((3, 3, 1), np.uint8))) for pixels in arrays.values()]
 
 
 @pytest.fixture
 def engine() -> MakeEngine:
-    """``async with engine(max_inflight=3) as running:`` an engine with those settings, on the CPU."""
+    """Run an engine with some settings on the CPU: ``async with engine(max_inflight=3) as running:``."""
 
     @asynccontextmanager
     async def make(**settings: Any) -> AsyncIterator[Engine]:
-        # Nothing takes over in the midst of a test unless that is what it is about.
+        # No background lowering in the middle of a test, unless the test is about it.
         running = Engine(Settings(**{"device": "cpu", "lowering": False, "cache_dir": None, **settings}))
         await running.start()
         try:
@@ -58,7 +58,7 @@ def engine() -> MakeEngine:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    """In OpenVINO's place; let go of when the test ends."""
+    """A backend that replaces OpenVINO and lowers on request; released when the test ends."""
     held = Held()
     monkeypatch.setitem(BACKENDS, "openvino", held)
     yield held

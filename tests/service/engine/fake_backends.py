@@ -1,4 +1,4 @@
-"""Backends that stand where OpenVINO stands, with a fault or under a test's control."""
+"""Backends that replace OpenVINO, with a fault or under a test's control."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.service.engine.running import PATIENCE, until
 
 
 class Broken:
-    """Eager with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size``, ``two rows``
-    or ``none``."""
+    """The eager backend with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size``, ``two
+    rows`` or ``none``."""
 
     name = "openvino"
 
@@ -55,8 +55,10 @@ class Broken:
 
 
 class Held(Broken):
-    """Lowers once it is let go, unless it is cancelled before, as the process that OpenVINO lowers in may be; ``deaf``
-    if it cannot be."""
+    """A backend that lowers once the test opens it, unless it is cancelled before.
+
+    This is how the process behaves in which OpenVINO lowers. It ignores cancellation if it is ``deaf``.
+    """
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -74,13 +76,13 @@ class Held(Broken):
         return super().lower(module, example, options)
 
     async def began(self, *nodes: str) -> None:
-        """Wait until extractors of a node each, ``nodes``, were begun to be lowered."""
+        """Wait until lowering has begun for extractors with one of ``nodes`` each, in that order."""
         await until(lambda: len(self.begun) >= len(nodes))
         assert self.begun == [[node] for node in nodes]
 
 
 async def settled(record: ExtractorRecord) -> dict[str, Any]:
-    """The record's checks once the search for a faster backend is over."""
+    """Wait until the search for a faster backend is over, and return the record's checks."""
     assert record.runtime is not None
     assert record.runtime.wanted.is_set()
     assert record.runtime.upgrade is not None

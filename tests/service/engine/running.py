@@ -1,4 +1,4 @@
-"""What the engine's tests share beside fixtures."""
+"""Helpers for the engine's tests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from service.settings import Settings
 MakeEngine = Callable[..., AbstractAsyncContextManager[Engine]]
 
 PATIENCE = 120.0
-"""Seconds after which a test gives up what it waits for. A busy machine may take many for what takes none."""
+"""Seconds after which a test stops waiting. A busy machine may take many for what is usually instant."""
 
 POISON = 7777.0
-"""Marks a row that a test's model fails on."""
+"""The mark of a row that a test's model fails on."""
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory"),
     torch.AcceleratorError("CUDA error: out of memory"),
 ]
-"""What torch raises where there is too little memory."""
+"""Errors that torch raises when it runs out of memory."""
 
 
 def encoded(pixels: np.ndarray, format: str = "JPEG") -> bytes:
@@ -42,12 +42,12 @@ def encoded(pixels: np.ndarray, format: str = "JPEG") -> bytes:
 
 
 def tensors(*values: float) -> dict[str, torch.Tensor]:
-    """A small input whose rows can be told apart."""
+    """Return a small input whose rows are marked by ``values``."""
     return {"x": torch.tensor(values, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 64, 64).contiguous()}
 
 
 def marks(batch: torch.Tensor) -> list[float]:
-    """What tells the rows of a batch of :func:`tensors` apart."""
+    """Return the marks of the rows of a batch from :func:`tensors`."""
     return batch[:, 0, 0, 0].tolist()
 
 
@@ -57,14 +57,14 @@ def spec(model: str = "mobilenet_v3_small", nodes: Any = ("features.8", "feature
 
 
 async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
-    """A ready extractor."""
+    """Build an extractor and return it once it is ready."""
     record, _ = await engine.extractor(spec(*args, **rest), PATIENCE)
     assert record.state == "ready", record.problem
     return record
 
 
 def runtime_alone(*args: Any) -> Runtime:
-    """A built extractor whose engine has ended, for what only looks at it."""
+    """Build an extractor and close its engine, for tests that only inspect the extractor."""
 
     async def make() -> Runtime:
         engine = Engine(Settings(device="cpu"))
@@ -78,7 +78,7 @@ def runtime_alone(*args: Any) -> Runtime:
 
 
 class Watched:
-    """Stands where a backend stands: runs the extractor's own module, and notes, holds up or breaks its batches."""
+    """A backend that runs the extractor's own module, and records, delays or fails its batches."""
 
     def __init__(self, record: ExtractorRecord, runtime: Runtime | None = None) -> None:
         runtime = runtime or record.runtime
@@ -108,12 +108,12 @@ class Watched:
         return self._module(batch, *factors)
 
     async def begun(self) -> None:
-        """Until it has been given a batch."""
+        """Wait until a batch has arrived."""
         assert await asyncio.to_thread(self.entered.wait, PATIENCE)
 
 
 def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:
-    """A :class:`Watched`'s fault: batches with a row that is marked :data:`POISON` raise ``error``."""
+    """Return a fault for :class:`Watched`: batches with a row that is marked :data:`POISON` raise ``error``."""
 
     def fault(batch: torch.Tensor) -> None:
         if POISON in marks(batch):
@@ -123,12 +123,12 @@ def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:
 
 
 async def waiting(engine: Engine, items: int) -> None:
-    """Until so many items wait for the device."""
+    """Wait until at least ``items`` items are queued for the device."""
     await until(lambda: len(engine._queue) >= items)
 
 
 async def until(true: Callable[[], Any]) -> None:
-    """Until that is so."""
+    """Wait until ``true()`` is true."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, "it did not come to that"

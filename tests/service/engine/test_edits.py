@@ -66,6 +66,7 @@ def random_edits(randomly: random.Random, rows: int) -> list[Edit]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.exhaustive)])
 async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine, count: int) -> None:
     model = load_model(get_model("mobilenet_v3_small"), "random").eval()
@@ -182,6 +183,7 @@ async def test_an_extractor_that_begins_at_a_vector(engine: MakeEngine) -> None:
         assert torch.equal(again.outputs["classifier.3"], plain.outputs["classifier.3"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rest", [{"precision": "bfloat16"}, {"transforms": ["fold_normalization"]}])
 async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[str, Any]) -> None:
     async with engine() as running:
@@ -195,6 +197,7 @@ async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[st
         assert not torch.equal(found.outputs["features.5"], plain["features.5"])
 
 
+@pytest.mark.exhaustive
 async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEngine, held: Held) -> None:
     held.open.set()
     async with engine(lowering=True) as running:
@@ -211,6 +214,7 @@ async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEng
         await running.features(record, x, edits=[Edit(NODE, 0, box=[0, 0, 1, 1])])
 
 
+@pytest.mark.exhaustive
 async def test_int8_refuses_edits(engine: MakeEngine) -> None:
     async with engine() as running:
         record, _ = await running.extractor(spec(nodes=["features.3"], precision="int8", backend="eager"), 120)
@@ -223,7 +227,7 @@ async def test_int8_refuses_edits(engine: MakeEngine) -> None:
     [
         (Edit("features.33"), "mobilenet_v3_small has no node 'features.33'"),
         (Edit("features.*"), "stands for several nodes"),
-        (Edit("features.12"), "no node that is asked for depends on 'features.12'"),
+        (Edit("features.12"), "no requested node depends on 'features.12'"),
         (Edit(NODE, channels=[24]), "no channel 24 in features.3.add: it has 24"),
         (Edit(NODE, scale=3e38, images=[0]), "beyond"),
     ],

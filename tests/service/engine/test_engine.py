@@ -32,6 +32,7 @@ def hooked(model: torch.nn.Module, path: str, batch: torch.Tensor) -> torch.Tens
     return seen[0]
 
 
+@pytest.mark.exhaustive
 async def test_values_are_those_of_a_forward_hook(engine: MakeEngine, jpegs: list[bytes]) -> None:
     entry = get_model("resnet18")
     model = load_model(entry, "random")
@@ -64,6 +65,7 @@ async def test_large_images_are_close_when_fast(engine: MakeEngine, large_jpegs:
         assert_close(torch.cat([one.outputs[key] for one in one_by_one]), fast.outputs[key], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preprocess", ["default", "pil", "fast"])
 async def test_what_default_means_is_a_setting(
     engine: MakeEngine, arrays: dict[str, np.ndarray], preprocess: str
@@ -240,7 +242,7 @@ async def test_a_response_over_the_limit_is_refused_before_any_work(engine: Make
             await running.features(record, jpegs * 20)
         assert caught.value.extra["bytes"] == size * 60
         assert caught.value.extra["limit"] == 200_000
-        ways = ["pool=avg", "project=4096", "dtype=float16", "fewer images a request", "fewer nodes"]
+        ways = ["pool=avg", "project=4096", "dtype=float16", "fewer images per request", "fewer nodes"]
         assert caught.value.extra["ways"] == ways
         assert watched.sizes == [1]
         assert (await running.features(record, jpegs * 20, FeatureOptions(pool="avg", dtype="float16"))).images == 60

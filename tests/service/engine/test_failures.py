@@ -79,6 +79,7 @@ async def test_work_past_its_deadline_is_dropped(engine: MakeEngine) -> None:
     assert [marks(batch) for batch in watched.batches] == [[0], [2]]
 
 
+@pytest.mark.exhaustive
 async def test_the_deadline_of_the_settings(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine(request_timeout=0.5) as running:
         record = await built(running)
@@ -89,12 +90,12 @@ async def test_the_deadline_of_the_settings(engine: MakeEngine, monkeypatch: pyt
             with pytest.raises(DeadlineExceeded):
                 await running.features(record, tensors(1))
         await until(lambda: not running.readiness()[0])
-        assert "has been on one batch" in running.readiness()[1]
-        with pytest.raises(NotReady, match="has been on one batch"):  # at once: it would wait for nothing
+        assert "has been busy with one batch" in running.readiness()[1]
+        with pytest.raises(NotReady, match="has been busy with one batch"):  # at once: it would wait for nothing
             await running.features(record, tensors(2), deadline=time.monotonic() + PATIENCE)
         assert running.device_lost() is None  # yet
         monkeypatch.setattr("service.engine.engine.HUNG_SECONDS", 0.0)
-        assert "has been on one batch" in (running.device_lost() or "")
+        assert "has been busy with one batch" in (running.device_lost() or "")
         watched.open.set()
         await until(lambda: running.readiness()[0])
         assert (await running.features(record, tensors(2), deadline=time.monotonic() + PATIENCE)).images == 1
@@ -125,6 +126,7 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
         assert running.readiness()[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 async def test_out_of_memory_halves_the_batch(
     engine: MakeEngine, error: Exception, caplog: pytest.LogCaptureFixture
@@ -193,6 +195,7 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
         assert running.admission.bytes == 0
 
 
+@pytest.mark.exhaustive
 async def test_a_flood_gets_one_response_per_request(engine: MakeEngine, jpegs: list[bytes]) -> None:
     """Mixed models, options, clients that leave and bad images, more than may be in: every one has one answer."""
     async with engine(max_inflight=24, max_batch=4) as running:

@@ -13,6 +13,7 @@ from service.http.lookups import Lookups
 from service.problems import AdmissionFull
 
 
+@pytest.mark.exhaustive
 @pytest.mark.anyio
 async def test_retry_after_follows_the_rate_of_lookups() -> None:
     with Pool(1, "lookup") as pool:

@@ -1,1 +1,1 @@
-"""How much work is in the service, whose it is, and when refused requests come back."""
+"""Admission control: limits on the work in the service, fairness between clients, and retry times."""

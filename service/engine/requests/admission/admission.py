@@ -1,18 +1,18 @@
-"""How much work may be in the server at a time, and which clients' work.
+"""Limits on the work in the server at a time, shared fairly between clients.
 
-A request is admitted before any of it is decoded: first by count, then, once its image headers are read, with the bytes
-it will decode to and answer with. Its body counts from the moment it arrives, and its response until it is sent. What
-does not fit is refused at once, with the time after which to try again.
+A request is admitted before any of it is decoded: first by count and then, once its image headers are read, by the
+bytes of its decoded rows and its response. Its body counts from the moment it arrives, and its response until it is
+sent. A request that does not fit is refused at once, with the time after which to retry.
 
-Two rules keep one client from starving the rest, a client being an API key or, where there are none, an address:
+Two rules keep one client from starving the others. A client is an API key or, on a server without keys, an address:
 
-- *Room for others*: no client may hold more than eight times what is free, the dynamic threshold of Choudhury and Hahne
-  (IEEE/ACM Transactions on Networking 6(2), 1998), which switches use to share a buffer between ports. It needs no list
-  of active clients: a single client gets eight ninths, two get eight seventeenths each, and a new client always finds a
-  place.
-- *Turns*: of the admitted requests only as many are worked on as keep batches full. The rest wait in a queue for each
-  client, and the queues are served round-robin. So a client with one request waits for one round, not for everything
-  that another client has sent before. Batches are formed without regard to clients.
+- *Room for others*: no client may hold more than eight times the free amount. This is the dynamic threshold of
+  Choudhury and Hahne (IEEE/ACM Transactions on Networking 6(2), 1998), with which switches share a buffer between
+  ports. It needs no list of active clients: a single client gets eight ninths, two get eight seventeenths each, and a
+  new client always finds room.
+- *Turns*: only as many admitted requests are processed at a time as keep batches full. The others wait in per-client
+  queues, which are served round-robin, so a client with one request waits for one round and not for everything that
+  another client sent before. Batches are formed without regard to clients.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from service.engine.requests.admission.returns import Returns
 from service.problems import AdmissionFull, RequestTooLarge
 
 SERVICE = ""
-"""The client of requests that the service makes itself."""
+"""The client name for the service's own requests."""
 
 _WINDOW = 10.0
-"""Seconds over which the drain rate is measured; only those with requests to work on count."""
+"""Seconds over which the drain rate is measured. Idle time does not count."""
 
 _SHORTEST, _LONGEST = 1.0, 60.0
-"""Bounds on the seconds that a refused client is told to wait."""
+"""Bounds on the ``Retry-After`` of refused requests, in seconds."""
 
 _MAX_AWAITED = 8
-"""Refused requests whose retries are scheduled for a client, as a multiple of those that may be admitted."""
+"""Maximum scheduled retries per client, as a multiple of the maximum admitted requests."""
 
 _SHARE = 8
-"""How many times the free amount one client may hold."""
+"""Maximum amount that one client may hold, as a multiple of the free amount."""
 
 
 class Admission:
-    """Counts requests and their bytes, by client. For one event loop: no locks.
+    """Counts requests and their bytes per client. For one event loop, so it uses no locks.
 
     Args:
         max_requests: maximum requests at a time.
-        max_bytes: maximum bytes that the requests may claim together.
-        max_turns: maximum requests that are worked on at a time; the others wait for their client's turn.
+        max_bytes: maximum bytes claimed by all requests together.
+        max_turns: maximum requests processed at a time; the others wait for their client's turn.
     """
 
     def __init__(self, max_requests: int, max_bytes: int, max_turns: int = 64) -> None:
@@ -68,28 +68,28 @@ class Admission:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     def check(self, client: str) -> None:
-        """Refuse now what :meth:`enter` would refuse, before its body is read.
+        """Refuse a request that :meth:`enter` would refuse, before its body is read.
 
         Raises:
-            AdmissionFull: there is no place.
+            AdmissionFull: there is no room.
         """
         if self.requests >= self.max_requests:
-            raise self._full(client, f"{self.requests} requests are being worked on, as many as are allowed at a time")
+            raise self._full(client, f"{self.requests} requests are in flight, which is the limit")
         held = self._requests_of.get(client, 0)
         if held >= _SHARE * (self.max_requests - self.requests):
             raise self._full(
-                client, f"{held} requests of yours are being worked on, and the places left are for others"
+                client, f"{held} of your requests are in flight, and the places left are for other clients"
             )
 
     def enter(self, client: str, reservation: Reservation | None = None) -> Ticket:
         """Admit a request.
 
         Args:
-            client: who sent it.
-            reservation: what it holds beside it, to which the bytes of its response are added.
+            client: the client that sent it.
+            reservation: its reservation, to which the bytes of its response are added.
 
         Raises:
-            AdmissionFull: there is none.
+            AdmissionFull: there is no room.
         """
         self.check(client)
         if not self.requests:
@@ -99,7 +99,7 @@ class Admission:
         return Ticket(self, client, reservation)
 
     def reserve(self, client: str, accepted: bool = False) -> Reservation:
-        """Count the bytes that a request of ``client`` holds from its body's first byte to its response's last.
+        """Return a reservation for the bytes of a request of ``client``; see :class:`Reservation`.
 
         Args:
             accepted: whether it was accepted before the service began to drain.
@@ -107,23 +107,25 @@ class Admission:
         return Reservation(self, client, accepted)
 
     def retry_after(self, client: str) -> float:
-        """Return seconds until all requests in the server, and the retries before one of ``client``, will be done, at
-        the recent drain rate.
+        """Return the seconds after which ``client`` should retry.
 
-        So requests that are refused together are retried one after another: if all were retried at once, most would be
-        refused again.
+        That is the time to finish all requests in the server, and all retries scheduled before this one, at the recent
+        drain rate.
+
+        Requests that are refused together are thus retried one after another: if all were retried at once, most would
+        be refused again.
         """
         now = self._busy_time()
         while self._departures and now - self._departures[0] > _WINDOW:
             self._departures.popleft()
         measured = now - self._departures[0] if len(self._departures) == self._departures.maxlen else min(now, _WINDOW)
         before = self.requests + self._returns.before(client)
-        # If nothing was done lately, that may go on for as long again.
+        # If nothing finished recently, expect the same delay again.
         seconds = measured * before / len(self._departures) if self._departures else measured
         return float(math.ceil(min(max(seconds, _SHORTEST), _LONGEST)))
 
     def _busy_time(self) -> float:
-        """Return seconds in which there was a request to work on: an idle server drains nothing."""
+        """Return the seconds during which the server had requests; an idle server drains nothing."""
         return self._busy + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
 
     async def _take_turn(self, client: str) -> None:
@@ -139,14 +141,14 @@ class Admission:
             if waiter.done() and not waiter.cancelled():  # it got the turn at the same moment
                 self._pass_on()
             else:
-                with suppress(ValueError):  # passed over already
+                with suppress(ValueError):  # already removed from the queue
                     queue.remove(waiter)
                 if not queue and self._waiting.get(client) is queue:
                     del self._waiting[client]
             raise
 
     def _pass_on(self) -> None:
-        """Pass a turn that ended to the next client in the round."""
+        """Pass a finished turn to the next client in the round."""
         while self._waiting:
             client, queue = self._waiting.popitem(last=False)
             waiter = queue.popleft()
@@ -163,7 +165,7 @@ class Admission:
         return AdmissionFull(f"{why}; try again in {seconds:.0f} s", retry_after=seconds)
 
     def _claim(self, client: str, amount: int, own: int) -> None:
-        """Count ``amount`` more bytes for a request that holds ``own`` already."""
+        """Count ``amount`` more bytes for a request that already holds ``own``."""
         if own + amount > self.max_bytes:
             raise RequestTooLarge(own + amount, self.max_bytes)
         left = self.max_bytes - self.bytes - amount
@@ -171,13 +173,13 @@ class Admission:
         if left < 0:
             raise self._full(
                 client,
-                f"the requests being worked on need {self.bytes:,} bytes, this one {amount:,}, and the limit is "
+                f"the requests in flight need {self.bytes:,} bytes, this one {amount:,}, and the limit is "
                 f"{self.max_bytes:,}",
             )
-        # A client's only request may take all that is free: otherwise the largest would never be admitted.
+        # A client's only request may use all free bytes: otherwise the largest requests would never be admitted.
         if held > own and held + amount > _SHARE * left:
             raise self._full(
-                client, f"your requests need {held:,} bytes, this one {amount:,}, and what is left is for others"
+                client, f"your requests need {held:,} bytes, this one {amount:,}, and the rest is for other clients"
             )
         self.bytes += amount
         self._bytes_of[client] = held + amount
@@ -197,7 +199,7 @@ class Admission:
 
 
 class Ticket:
-    """A request's place in the server; use it as a context manager, which gives the place back."""
+    """A request's place in the server, as a context manager that releases it."""
 
     def __init__(self, admission: Admission, client: str, reservation: Reservation | None) -> None:
         self._admission = admission
@@ -208,11 +210,11 @@ class Ticket:
         self._has_turn = False
 
     def claim(self, amount: int, response: int = 0) -> None:
-        """Claim ``amount`` bytes until this request is done, and ``response`` more until its response is sent.
+        """Claim ``amount`` bytes until this request is done, and ``response`` bytes until its response is sent.
 
         Raises:
-            AdmissionFull: they do not fit beside what others hold, or are more than this client's share.
-            RequestTooLarge: they would not fit if this request were alone.
+            AdmissionFull: they do not fit now, or exceed this client's share.
+            RequestTooLarge: they would not fit even if this request were alone.
         """
         own = self._bytes + self._response + (0 if self._reservation is None else self._reservation.bytes)
         self._admission._claim(self._client, amount + response, own)
@@ -220,8 +222,10 @@ class Ticket:
         self._response += response
 
     async def turn(self) -> float:
-        """Wait for this client's turn, which is held until this request is done or asks for another; the seconds
-        waited."""
+        """Wait for this client's turn, and return the seconds waited.
+
+        The turn is held until the request is done or waits for another one.
+        """
         asked = time.monotonic()
         if self._has_turn:
             self._has_turn = False
@@ -247,13 +251,14 @@ class Ticket:
 
 
 class Reservation:
-    """The bytes that one request holds, from the first of its body to the last of its response; a context manager that
-    gives them back.
+    """The bytes held by one request, from the first of its body to the last of its response.
+
+    Use it as a context manager, which releases them.
 
     Attributes:
-        client: who sent the request.
+        client: the client that sent the request.
         accepted: whether it was accepted before the service began to drain.
-        bytes: how many it holds.
+        bytes: number of bytes it holds.
     """
 
     def __init__(self, admission: Admission, client: str, accepted: bool) -> None:
@@ -273,7 +278,7 @@ class Reservation:
         self.bytes += amount
 
     def transfer(self, amount: int) -> None:
-        """Keep bytes that are claimed already until the request ends."""
+        """Keep already claimed bytes until the request ends."""
         if self._ended:
             self._admission._release(self.client, amount)
         else:
@@ -293,5 +298,5 @@ def _subtract(amounts: dict[str, int], client: str, amount: int) -> None:
     left = amounts[client] - amount
     if left:
         amounts[client] = left
-    else:  # clients that hold nothing are forgotten
+    else:  # forget clients that hold nothing
         del amounts[client]

@@ -1,4 +1,4 @@
-"""In-flight requests, and waiting until there are none."""
+"""A counter of in-flight requests that can be awaited."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class InFlight:
-    """Counts the ``with`` blocks over it that have begun and not ended. For one event loop."""
+    """Counts the open ``with`` blocks over it. For one event loop."""
 
     def __init__(self) -> None:
         self.count = 0

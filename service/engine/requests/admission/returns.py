@@ -1,4 +1,4 @@
-"""When refused requests are to be retried, by client."""
+"""The scheduled retries of refused requests, by client."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import time
 
 
 class Returns:
-    """Counts the retries that are still to come, so that refused clients come back one after another.
+    """Counts pending retries, so that refused clients come back one after another.
 
-    A client's retries delay its own next ones; of those of every other client one counts. So a client that ignores the
-    times that it was told, and is refused again and again, delays nobody else by more than one request.
+    All of a client's own pending retries delay its next one; of every other client, only one counts. A client that
+    ignores ``Retry-After`` and is refused repeatedly therefore delays others by at most one request.
 
     Args:
-        max_returns: maximum retries kept for a client, and maximum clients; the earliest are dropped first.
+        max_returns: maximum retries kept per client, and maximum number of clients; the earliest are dropped first.
     """
 
     def __init__(self, max_returns: int) -> None:
         self._max_returns = max_returns
-        self._of: dict[str, list[float]] = {}  # a heap of times for each client
-        self._clients: list[tuple[float, str]] = []  # a heap: each client with a time at which to look at it again
+        self._of: dict[str, list[float]] = {}  # client → heap of times
+        self._clients: list[tuple[float, str]] = []  # heap of clients, by the time of their next check
 
     def before(self, client: str) -> int:
         """Count the retries that come before another one of ``client``."""
@@ -38,7 +38,7 @@ class Returns:
         return len(self._of) - 1 + len(own)
 
     def add(self, client: str, at: float) -> None:
-        """Expect a retry of ``client`` at a time of ``time.monotonic()``."""
+        """Schedule a retry of ``client`` at ``at``, on the clock of ``time.monotonic()``."""
         if client not in self._of:
             if len(self._of) == self._max_returns:
                 del self._of[heapq.heappop(self._clients)[1]]

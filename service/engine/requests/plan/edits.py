@@ -1,4 +1,4 @@
-"""Checks the edits of a request, and sizes their factors before anything is computed."""
+"""Validation of a request's edits, and the sizes of their factors, before anything is computed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from service.engine.runtime.runtime import Runtime
 
 
 def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
-    """Return ``edits`` with exact names of nodes.
+    """Return ``edits`` with exact node names.
 
     Raises:
-        BadEdit: a node does not exist or has no row for each image, or the extractor computes in int8.
+        BadEdit: a node does not exist or does not have one row per image, or the extractor computes in int8.
     """
     exact = []
     for index, edit in enumerate(edits):
@@ -31,7 +31,7 @@ def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
 
 @contextmanager
 def at_fault(edits: Sequence[Edit]) -> Iterator[None]:
-    """Add its index to the error of a node that cannot be edited."""
+    """Add the index of the edit to the error for a node that cannot be edited."""
     try:
         yield
     except BadEdit as error:
@@ -42,18 +42,18 @@ def at_fault(edits: Sequence[Edit]) -> Iterator[None]:
 
 
 class EditFactors:
-    """The factors of a request's rows, before they are computed.
+    """The planned factors of a request's rows.
 
     Args:
         runtime: the extractor that edits these nodes.
-        edits: with exact names.
-        shapes: of the rows.
+        edits: edits with exact node names.
+        shapes: shapes of the rows.
 
     Attributes:
-        bytes: of the factors.
+        bytes: bytes of the factors.
 
     Raises:
-        BadEdit: an edit selects what the values do not have; ``edit`` is its index.
+        BadEdit: an edit selects something that the values do not have; ``extra["edit"]`` is its index.
     """
 
     def __init__(self, runtime: Runtime, edits: Sequence[Edit], shapes: Sequence[RowShape]) -> None:
@@ -64,7 +64,7 @@ class EditFactors:
             size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
             self._factors[shape] = [
                 PlannedFactors(node, edits, len(shapes), dims[node.name], size, runtime.description.dtype)
-                for node in runtime.at(shape).extractor.edited  # windows are as many as its size has
+                for node in runtime.at(shape).extractor.edited  # the number of windows depends on the input size
             ]
         self.bytes = sum(one.bytes for factors in self._factors.values() for one in factors)
 
@@ -72,6 +72,6 @@ class EditFactors:
         """Compute the factors.
 
         Raises:
-            BadEdit: several edits of a node together are beyond the dtype.
+            BadEdit: the combined edits of a node overflow the dtype.
         """
         return Edits({shape: [one.make() for one in all] for shape, all in self._factors.items()}, self._shapes)

@@ -1,6 +1,6 @@
-"""How a request's images are decoded: their sizes are read from their headers, and they are split into parts.
+"""Planning of encoded images: sizes are read from the headers, and the images are split into parts.
 
-Everything here may run in any thread.
+All functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from fxcore.errors import BadTensor
+from fxcore.images.channels import luma
 from fxcore.images.decoding import decode
 from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.formats.deep_png import is_deep
@@ -19,25 +20,31 @@ from service.engine.description import Description
 from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
-"""Bytes a pixel beside an image of 16 bits a value, which is resized as floats, from floats."""
+"""Extra bytes per pixel for images with 16 bits per value, which are converted to floats and resized as floats."""
 
-# Up to these, reading plain headers takes less time than changing threads twice.
+_LUMA_BYTES = 2 * 3 * FLOAT_BYTES
+"""Extra bytes per pixel for images sent as they are to models of one channel: two RGB images of floats."""
+
+# Up to these limits, reading plain headers is faster than switching threads twice.
 _HEADERS_AT_ONCE = 8
 _SMALL_BYTES = 256 * 1024
 
 
 def is_quick(images: Sequence[bytes]) -> bool:
-    """Return whether the headers can be read on the event loop: they are few, one of :func:`header_steps`, and plain.
-    PIL reads others, and walks through the whole file."""
+    """Return whether the headers can be read on the event loop.
+
+    They can if they are few (one of :func:`header_steps`) and plain. Other headers are read by PIL, which walks through
+    the whole file.
+    """
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
 
 
 def check_takes_images(description: Description, images: Sequence[bytes]) -> None:
-    """Check that there are images and that the model takes images.
+    """Check that there are images and that the model accepts images.
 
     Raises:
-        BadTensor: with what would be right.
+        BadTensor: they do not; the message says what to send.
     """
     if not images:
         raise BadTensor("the request holds no image; send at least one")
@@ -47,15 +54,15 @@ def check_takes_images(description: Description, images: Sequence[bytes]) -> Non
 
 
 def header_steps(count: int) -> list[range]:
-    """Image indices in groups: headers of a group are read before it is another request's turn."""
+    """Return the image indices in groups; other requests are served between two groups."""
     return spread(count, _HEADERS_AT_ONCE)
 
 
 def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
-    """Return the headers of ``images`` at ``indices``.
+    """Return the headers of the images at ``indices``.
 
     Raises:
-        BadImage, ImageTooLarge: by the header of an image; ``index`` in ``extra`` says which.
+        BadImage, ImageTooLarge: the header of an image is invalid or too large; ``extra["index"]`` is its index.
     """
     headers = []
     for index in indices:
@@ -70,16 +77,19 @@ def plan_images(
     """Plan a request of encoded images without decoding them.
 
     Args:
-        description: of the extractor, which :func:`check_takes_images` found to take them.
-        images: of the request.
-        headers: of these, by :func:`read_headers`.
+        description: the extractor's description, already checked by :func:`check_takes_images`.
+        images: the request's images.
+        headers: their headers, from :func:`read_headers`.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
-        max_pixels: maximum pixels of an image.
+        max_pixels: maximum pixels per image.
 
     Raises:
-        ImageTooLarge: resizing makes it so; ``index`` in ``extra`` says which image.
+        ImageTooLarge: an image is too large once resized; ``extra["index"]`` is its index.
     """
-    preparation = _AsSent(max_pixels) if preprocess == "none" else _Preprocessed(description, preprocess, max_pixels)
+    if preprocess == "none":
+        preparation = _AsSent(description, max_pixels)
+    else:
+        preparation = _Preprocessed(description, preprocess, max_pixels)
     sizes, costs = [], []
     for index, (data, header) in enumerate(zip(images, headers, strict=True)):
         height, width, _ = header
@@ -94,7 +104,7 @@ def plan_images(
     value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else preparation.value_bytes
     rows = sum(preparation.channels * height * width * value_bytes for height, width in sizes)
     if pad is not None:
-        rows *= 2  # the rows, and the batch of them
+        rows *= 2  # the rows, plus the padded batch
 
     def placements() -> list[Placement]:
         return [preparation.placement(height, width) for height, width, _ in headers]
@@ -109,26 +119,28 @@ def plan_images(
 
 
 class _AsSent:
-    """How images become rows with ``preprocess=none``: each is its row.
+    """Preparation of images with ``preprocess=none``: each image is a row as it is.
+
+    For models of one channel, the row is its luma.
 
     Attributes:
-        channels: of a row.
-        value_bytes: bytes of a value of a row, for images with 8 bits a value.
-        pad: makes one batch of rows of different sizes, where the model's own preprocessing does so.
+        channels: channels of a row.
+        value_bytes: bytes per value of a row, for images with 8 bits per value.
+        pad: combines rows of different sizes into one batch, if the model's own preprocessing does so.
     """
 
-    channels = 3
     value_bytes = FLOAT_BYTES
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
 
-    def __init__(self, max_pixels: int) -> None:
+    def __init__(self, description: Description, max_pixels: int) -> None:
+        self.channels = description.entry.channels
         self._max_pixels = max_pixels
 
     def check_size(self, height: int, width: int) -> None:
-        """Check the largest size that an image has until it is a row, beyond that in its header.
+        """Check the largest size of an image during preprocessing, beyond the size in its header.
 
         Raises:
-            ImageTooLarge: that has more pixels than are allowed.
+            ImageTooLarge: it exceeds the maximum number of pixels.
         """
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
@@ -136,7 +148,7 @@ class _AsSent:
         return height, width
 
     def placement(self, height: int, width: int) -> Placement:
-        """Return where the image is in its row."""
+        """Return the placement of the image in its row."""
         return Placement((height, width), 1.0, 1.0, 0, 0, (height, width))
 
     def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
@@ -144,23 +156,24 @@ class _AsSent:
         return None
 
     def decoding_bytes(self, header: Header) -> int:
-        """Return peak bytes until the image is a row, beside its file."""
-        return _decoded_bytes(header)
+        """Return the peak bytes while the image is decoded, without its file."""
+        luma_bytes = _LUMA_BYTES * header.height * header.width if self.channels == 1 else 0
+        return _decoded_bytes(header) + luma_bytes
 
     def row(self, data: bytes) -> Tensor:
-        """Return its row, ``[channels, H, W]``, or as uint8 pixels ``[H, W, 3]``."""
-        return scaled(decode(data, self._max_pixels).permute(2, 0, 1))
+        """Return its row: ``[channels, H, W]``, or uint8 pixels ``[H, W, 3]``."""
+        pixels = scaled(decode(data, self._max_pixels).permute(2, 0, 1))
+        return luma(pixels) if self.channels == 1 else pixels
 
 
 class _Preprocessed(_AsSent):
-    """How images become rows by the model's preprocessing, in the mode ``preprocess``."""
+    """Preparation of images with the model's preprocessing, in the mode ``preprocess``."""
 
     def __init__(self, description: Description, preprocess: str, max_pixels: int) -> None:
-        super().__init__(max_pixels)
+        super().__init__(description, max_pixels)
         self._decoder = description.decoder
         self._preprocessing = description.preprocessing
         self._preprocess = preprocess
-        self.channels = description.entry.channels
         self.value_bytes = description.decoder.dtype.itemsize
         self.pad = description.preprocessing.stack if description.preprocessing.pads else None
 
@@ -184,5 +197,5 @@ class _Preprocessed(_AsSent):
 
 
 def _decoded_bytes(header: Header) -> int:
-    """Peak bytes while an image is decoded: PIL's own buffers, and its pixels as PIL has them."""
+    """Return the peak bytes while an image is decoded: PIL's buffers and its decoded pixels."""
     return header.held + 4 * header.height * header.width

@@ -1,4 +1,4 @@
-"""The limit on inputs under ``fit=native``, whose size each image decides."""
+"""Limits on inputs with ``fit=native``, whose size depends on each image."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from service.engine.rows.shapes import RowShape
 from service.schemas.image_size import MAX_SIDE
 
 _MAX_PATCHES = 16_384
-"""Maximum patches of an image, of models that are built for one size: most have attention, whose time grows with the
-square of their number. As many as a square of 2048 pixels has of patches of 16."""
+"""Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
+number of patches. A 2048-pixel square has this many 16-pixel patches."""
 
 
 def check_native(description: Description, shapes: Sequence[RowShape], resized: bool) -> None:
-    """Check the sizes of inputs under ``fit=native``, before anything is decoded.
+    """Check input sizes with ``fit=native``, before anything is decoded.
 
     Args:
-        description: of the extractor.
-        shapes: of the rows.
-        resized: whether preprocessing resizes the images to these shapes; others were sent so.
+        description: the extractor's description.
+        shapes: shapes of the rows.
+        resized: whether preprocessing resizes the images to these shapes. Otherwise they were sent like that.
 
     Raises:
-        ImageTooLarge: a side would be over :data:`~service.schemas.image_size.MAX_SIDE`, or there would be too many
-            patches; ``index`` in ``extra`` says of which image.
+        ImageTooLarge: a side would exceed :data:`~service.schemas.image_size.MAX_SIDE`, or there would be too many
+            patches; ``extra["index"]`` is the image's index.
     """
     if description.spec.fit != "native":
         return
     multiple = description.preprocessing.describe()["multiple"]
     for index, shape in enumerate(shapes):
         height, width = shape[0][-2:]
-        limits = {MAX_SIDE * min(height, width): f"no side may be over {MAX_SIDE}"}
+        limits = {MAX_SIDE * min(height, width): f"no side may exceed {MAX_SIDE}"}
         if description.entry.one_size:
-            limits[_MAX_PATCHES * multiple**2] = f"at most {_MAX_PATCHES:,} squares of {multiple} pixels are taken"
+            limits[_MAX_PATCHES * multiple**2] = f"at most {_MAX_PATCHES:,} squares of {multiple} pixels are allowed"
         limit = min(limits)
         if height * width > limit:
             with indexed(index):

@@ -1,4 +1,4 @@
-"""Places the regions of a request on the feature maps, before anything is computed."""
+"""Placement of a request's regions on the feature maps, before anything is computed."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from service.engine.runtime.runtime import Runtime
 from service.schemas.regions import KINDS, GivenRegions
 
 _MAX_SAMPLES = 2**31
-"""Maximum values of maps that the regions of a request may sample: others wait while they are pooled."""
+"""Maximum map values that the regions of a request may sample: other requests wait while they are pooled."""
 
 _MAX_MASK_PIXELS = 2**29
-"""Maximum pixels of all masks of a request: each is read as often as the extractor has maps of different sizes."""
+"""Maximum pixels of all masks of a request: each mask is read once for every map size of the extractor."""
 
 _IMAGES_AT_ONCE = 64
-"""Images whose boxes or points are carried at a time."""
+"""Number of images whose boxes or points are mapped at a time."""
 
 
 def region_steps(given: GivenRegions) -> list[range]:
-    """Image indices in groups: regions of a group are carried before it is another request's turn."""
+    """Return the image indices in groups; other requests are served between two groups."""
     return spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE)
 
 
 def check_regions(plan: Plan, given: GivenRegions) -> list[Placement]:
-    """Return where the images are in their rows.
+    """Check the number and size of the regions, and return the placement of each image in its row.
 
     Raises:
-        BadBox, BadPoint, BadMask: there is no list for each image, or there are too many pixels in all masks.
+        BadBox, BadPoint, BadMask: there is not one list per image, or the masks have too many pixels in total.
     """
     kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
     placements = list(plan.placements())
     if len(given.of_images) != len(placements):
         raise problem(
-            f"{kind.field} needs a list for each image, {len(placements)} in all, and has {len(given.of_images)}: give "
+            f"{kind.field} must have one list per image, {len(placements)} in all, not {len(given.of_images)}: give "
             f"an empty list for an image without {kind.field}"
         )
     if given.pool == "mask":
         pixels = sum(math.prod(p.image) * len(of) for p, of in zip(placements, given.of_images, strict=True))
         if pixels > _MAX_MASK_PIXELS:
             raise problem(
-                f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are taken in one request: "
-                "send fewer at a time"
+                f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are allowed in one "
+                "request: send fewer at a time"
             )
     return placements
 
@@ -57,10 +57,11 @@ def check_regions(plan: Plan, given: GivenRegions) -> list[Placement]:
 def carry(
     runtime: Runtime, plan: Plan, given: GivenRegions, placements: Sequence[Placement], indices: range
 ) -> list[Mapping[str, Tensor]]:
-    """Carry the regions of some images, in pixels of these as sent, over to the model's input and its maps.
+    """Map the regions of some images, given in pixels of the images as sent, to the model's input and its maps.
 
     Raises:
-        BadBox, BadPoint, BadMask: one is wrong; ``index`` and ``box``, ``point`` or ``mask`` in ``extra`` say which.
+        BadBox, BadPoint, BadMask: one is invalid; ``index`` and ``box``, ``point`` or ``mask`` in ``extra`` identify
+            it.
     """
     placed = []
     for index in indices:
@@ -76,11 +77,11 @@ def regions_of(
     """Return the regions of a request.
 
     Args:
-        placed: of all images, by :func:`carry`.
-        roi_size: positions a side of what each box becomes.
+        placed: the mapped regions of all images, from :func:`carry`.
+        roi_size: positions per side of each pooled box.
 
     Raises:
-        BadBox, BadPoint, BadMask: pooling all of them takes too long.
+        BadBox, BadPoint, BadMask: pooling all of them would take too long.
     """
     rows = [row_size(runtime, shape) for shape in plan.shapes]
     counts = [len(of_image) for of_image in given.of_images]
@@ -97,7 +98,7 @@ def regions_of(
     if samples > _MAX_SAMPLES:
         field = KINDS[given.pool].field
         raise PROBLEMS[given.pool](
-            f"pooling these {field} takes {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are taken in "
+            f"pooling these {field} needs {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are allowed in "
             f"one request: send fewer or smaller {field}, or ask for a coarser level"
         )
     return Regions(counts, placed, [row.grids for row in rows])

@@ -22,11 +22,11 @@ from service.problems import RequestTooLarge, ResponseTooLarge
 
 
 class Sizes(NamedTuple):
-    """The bytes of a request, known before anything is computed.
+    """The predicted bytes of a request.
 
     Attributes:
-        rows: of a row of each shape on the device.
-        response: of the response.
+        rows: bytes of one row of each shape on the device.
+        response: bytes of the response.
     """
 
     rows: dict[RowShape, int]
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 def are_known(runtime: Runtime, shapes: Sequence[RowShape]) -> bool:
-    """Return whether :func:`sizes` of rows of ``shapes`` takes little time: these were asked for lately."""
+    """Return whether :func:`sizes` is fast for rows of ``shapes``, because they are cached."""
     return all(shape in runtime.at(shape).row_sizes for shape in set(shapes))
 
 
@@ -45,7 +45,7 @@ def sizes(
     limit: int,
     regions: Sequence[int] | None = None,
 ) -> Sizes:
-    """Return the bytes of a request of rows of ``shapes``; arguments and errors are those of :func:`response_bytes`."""
+    """Return the bytes of a request with rows of ``shapes``. For arguments and errors see :func:`response_bytes`."""
     response = response_bytes(runtime, shapes, options, limit, regions)
     return Sizes({shape: row_size(runtime, shape).bytes for shape in set(shapes)}, response)
 
@@ -54,7 +54,7 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     """Return the size of one row of ``shape`` in ``runtime``; cached for recent shapes.
 
     Raises:
-        BadTensor: the model does not take that shape.
+        BadTensor: the model does not accept that shape.
     """
     runtime = runtime.at(shape)
     known = runtime.row_sizes.get(shape)
@@ -79,7 +79,7 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
         whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
         maps = {key: grid for key, grid in grids.items() if grid is not None}
         shapes = {name: dims for name, (dims, _) in edited.items()}
-        known = RowSize(outputs, max(1, whole), maps, shapes)  # an image may have no pixels
+        known = RowSize(outputs, max(1, whole), maps, shapes)  # the input may have no values
         runtime.row_sizes.put(shape, known)
     return known
 
@@ -91,16 +91,17 @@ def response_bytes(
     limit: int,
     regions: Sequence[int] | None = None,
 ) -> int:
-    """Return bytes of the response to rows of ``shapes``; with ``regions``, the number of regions of each image,
-    it has a row for each region.
+    """Return the bytes of the response to rows of ``shapes``.
+
+    With ``regions``, the number of regions of each image, the response has one row per region.
 
     Raises:
-        BadTensor, Ragged: the options make no sense for an output, or rows of these shapes do not form one tensor, or
-            their positions are not of the same places.
-        ResponseTooLarge: more than ``limit``; RequestTooLarge where they are not sent.
+        BadTensor, Ragged: the options do not apply to an output, or rows of these shapes cannot form one tensor, or
+            their positions do not correspond.
+        ResponseTooLarge: they exceed ``limit``; RequestTooLarge if the outputs are not sent.
     """
     total = 0
-    # Grids of 4 x 6 and 6 x 4 positions have as many tokens, which are not of the same places.
+    # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
     native = runtime.description.spec.fit == "native"
     infos = {info.key: info for info in runtime.outputs}
     first = _row_outputs(runtime, shapes[0], options)
@@ -126,7 +127,7 @@ def response_bytes(
 
 
 def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: FeatureOptions) -> set[int]:
-    """Return how many values the rows have that are projected. The sizes of the rows must be known."""
+    """Return the numbers of values per row to project. The row sizes must be cached already."""
     return {
         math.prod(
             options.pooled(row_size(runtime, shape).outputs[info.key][0], row_layout(info.layout, info.rows_per_image))[
@@ -140,7 +141,7 @@ def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: Fea
 
 
 def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
-    """key → shape and bytes of one row of the response; cached for recent shapes and options."""
+    """Return key → shape and bytes of one row of the response; cached for recent shapes and options."""
     runtime = runtime.at(shape)
     many = options.tokens is not None and len(options.tokens) > LONG  # too large a key
     known = None if many else runtime.response_sizes.get((shape, options))
@@ -161,8 +162,10 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
 
 
 def _is_of_places(info: OutputInfo, dims: Sequence[int], options: FeatureOptions, native: bool) -> bool:
-    """Return whether a row of shape ``dims`` has values of single places, which are others in an input of another
-    size."""
+    """Return whether a row of shape ``dims`` has one value per position.
+
+    Such values of inputs of different sizes do not correspond.
+    """
     if options.tokens is not None:
         prefix = info.tokens.prefix if info.tokens is not None else info.prefix.count
         if max(options.tokens) >= prefix:

@@ -1,4 +1,4 @@
-"""How a request's tensors become rows: converted to float32, or preprocessed if they are uint8 images."""
+"""Planning of tensors: uint8 images are preprocessed, others are converted to float32."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from service.engine.rows.shapes import RowShape
 
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
-    """Plan a request of tensors, by the names of the model's inputs, without preprocessing them.
+    """Plan a request of tensors, by model input name, without preprocessing them.
 
     Args:
-        description: of the extractor.
-        tensors: of the request.
-        preprocess: of uint8 images: ``default``, ``pil``, ``fast`` or ``none``.
-        max_pixels: maximum pixels of an image.
+        description: the extractor's description.
+        tensors: the request's tensors.
+        preprocess: mode for uint8 images: ``default``, ``pil``, ``fast`` or ``none``.
+        max_pixels: maximum pixels per image.
 
     Raises:
         BadTensor: a wrong name, shape or dtype.
-        ImageTooLarge: uint8 images have too many pixels, or resizing makes it so.
+        ImageTooLarge: uint8 images have too many pixels, as sent or once resized.
     """
     specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
@@ -37,7 +37,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
         )
     counts = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in tensors.items()}
     if len(set(counts.values())) > 1 or 0 in counts.values():
-        raise BadTensor(f"all tensors have the same first dimension, at least 1; the request has {counts}")
+        raise BadTensor(f"all tensors must have the same first dimension, at least 1; the request has {counts}")
     rows = next(iter(counts.values()))
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
@@ -58,28 +58,28 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
         shapes.append(_row_shape(description.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
-    cost = 0  # of one image or frame at a time, and of all frames of a clip together
+    cost = 0  # for one image or frame at a time, and all frames of a clip together
     for tensor in ordered:
         if tensor.dtype == torch.uint8 and preprocess != "none":
             frames = tensor.shape[1] if tensor.ndim == 5 else 1
             cost += frames * description.decoder.held(tensor.shape[-3], tensor.shape[-2], preprocess)
 
     def prepare(indices: range) -> tuple[Tensor, ...]:
-        whole = len(indices) == rows  # a view takes longer than the rest for a small tensor
+        whole = len(indices) == rows  # for a small tensor, slicing would dominate
         parts = ordered if whole else [tensor[indices.start : indices.stop] for tensor in ordered]
         return tuple(_prepared(description, part, preprocess) for part in parts)
 
     # Images are split among threads; tensors are only converted.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
     parts = spread(rows, step)
-    # The rows of a part are stacked from single ones.
+    # Stacking single rows into a part needs a second copy of them.
     costs = [cost and cost + decoded * len(part) // rows for part in parts]
     prepared = [(part, partial(prepare, part)) for part in parts]
     return Plan([row_shape] * rows, decoded, costs, prepared, valid_boxes=boxes)
 
 
 def _check_value(spec: TensorSpec, tensor: Tensor) -> None:
-    """Check a request's tensor for the inner node that ``spec`` stands for.
+    """Check a request's tensor for the inner node of ``spec``.
 
     Raises:
         BadTensor: its dtype or shape is wrong.
@@ -90,8 +90,8 @@ def _check_value(spec: TensorSpec, tensor: Tensor) -> None:
         return
     sizes = ", ".join(["N", *(str(size) if size is not None else "any" for size in wanted)])
     raise BadTensor(
-        f"tensor {spec.name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; values of {spec.node} are float32 "
-        f"[{sizes}]"
+        f"tensor {spec.name!r} is {dtype_name(tensor.dtype)} {list(tensor.shape)}; values of {spec.node} must be "
+        f"float32 [{sizes}]"
     )
 
 
@@ -104,7 +104,7 @@ def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
     images = tensor.dtype == torch.uint8
     if not images and not tensor.dtype.is_floating_point:
         raise BadTensor(
-            f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send float32 that is preprocessed, or uint8 images"
+            f"tensor {spec.name!r} is {dtype_name(tensor.dtype)}; send preprocessed float32 values, or uint8 images"
         )
     given = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
     channels = spec.shape[spec.layout.index("C")]
@@ -112,14 +112,14 @@ def _check_tensor(spec: TensorSpec, tensor: Tensor) -> None:
         wanted = f"uint8 {spec.layout.replace('C', '')}C" if images else f"float32 {spec.layout}"
         raise BadTensor(f"tensor {spec.name!r} is {given}; this model takes {wanted} with {channels} channels")
     if 0 in tensor.shape:
-        raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes is at least 1")
+        raise BadTensor(f"tensor {spec.name!r} is {given}; each of its sizes must be at least 1")
 
 
 def _check_preprocessed(spec: TensorSpec, tensor: Tensor, preprocessing: Preprocessing) -> None:
-    """Check that uint8 images are ones that ``preprocessing`` takes.
+    """Check that ``preprocessing`` accepts these uint8 images.
 
     Raises:
-        BadTensor: they have a number of channels that no image has.
+        BadTensor: their number of channels is not that of an image.
     """
     if preprocessing.layout == "NCHW" and not preprocessing.takes_images:
         channels = tensor.shape[-1]
@@ -139,7 +139,7 @@ def _row_shape(preprocessing: Preprocessing, tensor: Tensor, preprocess: str) ->
 
 def _prepared(description: Description, tensor: Tensor, preprocess: str) -> Tensor:
     if tensor.dtype == torch.float32:
-        return tensor.contiguous()  # without .to(), which releases the GIL even where it changes nothing
+        return tensor.contiguous()  # avoid .to(), which releases the GIL even if it changes nothing
     if tensor.dtype != torch.uint8:
         return tensor.to(torch.float32).contiguous()
     if preprocess == "none":
@@ -159,7 +159,7 @@ def _check_pixels(height: int, width: int, max_pixels: int) -> None:
     pixels = height * width
     if pixels > max_pixels:
         raise ImageTooLarge(
-            f"the images have {width} x {height} = {pixels} pixels; at most {max_pixels} are taken",
+            f"the images have {width} x {height} = {pixels} pixels; at most {max_pixels} are allowed",
             pixels=pixels,
             limit=max_pixels,
         )

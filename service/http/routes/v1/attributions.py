@@ -1,4 +1,4 @@
-"""Attributions: which values of a node a result came from."""
+"""Attributions of a model's result to the values of a node."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from service.http.state import State, state_of
 from service.schemas.specs import MAX_INPUTS, ExtractorSpec
 from service.schemas.v1.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
 
-_WHOLE = "attributions are of a whole differentiable model, at one size"
+_WHOLE = "attributions need a whole, differentiable model with one input size"
 
 _ATTRIBUTION, _TARGETS = "attribution", "targets"
 
@@ -58,7 +58,7 @@ _declares = declares(
 
 @_declares
 async def attribute(request: Request) -> Response:
-    """Compute which values of a node a result of an extractor's model came from. It runs on eager in float32."""
+    """Attribute a result of an extractor's model to the values of a node. Runs on eager in float32."""
     query, timeout = _OF_EXTRACTOR.parse(request)
     state = state_of(request)
 
@@ -77,7 +77,7 @@ async def attribute(request: Request) -> Response:
 
 @_declares
 async def attribute_in_one_step(request: Request) -> Response:
-    """Compute which values of a node a result of a model came from. It runs on eager in float32."""
+    """Attribute a result of a model to the values of a node. Runs on eager in float32."""
     query, timeout = _OF_MODEL.parse(request)
     state, model = state_of(request), request.path_params["model"]
 
@@ -121,9 +121,11 @@ async def _respond(
         options = FeatureOptions(preprocess=query.preprocess, sent=False)
         options.check_regions(sent.regions)
         if sent.edits:
-            raise problems.InvalidRequest("edits are of POST …/features; attributions take images only", field="edits")
+            raise problems.InvalidRequest(
+                "only POST …/features supports edits; attributions take images only", field="edits"
+            )
         asked = Question(query.method, at, target, query.steps)
-        shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # of tensors the rest is known later
+        shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
         asked.answered_bytes(shape, state.settings.max_response_bytes)
         values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
         given = {name: values.outputs[name] for name in begin}
@@ -154,16 +156,21 @@ async def _respond(
 async def _halves(
     state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery
 ) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
-    """Return the extractor of the node's values and of what else the result depends on, the one from there to the
-    result, and the names of what lies between."""
+    """Return the two extractors of an attribution and the names of the nodes between them.
+
+    The first computes the node's values and everything else that the result depends on; the second computes the result
+    from these.
+    """
     for field, name in (("of", query.of), ("at", query.at)):
         if is_group(name):
-            detail = f"query parameter {field!r} is one node, and {name!r} stands for several"
+            detail = f"query parameter {field!r} must be one node, but {name!r} stands for several"
             raise problems.InvalidRequest(detail, field=field)
     if spec.fit == "native":
         raise problems.Unsupported.choice("fit", "native", ["crop", "stretch", "pad"], _WHOLE)
     if query.at is None and query.method == "gradcam":
-        raise problems.InvalidRequest("gradcam needs at, a feature map such as at=C5", field="at")
+        raise problems.InvalidRequest(
+            "method=gradcam needs a feature map as query parameter 'at', such as at=C5", field="at"
+        )
     entry = await state.model(caller, spec.model)
     weights = entry.canonical_weights(spec.weights)
     if entry.is_quantized(weights):
@@ -180,11 +187,14 @@ async def _halves(
         try:
             begin = await state.trace_in(caller)(begin_at)
         except UnneededInput as error:
-            detail = f"{query.of!r} does not depend on {error.extra['name']!r}; name a node before it with at"
+            detail = f"{query.of!r} does not depend on {error.extra['name']!r}; choose an earlier node for at"
             raise problems.BadTarget(detail) from error
         if len(begin) > MAX_INPUTS:
-            detail = f"beside {begin[0]!r}, {query.of!r} depends on {len(begin) - 1} other nodes; name one that it "
-            raise problems.BadTarget(f"{detail}depends on more alone, such as a level")
+            detail = (
+                f"{query.of!r} depends on {len(begin) - 1} other nodes besides {begin[0]!r}; choose a node for at with "
+                "fewer parallel branches, such as a level"
+            )
+            raise problems.BadTarget(detail)
         state.cuts.put(key, begin)
     own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
     back = await state.extractor(caller, ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager"))

@@ -35,7 +35,7 @@ from service.schemas.specs import ExtractorSpec, spec_of_text
 _MEDIA_TYPES = ("application/json",)
 
 _INLINE_VALUES = 16 * 1024
-"""Maximum values that are encoded on the event loop, faster than by handing them to a thread."""
+"""Maximum values encoded on the event loop: for so few, handing them to a thread takes longer."""
 
 _CACHED_SPECS = 1024
 
@@ -61,10 +61,10 @@ _PARAMETERS = Parameters(NoQuery)
 async def embed(request: Request) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
-    Maps are averaged over their positions. Tokens are pooled as the model's own head does: by their class token, by the
-    mean of those of patches if there is none or the head, as BEiT's and DINOv3's, averages, by attention as in SigLIP,
-    or by the mean of both class tokens as in distilled DeiTs. Values are not normalized unless `dimensions` is given,
-    which makes them unit length.
+    Maps are averaged over their positions. Tokens are pooled as in the model's own head: by the class token; by the
+    mean of the patch tokens if there is no class token or if the head averages, as in BEiT and DINOv3; by attention, as
+    in SigLIP; or by the mean of both class tokens, as in distilled DeiTs. Values are not normalized unless `dimensions`
+    is given, which scales vectors to unit length.
     """
     _, timeout = _PARAMETERS.parse(request)
     state = state_of(request)
@@ -85,7 +85,7 @@ async def embed(request: Request) -> Response:
         pooled = runtime.graph.attention_pools.get(record.outputs[0].node)
         if pooled is not None:
             spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
-            # The client asked for the node before, so this is not for an admin to allow.
+            # The client may already request this node, so no admin key is needed.
             record, _ = await state.engine.extractor(spec, accepted=caller_of(request.scope).accepted)
             runtime = record.runtime or await state.engine.runtimes.load(record)
         return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
@@ -115,7 +115,7 @@ async def _extractor(request: Request, state: State, model: str) -> ExtractorRec
     return record
 
 
-@functools.lru_cache(_CACHED_SPECS)  # clients repeat themselves
+@functools.lru_cache(_CACHED_SPECS)  # clients repeat the same text
 def _spec(text: str) -> ExtractorSpec:
     """Parse an extractor with one node: ``resnet50:avgpool``, ``resnet50@random:C5``.
 
@@ -169,12 +169,12 @@ def _truncate(vectors: Tensor, dimensions: int | None) -> Tensor:
 
 
 def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:
-    """Refuse more ``dimensions`` than the pooled vectors of ``output`` have, before anything is computed.
+    """Check that the pooled vectors of ``output`` have at least ``dimensions`` values, before anything is computed.
 
     Raises:
-        Problem: they have fewer values.
+        Problem: they have fewer.
     """
-    shape = [1 if size is None else size for size in output.shape]  # no size that follows the image outlasts pooling
+    shape = [1 if size is None else size for size in output.shape]  # pooling removes all sizes that depend on the image
     length = math.prod(pooled_shape(shape, output.layout, pool)) * output.rows_per_image
     if dimensions > length:
         detail = f"these embeddings have {length} dimensions, fewer than the {dimensions} requested"

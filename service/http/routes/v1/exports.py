@@ -1,4 +1,4 @@
-"""Exports: downloads of extractors that run without this service."""
+"""Downloads of extractors as files that run without this service."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
             "description": "The file.",
             "headers": {
                 "Content-Disposition": {
-                    "description": "The name of the file.",
+                    "description": "File name.",
                     "schema": {"type": "string"},
                     "example": 'attachment; filename="resnet50-3f9a1c5be07d-fx.zip"',
                 }
@@ -43,7 +43,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
         },
     },
 )
-@declares(  # it discloses the weights, and takes long
+@declares(  # it discloses the weights and takes long
     "admin",
     problems.UnknownExtractor,
     problems.CannotExport,
@@ -60,9 +60,9 @@ async def download(
         ExportFormat,
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
-            "`openvino`: a zip with the IR. All run without this service and take any number of images. An int8 "
-            "extractor can be exported only as `openvino`, where that is its backend; its weights have seven bits "
-            "then, so that it is right on processors without VNNI too.",
+            "`openvino`: a zip with the IR. All run without this service and accept any number of images. An int8 "
+            "extractor can be exported only as `openvino`, and only if that is its backend; its weights then have "
+            "seven bits, so that results are also correct on processors without VNNI.",
             examples=["onnx"],
         ),
     ] = "fx",
@@ -83,10 +83,10 @@ async def download(
 
 
 def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: threading.Event) -> bytes:
-    """Export the extractor; torch's int8 graph, if eager serves one, is refused.
+    """Export the extractor. If eager serves it in int8, its graph is passed on, which every format rejects.
 
     Raises:
-        CannotExport: ``format`` cannot hold the int8 model in use.
+        CannotExport: ``format`` does not support the int8 model in use.
     """
     description, built = runtime.description, runtime.extractor
     if description.spec.precision != "int8":

@@ -1,4 +1,4 @@
-"""Features: send images, get tensors."""
+"""Features of images."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Parts = list[bytes | memoryview]
 
 _CACHED_OPTIONS = 1024
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
-"""Used without ``pool=roi``, whatever the query says: requests with equal options share a batch's pooling."""
+"""Replaces the query's value without ``pool=roi``, because requests with equal options share a batch's pooling."""
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
@@ -116,7 +116,7 @@ RESPONSE: dict[str, Any] = {
             "example": "IMAGENET1K_V2",
         },
         "X-Fxserve-Note": {
-            "description": "Why the precision is slower than float32 on this machine; only where it is.",
+            "description": "Why the precision is slower than float32 on this machine; absent if it is not.",
             "schema": {"type": "string"},
         },
     },
@@ -173,7 +173,7 @@ def _input_names(text: str) -> list[str]:
     elif max(map(len, names)) > MAX_NAME_LENGTH:
         fault = f"has a name of more than {MAX_NAME_LENGTH} characters"
     elif len(names) > MAX_INPUTS:
-        fault = f"has {len(names)} names, and at most {MAX_INPUTS} are taken"
+        fault = f"has {len(names)} names, and at most {MAX_INPUTS} are allowed"
     if fault is not None:
         raise problems.InvalidRequest(f"query parameter 'inputs' {fault}", field="inputs")
     return names
@@ -226,13 +226,13 @@ async def _respond(
         _options_of(query).check_regions(None if sent is None else sent.regions)
         record = await find()
         if record.runtime is None:
-            body = body or await received()  # until then, a client that leaves is not noticed
+            body = body or await received()  # before that, a disconnect is not noticed
             await state.engine.runtimes.load(record)
         accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
         if sent is None:
             body = body or await received()
             sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
-        del body  # its text or form is not needed once parsed
+        del body  # not needed once parsed
         return await _extract(request, state, record, sent, query, accepted, deadline.at)
 
 
@@ -284,14 +284,16 @@ async def _extract(
 
 
 def require_one_image(sent: bodies.Sent) -> None:
-    """Check that a body has what a heat-map is drawn over.
+    """Check that a body has exactly one encoded image, over which a heat-map can be drawn.
 
     Raises:
-        NotAcceptable: it has not.
+        NotAcceptable: it does not.
     """
     if isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1:
         available = list(responses.OFFERED[:-1])
-        raise problems.NotAcceptable("a heat-map is drawn over one encoded image: send one", available=available)
+        raise problems.NotAcceptable(
+            "a heat-map is drawn over one encoded image; send exactly one", available=available
+        )
 
 
 async def draw(
@@ -302,8 +304,7 @@ async def draw(
     usual: tuple[int, int],
     reservation: Reservation,
 ) -> Parts:
-    """Draw a map ``[1, …]`` of a layout, or tokens of a grid, over its image; see
-    :func:`service.codecs.heatmap.write`."""
+    """Draw a map ``[1, …]``, or tokens with a grid, over its image; see :func:`service.codecs.heatmap.write`."""
     header = await state.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
@@ -318,9 +319,9 @@ async def _write(
     query: FeatureQuery,
     reservation: Reservation,
 ) -> Parts:
-    """Write all outputs as ``accepted``, in another thread unless that takes next to no time."""
+    """Write all outputs as ``accepted``, in another thread unless it is very fast."""
     outputs = features.outputs
-    if features.region_image is not None:  # npy responses hold only the first output, so they lack it
+    if features.region_image is not None:  # not in npy responses, which hold only the first output
         outputs[KINDS[query.pool].output] = features.region_image
     source, encoding = _source(record), query.encoding
     if accepted in responses.IMMEDIATE:

@@ -1,6 +1,6 @@
-"""Discovery: models, their weights, nodes and graphs.
+"""Discovery of models, their weights, nodes and graphs.
 
-No weights are loaded; the name of the weights decides details of a model's structure, such as its heads.
+No weights are loaded. The name of the weights determines details of a model's structure, such as its heads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.schemas.v1.models import ModelDetail, ModelList, NodeList
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 
-# Annotating a graph runs it on meta tensors, which takes time but no memory. No model needs larger inputs.
+# Annotating a graph runs it on meta tensors, which takes time but no memory. Models do not need larger inputs.
 MAX_SIDE = 4096
 
 Model = Annotated[
@@ -38,13 +38,18 @@ Model = Annotated[
 ]
 Side = Annotated[
     int | None,
-    Query(ge=1, le=MAX_SIDE, description="Size of the input in pixels, for shapes; give both or none.", examples=[480]),
+    Query(
+        ge=1,
+        le=MAX_SIDE,
+        description="Size of the input in pixels, for computing shapes. Give both height and width, or neither.",
+        examples=[480],
+    ),
 ]
 Weights = Annotated[
     WeightsName,
     Query(
-        description="Weights, which decide the model's structure: `DEFAULT`, a name from the model's list, `random` or "
-        "`file:NAME`. They are not loaded.",
+        description="Weights, which determine the model's structure: `DEFAULT`, a name from the model's list, "
+        "`random` or `file:NAME`. They are not loaded.",
         examples=["IMAGENET1K_V1"],
     ),
 ]
@@ -67,7 +72,8 @@ async def list_models(
     source: Annotated[
         Source | None,
         Query(
-            description="Only models from this source; `own` are the operator's, `packaged` come with their weights.",
+            description="Only models from this source; `own` models are the operator's; `packaged` ones come with "
+            "their weights.",
             examples=["torchvision"],
         ),
     ] = None,
@@ -75,7 +81,7 @@ async def list_models(
         str | None, Query(max_length=128, description="Only models whose name contains this.", examples=["resnet"])
     ] = None,
 ) -> Response:
-    """List the models served, by name. timm's, over a thousand, are listed only with `source=timm` and else counted."""
+    """List the models served, by name. timm's, over a thousand, are only counted unless `source=timm` is given."""
     loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
     timm_models = await state.timm_models(caller) if with_timm else []
@@ -198,7 +204,7 @@ async def show_graph(
         GraphFormat | None,
         Query(
             description="`table` and `code` are plain text; `layout` is JSON with the positions of nested boxes, one "
-            "per module. By default as Accept says.",
+            "per module. By default, `Accept` decides.",
             examples=["svg"],
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""Statistics of a data set: the images with the largest values of a channel."""
+"""Statistics of a data set: the images with the largest values of each channel."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ async def show_statistics(
         str,
         Query(
             max_length=MAX_NAME_LENGTH,
-            description="A node of `statistics` in `GET /v1/models/{model}`, or the key that its output had.",
+            description="A node listed in `statistics` of `GET /v1/models/{model}`, or the key that its output had.",
             examples=["layer3.5.relu_2"],
         ),
     ],
-    channel: Annotated[int, Query(ge=0, le=2**31, description="A channel of it, from 0.", examples=[3])],
+    channel: Annotated[int, Query(ge=0, le=2**31, description="Channel of the node, from 0.", examples=[3])],
 ) -> Response:
-    """List the images of the operator's data set with the largest values of a channel, as `fxserve extract --reduce
-    top:N` found them."""
+    """List the images of the operator's data set with the largest values of a channel.
+
+    They come from a run of `fxserve extract --reduce top:N`.
+    """
     found = await _top_images(state, caller, model)
     name = found.node(node)
     at = f"/v1/models/{quote(model, safe='')}/statistics/images"
@@ -84,10 +86,15 @@ async def show_image(
     caller: Calling,
     model: Model,
     image: Annotated[
-        str, Path(pattern="^[0-9a-f]{16}$", description="As `image` in the list has it.", examples=["3f2a9c0d17b8e645"])
+        str,
+        Path(
+            pattern="^[0-9a-f]{16}$",
+            description="Key of the image: the last part of `image` in the list.",
+            examples=["3f2a9c0d17b8e645"],
+        ),
     ],
 ) -> Response:
-    """Show an image that `GET /v1/models/{model}/statistics` lists, at most 256 pixels a side."""
+    """Show an image listed by `GET /v1/models/{model}/statistics`, at most 256 pixels per side."""
     found = await _top_images(state, caller, model)
     async with state.pictures.place(caller) as place:
         picture = await place.run(lambda: found.picture(image))
@@ -98,7 +105,7 @@ async def _top_images(state: State, caller: Caller, model: str) -> TopImages:
     await state.model(caller, model)
     if state.top_images is None or state.top_images.model != model:
         raise problems.NotFound(
-            f"this server has no statistics of {model}; FXSERVE_STATISTICS names a folder that fxserve extract "
-            "--reduce top:N made"
+            f"this server has no statistics of {model}; set FXSERVE_STATISTICS to a folder created by fxserve extract "
+            "--reduce top:N"
         )
     return state.top_images

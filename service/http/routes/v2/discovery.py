@@ -42,14 +42,14 @@ _readiness = declares("read", problems.UnknownModel, problems.NotReady, problems
 @router.get("", response_model=ServerMetadata)
 @declares("read")
 async def server_metadata() -> ServerMetadata:
-    """Name, version and protocol extensions of this server."""
+    """Return the name, version and protocol extensions of this server."""
     return ServerMetadata(name="fxserve", version=_VERSION, extensions=["binary_tensor_data", "model_repository"])
 
 
 @router.get("/health/live", response_model=Live)
 @declares("open", problems.NotReady)
 async def live(state: Shared) -> Live:
-    """The process is up, and can use its device."""
+    """Check that the process is up and can use its device."""
     lost = state.engine.device_lost()
     if lost is not None:
         raise problems.NotReady(lost)
@@ -59,7 +59,7 @@ async def live(state: Shared) -> Live:
 @router.get("/health/ready", response_model=Ready)
 @declares("open", problems.NotReady, problems.Draining)
 async def server_ready(state: Shared) -> Ready:
-    """Preloads are done and the device worker answers."""
+    """Check that preloading is done and the device worker responds."""
     ready, reason = state.engine.readiness()
     if not ready:
         raise problems.NotReady(reason)
@@ -69,28 +69,28 @@ async def server_ready(state: Shared) -> Ready:
 @router.get("/models/{name}", response_model=ModelMetadata)
 @_metadata
 async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
-    """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
+    """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
     return await _describe(state, caller, name, target)
 
 
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
 @_metadata
 async def version_metadata(state: Shared, caller: Calling, name: Name, target: FoundVersion) -> Response:
-    """Names, datatypes and shapes of inputs and outputs. Needs no weights."""
+    """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
     return await _describe(state, caller, name, target)
 
 
 @router.get("/models/{name}/ready", response_model=ModelReady)
 @_readiness
 async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
-    """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
+    """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
     return _ready(state, name, target)
 
 
 @router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady)
 @_readiness
 async def version_ready(state: Shared, name: Name, target: FoundVersion) -> ModelReady:
-    """The model is loaded. Otherwise the first request for it loads it, or ``/v2/repository``."""
+    """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
     return _ready(state, name, target)
 
 

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from fxcore.models.entry import ModelEntry
 from service import problems
+from service.choices import pooling
 from service.codecs import compression, v2
 from service.codecs.negotiation import media_type
 from service.codecs.responses import PartsResponse
@@ -111,7 +112,7 @@ async def _infer(
     packed: str | None,
 ) -> Response:
     options = _options(payload)
-    options.check_regions(None)  # the protocol has none
+    options.check_regions(None)  # the protocol does not support regions
     record = await _extractor(request, state, target, payload)
     await state.engine.runtimes.load(record)
     requested = _requested_outputs(record, name, payload, options)
@@ -149,7 +150,7 @@ async def _extractor(
     weights = payload.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in payload.parameters:
-            raise problems.InvalidRequest("parameter 'weights' needs a model's name; an extractor has its own weights")
+            raise problems.InvalidRequest("parameter 'weights' is only for models; an extractor has its own weights")
         return target
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise problems.InvalidRequest("parameter 'weights' must be the name of weights, such as DEFAULT or random")
@@ -179,7 +180,7 @@ def _requested_outputs(
         dtype = options.dtype if options.dtype is not None and "float" in info.dtype else info.dtype
         if dtype == "bfloat16" and not requested.get(info.key, True):
             raise problems.InvalidRequest(
-                f"output {info.key!r} is BF16, which JSON cannot hold: use binary_data, or dtype=float32",
+                f"output {info.key!r} is BF16, which JSON cannot represent: use binary_data, or dtype=float32",
             )
     return requested
 
@@ -189,6 +190,8 @@ def _options(payload: v2.Request) -> FeatureOptions:
     try:
         if "tokens" in payload.parameters:
             given["tokens"] = listed_tokens(payload.parameters["tokens"])
+        if "pool" in given:
+            pooling(given["pool"])  # FeatureOptions also accepts a pooling that only embeddings use
         return FeatureOptions(**given)
     except PydanticCustomError as error:
         raise problems.InvalidRequest(f"parameter 'tokens': {error.message()}") from error
@@ -197,7 +200,7 @@ def _options(payload: v2.Request) -> FeatureOptions:
 
 
 def _own_timeout(payload: v2.Request) -> float | None:
-    """Seconds of the protocol's own deadline, which is a parameter in microseconds; None without one."""
+    """Return the seconds of the protocol's own deadline, a parameter in microseconds; None if it is not given."""
     value = payload.parameters.get("timeout", 0)
     if type(value) is not int or value < 0:
         raise problems.InvalidRequest("parameter 'timeout' must be an integer number of microseconds")
@@ -205,7 +208,9 @@ def _own_timeout(payload: v2.Request) -> float | None:
 
 
 def _check_query(request: Request) -> None:
-    """Refuse our own parameters in the query: the protocol has them in the body. What gateways add is ignored.
+    """Check that none of our parameters is in the query: the protocol has them in the body.
+
+    Others, added by gateways, are ignored.
 
     Raises:
         Problem: 400: the query has a parameter that belongs in the body.

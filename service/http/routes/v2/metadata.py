@@ -1,4 +1,4 @@
-"""Resolve names in ``/v2``, which are extractors or models, and describe their tensors.
+"""Names in ``/v2``, which are extractors or models, and descriptions of their tensors.
 
 A model's default outputs are its levels, or its last value if it has none; requests may name any node. Its weights are
 ``DEFAULT``.
@@ -34,11 +34,11 @@ VERSION = "1"
 
 
 async def find(state: State, caller: Caller, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
-    """Find an extractor by id or name, else a model. A failed extractor does not hide a model of its name.
+    """Find an extractor by id or name, or else a model. A failed extractor does not hide a model of the same name.
 
     Raises:
-        Problem: 404: there is neither, or not in that version.
-        NotReady: there is neither in memory, and the store of extractors cannot be read.
+        Problem: 404: neither exists, or not in that version.
+        NotReady: neither is in memory, and the store of extractors cannot be read.
     """
     target = await _any_version(state, caller, name)
     if version != VERSION:
@@ -88,7 +88,7 @@ async def inputs_of(state: State, caller: Caller, target: ExtractorRecord | Mode
 
 
 async def _own(state: State, caller: Caller, entry: ModelEntry, structure: str) -> OwnTensors:
-    """Get the default tensors of a model, cached for each structure."""
+    """Return the default tensors of a model, cached per structure."""
     key = entry.name, structure
     own = state.own_tensors.get(key)
     if own is None:
@@ -110,7 +110,10 @@ class Tensors:
 
 
 def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
-    """Describe the tensors of an extractor, built or not, or of a model. May trace the model: run it in a thread."""
+    """Describe the tensors of an extractor, built or not, or of a model.
+
+    It may trace the model, so run it in a thread.
+    """
     if isinstance(target, ExtractorRecord):
         own, preprocessing = target.description, target.description.preprocessing
         graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
@@ -125,7 +128,7 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
 
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
-    """List the accepted inputs: encoded images if the model takes single ones, or the model's own tensors."""
+    """List the accepted inputs: encoded images, if the model accepts single ones, and the model's own tensors."""
     if any(spec.node is not None for spec in specs):
         return [
             TensorMetadata(name=spec.name, datatype="FP32", shape=[-1, *(n or -1 for n in spec.shape[1:])])
@@ -161,7 +164,10 @@ def _outputs(
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Return the sizes that two shapes share, -1 for others: all where one has a dimension more, for its windows."""
+    """Return the sizes that two shapes have in common, and -1 for the others.
+
+    All are -1 if one shape has an additional dimension for windows.
+    """
     if len(one) != len(other):
         return [-1] * len(one)
     return [a if a == b else -1 for a, b in zip(one, other, strict=True)]
@@ -172,7 +178,7 @@ _Shapes = list[tuple[int, ...]]
 
 
 def _shapes(graph: ModelGraph | ModelPart, preprocessing: Preprocessing) -> tuple[_Shapes, _Shapes]:
-    """Return the usual shapes, and others that differ wherever any size is taken."""
+    """Return the usual shapes, and other shapes that differ in every dimension that accepts any size."""
     if isinstance(graph, ModelPart):
         return [spec.usual for spec in graph.inputs], [
             tuple(2 * one if size is None else one for one, size in zip(spec.usual, spec.shape[1:], strict=True))
@@ -192,13 +198,13 @@ def _values(
     values = graph.values_at(rows, set(nodes.values()))
     for key, node in nodes.items():
         shape, dtype = values[node]
-        # Attention windows have several rows per image, and are returned with a separate dimension for them.
+        # Attention windows have several rows per image, which are returned in a separate dimension.
         found[key] = (shape[1:] if shape[0] == 1 else shape, dtype)
     return found
 
 
 def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
-    """The state of each extractor, and of each model's default weights, which any thread may iterate over."""
+    """Yield the state of each extractor, and of each model's default weights. Any thread may iterate over it."""
     loaded = state.engine.models.loaded_weights()
     records = state.engine.records.list()
     building = {
@@ -228,14 +234,14 @@ def _entries(
 
 
 def elsewhere(stored: Stored, name: str | None) -> RepositoryEntry:
-    """Entry of an extractor that only other processes have loaded."""
+    """Return the entry of an extractor that only other processes have loaded."""
     return RepositoryEntry(
         name=name or stored.id, version=VERSION, state="UNAVAILABLE", reason="it is not loaded in this process"
     )
 
 
 def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
-    """List the extractors over a model's default weights that have no name."""
+    """List the unnamed extractors over a model's default weights."""
     return [
         record
         for record in state.engine.records.list()

@@ -46,7 +46,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
         if payload.ready:
             for record in state.engine.records.list():
                 if record.runtime is not None:
-                    await extractors.known(record.id)  # which another process may have deleted
+                    await extractors.known(record.id)  # another process may have deleted it
         targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
         here = metadata.entries(state, targets)
         entries = chain(
@@ -72,7 +72,7 @@ async def load(
         float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait.", examples=[60])
     ] = None,
 ) -> ModelReady:
-    """Load an extractor or a model; with ``config``, create an extractor of this name."""
+    """Load an extractor or a model. With ``config``, create an extractor with this name."""
     payload = await small_json(request, state, LoadRequest)
     config = payload.parameters.config
     timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
@@ -101,8 +101,8 @@ async def load(
 async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
 
-    Applies to the process that responds. They stay in the index and can be loaded again. Requests in flight are still
-    answered.
+    Applies only to the process that responds. They stay in the index and can be loaded again. In-flight requests are
+    still answered.
     """
     target = await metadata.find(state, caller, name)
     for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
@@ -111,7 +111,7 @@ async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
 
 
 async def _configured(state: State, caller: Caller, name: str, config: str) -> ExtractorSpec:
-    """Build the spec that a load request describes."""
+    """Build the spec described by a load request."""
     try:
         fields = await state.engine.run_in_encoder(orjson.loads, config)
     except orjson.JSONDecodeError as error:

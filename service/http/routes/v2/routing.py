@@ -1,4 +1,4 @@
-"""Shared by all routes under ``/v2``: parameters, documentation and small JSON bodies."""
+"""Helpers shared by all routes under ``/v2``: parameters, documentation and small JSON bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Name = Annotated[
     str, Path(description="An extractor's id or name, or a model's.", examples=["resnet50"], max_length=256)
 ]
 
-# The protocol has each route of a model with and without a version.
+# In the protocol, each route of a model exists with and without a version.
 Version = Annotated[str, Path(description="There is only version 1.", examples=["1"])]
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -41,7 +41,7 @@ def body(model: type[BaseModel], example: Any, *binary: str, required: bool = Tr
     Args:
         model: the JSON body.
         example: an example of it.
-        binary: accepted media types beside JSON.
+        binary: accepted media types in addition to JSON.
         required: whether the body is required.
     """
     schema = model.model_json_schema()

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("action", ["delete", pytest.param("unload", marks=pytest.mark.exhaustive)])
 async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Held, action: str) -> None:
     """Who is wanted does not wait for it, nor is it begun when a request ends that was on its way."""

@@ -1,4 +1,4 @@
-"""A real S3 server, and a store on it or in a folder."""
+"""A real S3 server, and a store on that server or in a folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tests.service.engine.running import PATIENCE
 
 
 class AtomicPuts:
-    """moto's WSGI application, one PUT at a time.
+    """moto's WSGI application, limited to one PUT at a time.
 
-    S3 tests a PUT's ``If-None-Match`` and writes in one step. moto does one after the other, so that of two PUTs at a
-    time both may succeed.
+    S3 checks ``If-None-Match`` and writes atomically. moto does not, so two concurrent PUTs may both succeed.
     """
 
     def __init__(self) -> None:
@@ -55,13 +54,13 @@ def bucket() -> Iterator[str]:
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy disk may take seconds for what takes none."""
+    """Raise the store's timeout, since a busy disk may take seconds for an operation that is usually instant."""
     monkeypatch.setattr(sharing, "TIMEOUT_SECONDS", PATIENCE)
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that was read is relied on, as two seconds later."""
+    """Make cached reads expire immediately, as if two seconds had passed."""
     monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
 
 

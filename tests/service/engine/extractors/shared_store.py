@@ -1,4 +1,4 @@
-"""What the tests of a shared store have in common beside fixtures."""
+"""Helpers for the tests of a shared store."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def ids(url: str) -> set[str]:
 
 
 class Held:
-    """Stands where a function of ``owner`` stands, and holds one call of it until the test lets it go on.
+    """Replace a function of ``owner``, and block one call to it until the test resumes it.
 
     Args:
-        call: which one is held, counted from 0 among those whose arguments ``held`` is true of.
+        held: whether a call with these arguments counts.
+        call: index of the call to block, among the calls that count.
     """
 
     def __init__(

@@ -133,6 +133,7 @@ async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
             await one.extractors.look_up(record.id)
 
 
+@pytest.mark.exhaustive
 async def test_a_name_that_cannot_be_given_leaves_an_extractor_saved(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
 ) -> None:

@@ -267,6 +267,7 @@ async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: 
         assert running.preload_failed
 
 
+@pytest.mark.exhaustive
 async def test_a_preload_that_failed_is_tried_again(engine: MakeEngine, tmp_path: Path) -> None:
     async with engine(preload="mobilenet_v3_small@file:mine.pth:C4", weights_dir=tmp_path) as running:
         await until(lambda: running.preload_failed)

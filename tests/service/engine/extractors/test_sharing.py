@@ -139,6 +139,7 @@ async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, u
         assert (await other.extractors.look_up("r")).id == record.id
 
 
+@pytest.mark.exhaustive
 async def test_what_was_made_without_the_store_is_saved_when_it_is_asked_for_again(
     engine: MakeEngine, tmp_path: Path, later: None
 ) -> None:
@@ -169,6 +170,18 @@ async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeE
         with pytest.raises(NotReady, match=r"store\.json is missing"):
             await one.extractors.delete(record.id)
         assert one.records.known(record.id) is record
+
+
+async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(engine: MakeEngine, tmp_path: Path) -> None:
+    """Another process may have made the extractor: whether the reader may use it is not known."""
+    folder, aside = tmp_path / "store", tmp_path / "aside"
+    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
+        id = (await built(one)).id
+        folder.rename(aside)
+        with pytest.raises(NotReady, match=r"store\.json is missing"):
+            await other.extractor(spec(), build=False)
+        aside.rename(folder)
+        assert (await other.extractor(spec(), build=False))[0].id == id
 
 
 async def test_a_deletion_is_refused_while_a_save_is_pending(
@@ -219,6 +232,7 @@ async def test_what_the_store_has_is_not_written_again(
         assert (again.id, created) == (record.id, False)
 
 
+@pytest.mark.exhaustive
 async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
@@ -261,7 +275,7 @@ async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) ->
             (await one.extractor(spec(nodes=[f"features.{number}"], name=f"n{number}"), keep=True))[0]
             for number in (4, 5)
         ]
-        with pytest.raises(StoreFull, match="the store has 3 extractors and may have 3; delete"):
+        with pytest.raises(StoreFull, match="the store has 3 extractors and the limit is 3; delete"):
             await one.extractor(spec(nodes=["features.6"]), keep=True)
         assert await one.extractor(spec(nodes=["features.4"], name="again"), keep=True) == (asked_for[0], False)
         stored = {record.id for record in (by_the_way[0], *asked_for)}

@@ -181,6 +181,7 @@ def test_one_that_frees_a_name_late_leaves_its_next_owner(url: str, monkeypatch:
     assert one.find("r18") == IDS[1]
 
 
+@pytest.mark.exhaustive
 def test_a_claim_that_fails_lists_no_name(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it had the name, or was given it all the same."""
     store = opened(url)
@@ -211,6 +212,7 @@ def test_a_claim_that_fails_lists_no_name(url: str, monkeypatch: pytest.MonkeyPa
     }
 
 
+@pytest.mark.exhaustive
 def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     for store, id in zip(stores, IDS, strict=False):
@@ -223,6 +225,7 @@ def test_concurrent_claims_of_a_name_have_one_winner(url: str) -> None:
             assert {claim.result() for claim in claims} == {stores[0].find(name)}
 
 
+@pytest.mark.exhaustive
 def test_concurrent_creations_of_an_extractor_save_one(url: str) -> None:
     stores = [opened(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -389,7 +392,7 @@ def _refused(prepare: Callable[[Path], str], tmp_path: Path) -> str:
 def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "Protocol not known: nosuch" in _refused(lambda path: "nosuch://x", tmp_path)
     assert "gcsfs" in _refused(lambda path: "gs://bucket/x", tmp_path)  # not installed here
-    assert "no writes that fail where an object exists" in _refused(lambda path: "https://host/x", tmp_path)
+    assert "cannot create an object only if it does not exist" in _refused(lambda path: "https://host/x", tmp_path)
     (tmp_path / "file").write_text("")
     assert "cannot be opened" in _refused(lambda path: str(path / "file"), tmp_path)
     (tmp_path / "newer").mkdir()
@@ -397,6 +400,7 @@ def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "a newer fxserve wrote it (format 99" in _refused(lambda path: str(path / "newer"), tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()

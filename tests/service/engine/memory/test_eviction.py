@@ -148,7 +148,7 @@ async def test_graphs_are_kept_under_the_budget(
 
 
 @pytest.mark.parametrize("how", ["delete", "unload"])
-@pytest.mark.parametrize("why", ["shared", "in use"])
+@pytest.mark.parametrize("why", ["shared", pytest.param("in use", marks=pytest.mark.exhaustive)])
 async def test_what_was_given_back_is_freed(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, how: str, why: str
 ) -> None:
@@ -182,6 +182,7 @@ async def test_what_was_given_back_is_freed(
         await until(lambda: module() is None)
 
 
+@pytest.mark.exhaustive
 async def test_what_was_preloaded_and_deleted_is_freed() -> None:
     running = Engine(Settings(device="cpu", lowering=False, cache_dir=None, preload="squeezenet1_1@random:features.3"))
     await running.start()
@@ -251,6 +252,7 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
 
 
+@pytest.mark.exhaustive
 async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
@@ -366,6 +368,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         assert running.records.known("named-3") is None
 
 
+@pytest.mark.exhaustive
 async def test_extractors_with_threads_of_their_own_are_few(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +387,7 @@ async def test_extractors_with_threads_of_their_own_are_few(
         assert (await running.features(named[0], tensors(1))).images == 1
 
 
+@pytest.mark.exhaustive
 async def test_extractors_in_use_are_not_replaced_by_others(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

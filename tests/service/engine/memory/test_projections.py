@@ -14,6 +14,7 @@ from tests.service.engine.running import MakeEngine, built, tensors
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_graphs")
 async def test_requests_share_a_matrix_that_is_counted_and_evicted(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
@@ -60,9 +61,9 @@ async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None
 async def test_matrices_too_large_are_refused(engine: MakeEngine) -> None:
     async with engine(memory_budget=4 * (matrix_bytes(10_000, 100) + matrix_bytes(16, 100))) as running:
         kept = running._pipeline._projections
-        with pytest.raises(BadTensor, match="project=200 of rows of 10,000 values takes a matrix of"):
+        with pytest.raises(BadTensor, match="project=200 of rows of 10,000 values needs a matrix of"):
             await kept.get([10_000], 200, 0)
-        with pytest.raises(BadTensor, match="project=100 of rows of 3 lengths, up to 10,000 values, takes matrices of"):
+        with pytest.raises(BadTensor, match="project=100 of rows of 3 lengths, up to 10,000 values, needs matrices of"):
             await kept.get([16, 4, 10_000], 100, 0)
         assert not kept.bytes()
         assert len((await kept.get([16, 10_000], 100, 0))[16]) == 100

@@ -60,6 +60,7 @@ def test_values_stay_and_memory_is_that_of_the_file(model: nn.Module, tmp_path: 
     assert_close(model.state_dict(), before.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_pages_are_those_of_the_file(tmp_path: Path) -> None:
     done = subprocess.run(

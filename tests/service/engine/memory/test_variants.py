@@ -49,6 +49,7 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         assert all(sized.retired for sized in runtime.variants.values())
 
 
+@pytest.mark.exhaustive
 async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST", 2)
     async with engine() as running:
@@ -63,6 +64,7 @@ async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monke
         assert whole.outputs["blocks"].shape == (3, 64)
 
 
+@pytest.mark.exhaustive
 async def test_a_size_that_the_model_cannot_take(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
@@ -72,6 +74,7 @@ async def test_a_size_that_the_model_cannot_take(engine: MakeEngine) -> None:
         assert (await running.features(record, {"x": torch.zeros(1, 3, 32, 64)}, AVERAGE)).images == 1
 
 
+@pytest.mark.exhaustive
 async def test_a_size_that_comes_often_gets_faster(engine: MakeEngine, held: Held) -> None:
     """Eager serves what comes once; what a size is lowered to replaces it alone, and agrees with it."""
     async with engine(lowering=True, max_batch=4) as running:
@@ -97,6 +100,7 @@ async def test_a_size_that_comes_often_gets_faster(engine: MakeEngine, held: Hel
         assert runtime.wanted.is_set()  # the extractor's own size has its own search, as ever
 
 
+@pytest.mark.exhaustive
 async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> None:
     """Where an extractor must stay, its other sizes go; one in use stays."""
     async with engine() as running:

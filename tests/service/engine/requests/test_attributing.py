@@ -32,6 +32,7 @@ class Passes:
         assert self.open.wait(PATIENCE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ends", ["cancelled", "late"])
 async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, ends: str) -> None:
     async with engine(lowering=False) as running:

@@ -15,6 +15,7 @@ from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded, t
 pytestmark = pytest.mark.anyio
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("limit", "at_once"), [(2 * 1024**3, 4), (64 * 1024**2, 1)])
 async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: int, at_once: int) -> None:
     """PNG files of a thousandth of their pixels, of which each takes 16 MB decoded."""
@@ -47,6 +48,7 @@ async def test_what_is_decoded_at_a_time_is_claimed(engine: MakeEngine, limit: i
         assert count * 4 * 2000 * 2000 <= claimed <= limit
 
 
+@pytest.mark.exhaustive
 async def test_headers_of_several_requests_are_read_by_turns(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

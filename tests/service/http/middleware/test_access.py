@@ -124,6 +124,7 @@ def test_a_head_needs_the_key_that_its_get_needs(locked, headers):
         assert ask(locked, "head", path, key).status_code == status, path
 
 
+@pytest.mark.exhaustive
 def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
     read, admin = headers["read"] | JPEG, headers["admin"]
     refused = locked.post(FEATURES, content=photos["chelsea"], headers=read)
@@ -332,6 +333,7 @@ def test_one_client_is_one_network():
     assert address({"client": None}) == address({}) == ""
 
 
+@pytest.mark.exhaustive
 def test_a_read_key_embeds_by_a_named_extractor_that_attention_pools(locked, headers, photos):
     """It is another node that is computed then, which nobody has made."""
     spec = {"model": "timm.test_vit3", "weights": "random", "return_nodes": ["norm"], "name": "tokens"}

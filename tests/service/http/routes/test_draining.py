@@ -26,6 +26,7 @@ async def under_way(engine: Engine, client: Client, path: str, **options: Any) -
     return asked
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("path", "status"),
     [(ONE_STEP, 200), ("/v1/extractors", 201), ("/v2/models/squeezenet1_1/infer", 200)],

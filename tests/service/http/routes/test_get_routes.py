@@ -48,6 +48,7 @@ def test_no_get_route_fails(patient: Client, name: str, memory_given_back: None)
     assert failures(patient.get, patient.app.openapi(), name) == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pool", ["none", "avg"])
 def test_values_of_quantized_models_are_floats(client: Client, photos: dict[str, bytes], pool: str) -> None:
     """As they are announced, in as many bytes as are predicted, and pooled."""

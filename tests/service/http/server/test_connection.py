@@ -267,6 +267,7 @@ def refusing(retry_after: float, asked: list[str]) -> RequestContext:
     return RequestContext(full, Metrics())
 
 
+@pytest.mark.exhaustive
 def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who ignores refusals must not take the server's time with them."""
     monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 0.5)
@@ -287,6 +288,7 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
     assert asked == ["/0", "/1", "/other", "/2", "/3", "/4"]
 
 
+@pytest.mark.exhaustive
 def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 6.0)
     asked: list[str] = []
@@ -303,6 +305,7 @@ def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch:
     assert asked == ["/hasty", "/patient", "/patient", "/hasty"]
 
 
+@pytest.mark.exhaustive
 def test_a_refused_client_is_not_closed_as_idle() -> None:
     """The next request waits unread while the server would count its connection as idle, and reset it."""
     with serving(refusing(3.0, asked=[]), keep_alive=1) as connection:

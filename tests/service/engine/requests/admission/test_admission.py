@@ -145,7 +145,7 @@ def test_bytes_are_left_for_others() -> None:
     first, second = admission.enter("a"), admission.enter("a")
     first.claim(400)
     second.claim(400)
-    with pytest.raises(AdmissionFull, match="for others"):
+    with pytest.raises(AdmissionFull, match="for other clients"):
         second.claim(1)
     admission.enter("b").claim(100)
 

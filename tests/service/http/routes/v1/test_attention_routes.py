@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "module", "call", "beside", "reference", "shape"),
     [CASES[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES[1:])],

@@ -51,6 +51,7 @@ def test_gradcam_is_captums(client: Client, model: nn.Module, image: Tensor) -> 
     assert response.headers["x-fxserve-backend"] == "eager"
 
 
+@pytest.mark.exhaustive
 def test_integrated_gradients_at_the_input_are_captums(client: Client, model: nn.Module, image: Tensor) -> None:
     found = load(asked(client, "weights=random&of=fc&method=integrated_gradients&target=7&steps=3").content)
     expected = IntegratedGradients(model).attribute(image, target=7, n_steps=3).float()
@@ -88,6 +89,7 @@ def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) ->
     assert PIL.Image.open(io.BytesIO(response.content)).size == (224, 224)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "query",
     [
@@ -121,21 +123,40 @@ def test_pictures_of_tokens_are_of_their_grid(client: Client, query: str) -> Non
     ("query", "slug", "said"),
     [
         ("of=fc&at=layer4&target=1000", "bad-target", "from 0 to 999"),
-        ("of=layer4&at=layer3", "bad-target", "one vector an image"),
+        ("of=layer4&at=layer3", "bad-target", "one vector per image"),
         ("of=avgpool&at=fc", "bad-target", "'avgpool' does not depend on 'fc'"),
-        ("of=fc", "invalid-request", "gradcam needs at"),
-        ("of=layer4.*&at=layer3", "invalid-request", "'of' is one node"),
-        ("of=fc&at=layer*.*", "invalid-request", "'at' is one node"),
+        ("of=fc", "invalid-request", "as query parameter 'at'"),
+        ("of=layer4.*&at=layer3", "invalid-request", "'of' must be one node"),
+        ("of=fc&at=layer*.*", "invalid-request", "'at' must be one node"),
         ("of=fc&at=flatten", "bad-tensor", "gradcam needs a feature map"),
         ("of=fc&at=layr4", "unknown-node", "layer4"),
         ("of=fc&at=layer4&fit=native", "unsupported", "available: crop, stretch, pad"),
         ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
+        ("of=fc&at=layer4&target=cat", "invalid-request", "'target': give the index of a result, or max"),
+        ("of=fc&at=layer4&target=1.5", "invalid-request", "'target': give the index of a result, or max"),
     ],
 )
 def test_what_cannot_be_attributed_is_said(client: Client, query: str, slug: str, said: str) -> None:
     response = asked(client, f"weights=random&{query}")
     assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}"), response.text
     assert said in response.json()["detail"]
+
+
+def test_a_bad_target_is_one_error(client: Client) -> None:
+    document = asked(client, "weights=random&of=fc&at=layer4&target=cat").json()
+    message = "give the index of a result, or max"
+    assert document["errors"] == [{"in": "query", "field": "target", "message": message}]
+    assert document["detail"] == f"query parameter 'target': {message}"
+
+
+def test_too_many_branches_are_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first convolution of a block has the shortcut beside it."""
+    monkeypatch.setattr("service.http.routes.v1.attributions.MAX_INPUTS", 1)
+    document = asked(client, "weights=random&of=fc&at=layer2.1.conv1").json()
+    assert document["detail"] == (
+        "'fc' depends on 1 other nodes besides 'layer2.1.conv1'; choose a node for at with fewer parallel branches, "
+        "such as a level"
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="int8 is on CPUs only")
@@ -158,6 +179,7 @@ def test_regions_are_refused(client: Client) -> None:
     assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-box")
 
 
+@pytest.mark.exhaustive
 def test_rows_over_a_batch_are_attributed_as_alone(client: Client) -> None:
     """They are more than the device worker takes at a time."""
     body = {"images": [base64.b64encode(PHOTO).decode()] * 33}
@@ -171,6 +193,7 @@ def test_rows_over_a_batch_are_attributed_as_alone(client: Client) -> None:
     torch.testing.assert_close(values[[0, 32]], one["attribution"].expand(2, -1, -1, -1), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_lies_between_the_halves_is_not_sent(make_client: Callable[..., Client]) -> None:
     """Values at layer1 have 64 x 16 x 16 x 4 bytes an image; Grad-CAM of them 16 x 16 x 4."""
     client = make_client(max_response_bytes=60_000)

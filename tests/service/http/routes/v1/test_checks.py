@@ -17,6 +17,7 @@ from fxcore.photos import photos
 from tests.service.conftest import Client, checked
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(client: Client, backend: str) -> None:
     """Against torchvision's own extractor on the first photograph, as far as the service's values are from it."""
@@ -43,6 +44,7 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
     assert 0 < checks["max_rel_error"] < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_unmeasured_figures_are_null_and_delay_no_request(client: Client) -> None:
     """While the device is busy an extractor is made, and answers once it is free."""
     engine, free = client.app.state.fxserve.engine, threading.Event()

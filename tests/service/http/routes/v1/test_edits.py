@@ -61,7 +61,7 @@ def test_equal_to_a_hook_on_both_routes(client, photos, reference):
         ({"node": "layer2", "box": [0, 0, 1]}, "is not [x1, y1, x2, y2]"),
         ({"node": "layer2", "images": [2]}, "no image 2 in the request: it has 2"),
         ({"node": "layer2", "scale": [1, 2, 3], "channels": [0, 1]}, "3 numbers for 2 channels"),
-        ({"node": "layer2", "shift": 1e39}, "no finite number of float32"),
+        ({"node": "layer2", "shift": 1e39}, "not a finite float32 number"),
         ({"node": "layer5"}, "did you mean layer4"),
         ({"node": "layer1.*"}, "stands for several nodes"),
     ],

@@ -206,6 +206,7 @@ def test_too_many_pixels(make_client, photos):
     assert (document["index"], document["pixels"], document["limit"]) == (0, 451 * 300, 450 * 300)
 
 
+@pytest.mark.exhaustive
 def test_a_response_that_is_too_large(make_client, photos):
     client = make_client(max_response_bytes=1_000_000)
     response = client.post(ONE_STEP, **_multipart([photos["chelsea"]] * 4))
@@ -236,6 +237,7 @@ def test_deadline_exceeded_during_the_lookup(make_client, photos):
     assert time.monotonic() - began < 50
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("encoding", "values"), [("json", 8_000_000), ("base64", 32_000_000)])
 def test_encoding_a_large_response_does_not_block_the_event_loop(client, encoding, values):
     """Writing takes a tenth of a second at least, in hundreds of steps."""

@@ -236,6 +236,7 @@ def test_any_names_of_a_node_give_its_values(client, photos, expected):
     close(found["layer3"], expected["C4"][:1])
 
 
+@pytest.mark.exhaustive
 def test_tokens_and_the_class_token(client, photos, reference):
     url = "/v1/models/vit_b_32/features?weights=random&nodes=encoder.ln"
     response = client.post(f"{url}&pool=cls", content=photos["rocket"], headers=JPEG)

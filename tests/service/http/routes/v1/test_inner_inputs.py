@@ -58,7 +58,13 @@ def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) ->
 @pytest.mark.parametrize(
     ("nodes", "inputs", "shape", "slug", "said"),
     [
-        ("layer4", "layer2", (1, 5, 28, 28), "bad-tensor", "values of layer2.1.relu_1 are float32 [N, 128, any, any]"),
+        (
+            "layer4",
+            "layer2",
+            (1, 5, 28, 28),
+            "bad-tensor",
+            "values of layer2.1.relu_1 must be float32 [N, 128, any, any]",
+        ),
         ("layer4", "layer2", (1, 128), "bad-tensor", "float32 [1, 128]"),
         ("layer4", "layer2.0.conv1", (1, 128, 28, 28), "open-cut", "give layer2.0.downsample.1 too"),
         ("layer2", "layer4", (1, 512, 7, 7), "open-cut", "give layer2.1.relu_1 too"),
@@ -68,7 +74,7 @@ def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) ->
         ("layer4", "layr2", (1, 128, 28, 28), "unknown-node", "did you mean layer2"),
         ("layer4", "layer2,", (1, 128, 28, 28), "invalid-request", "'inputs' has an empty name"),
         ("layer4", "x" * 257, (1, 128, 28, 28), "invalid-request", "'inputs' has a name of more than 256 characters"),
-        ("layer4", ",".join("x" * 65), (1, 1), "invalid-request", "'inputs' has 65 names, and at most 64 are taken"),
+        ("layer4", ",".join("x" * 65), (1, 1), "invalid-request", "'inputs' has 65 names, and at most 64 are allowed"),
     ],
 )
 def test_what_cannot_be_is_said(

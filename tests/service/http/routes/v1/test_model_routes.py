@@ -56,6 +56,7 @@ def test_loaded_models_say_so(make_client):
     assert loaded == {"resnet18": False, "squeezenet1_1": True}
 
 
+@pytest.mark.exhaustive
 def test_precisions_are_served_as_it_is_said(client):
     said = client.get("/v1/models/squeezenet1_1").json()["precisions"]
     assert list(said) == ["float32", "bfloat16", "float16", "int8"]
@@ -171,6 +172,7 @@ def test_nodes_are_torchvisions(client, model):
     assert response["fingerprint"]
 
 
+@pytest.mark.exhaustive
 def test_the_default_weights_decide_what_is_listed(client):
     """With them googlenet has no auxiliary heads; torchvision is told so, as it tells itself on loading."""
     model = torchvision.models.googlenet(transform_input=True, aux_logits=False, init_weights=False)
@@ -189,6 +191,7 @@ def test_the_default_weights_decide_what_is_listed(client):
     assert client.get("/v1/models/googlenet/graph?weights=file:mine.pth").json() == bare
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", ["googlenet", "deeplabv3_mobilenet_v3_large"])
 def test_what_is_listed_is_what_an_extractor_has(client, model):
     """The same graph by its fingerprint, and levels are the nodes that an extractor takes for them."""
@@ -304,6 +307,7 @@ def test_bad_requests_get_problem_documents(client, path, headers, status, kind)
         assert "image/svg+xml" in response.json()["available"]
 
 
+@pytest.mark.exhaustive
 def test_only_the_allowed_models(make_client):
     client = make_client(models=["resnet18"])
     assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]

@@ -13,6 +13,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from safetensors.torch import load
 from torchvision.transforms import functional as F
 
 from fxcore.models.catalog import register
@@ -179,12 +180,76 @@ def test_photographs(own: tuple[Client, ModuleType], photos: dict[str, bytes], n
     torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("query", ["features?nodes=second", "attributions?of=layers.1&method=gradient"])
+def test_heat_maps_of_one_channel(own: tuple[Client, ModuleType], photos: dict[str, bytes], query: str) -> None:
+    """They are over PIL's grey image, and the larger the value, the brighter the colour."""
+    client, _ = own
+    model = "grey" if query.startswith("features") else "mlp"
+
+    def answered(accept: str) -> bytes:
+        headers = {"Content-Type": "image/jpeg", "Accept": accept}
+        response = client.post(f"/v1/models/{model}/{query}&preprocess=pil", content=photos["chelsea"], headers=headers)
+        assert (response.status_code, response.headers["content-type"]) == (200, accept), response.text
+        return response.content
+
+    strength = np.abs(np.load(io.BytesIO(answered("application/x-npy")))[0]).mean(0)
+    expected = np.asarray(PIL.Image.fromarray(strength).resize((32, 32), PIL.Image.Resampling.BICUBIC))
+    image = PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")
+    grey = np.asarray(F.center_crop(F.resize(image, [36], antialias=True), [32]).convert("L"))
+    drawn = np.asarray(PIL.Image.open(io.BytesIO(answered("image/png"))))
+    colours = (drawn - 0.35 * grey[..., None]).sum(2)
+    shown = expected.clip(strength.min(), strength.max())
+    ranks = [value.ravel().argsort().argsort() for value in (shown, colours)]
+    assert np.corrcoef(ranks)[0, 1] > 0.999
+
+
+def posted_to_grey(client: Client, query: str, photo: bytes) -> dict[str, torch.Tensor]:
+    """The answer of the model ``grey`` for a photograph."""
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"}
+    response = client.post(f"/v1/models/grey/features?nodes=second&{query}", content=photo, headers=headers)
+    assert response.status_code == 200, response.text
+    return load(response.content)
+
+
+def luma(photo: PIL.Image.Image) -> np.ndarray:
+    """As in PIL's mode L, without its rounding."""
+    return np.asarray(photo) @ np.array([0.299, 0.587, 0.114])
+
+
+def test_one_channel_without_preprocessing(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
+    client, module = own
+    grey = luma(PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")) / 255
+    with torch.no_grad():
+        expected = reference(module, "grey")(torch.from_numpy(grey).float()[None, None])
+    answered = posted_to_grey(client, "preprocess=none", photos["chelsea"])
+    torch.testing.assert_close(answered["second"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_channel_padded(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
+    """With zeros, around PIL's resized image."""
+    client, module = own
+    image = PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")
+    height = round(image.height * 64 / image.width)
+    grey = luma(image.resize((64, height), PIL.Image.Resampling.BILINEAR)) / 255
+    mean, std = (0.485 + 0.456 + 0.406) / 3, (0.229 + 0.224 + 0.225) / 3
+    top = (96 - height) // 2
+    x = torch.zeros(1, 1, 96, 64)
+    x[0, 0, top : top + height] = torch.from_numpy((grey - mean) / std)
+    with torch.no_grad():
+        expected = reference(module, "grey")(x)
+    answered = posted_to_grey(client, "fit=pad&image_size=96x64&preprocess=pil", photos["chelsea"])
+    assert answered["valid_box"].tolist() == [[0, top, 64, top + height]]
+    torch.testing.assert_close(answered["second"], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_photographs_have_no_six_channels(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
     client, _ = own
     url = f"/v1/models/six/features?nodes={node_of(client, 'six')}"
     refused = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg"})
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
     assert "does not take single images; send tensors: x [None, 6, 32, 32]" in refused.json()["detail"]
+    drawn = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg", "Accept": "image/png"})
+    assert (drawn.status_code, drawn.json()["detail"]) == (422, refused.json()["detail"])
     buffer = io.BytesIO()
     np.save(buffer, np.zeros((1, 40, 40, 6), np.uint8))
     refused = client.post(url, content=buffer.getvalue(), headers={"Content-Type": "application/x-npy"})

@@ -102,6 +102,7 @@ def expected(photo: bytes, folder: Path, path: str) -> np.ndarray:  # type: igno
     return seen[0].numpy()
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_ones_own_is_served(
     folder: Path,
     make_client: Callable[..., Client],

@@ -38,6 +38,7 @@ def sampled(maps, stride, resize=256, crop=224):
     return torch.cat(rows)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "node", "resolved", "stride", "resize"),
     [
@@ -107,6 +108,7 @@ def averaged(maps, resize=256, crop=224):
     return torch.stack(rows).float()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "node", "resolved", "resize"),
     [
@@ -188,10 +190,10 @@ def test_no_region_of_an_image_projected(client, photos, pool, field, given, cou
         ("points", "points", [[[460, 10]], []], (0, 0), "outside of its image, which is 451 x 300"),
         ("points", "points", [[], [[5, 200]]], (1, 0), "the model sees"),
         ("points", "points", [[], 7], (1, None), "list of [x, y]"),
-        ("points", "points", [[]], None, "points needs a list for each image, 2 in all, and has 1"),
-        ("mask", "masks", [[], ["AAAA"]], (1, 0), "no PNG file"),
+        ("points", "points", [[]], None, "points must have one list per image, 2 in all, not 1"),
+        ("mask", "masks", [[], ["AAAA"]], (1, 0), "not a PNG file"),
         ("mask", "masks", [["?"], []], (0, 0), "neither a data URL nor base64"),
-        ("mask", "masks", [["http://here/x.png"], []], (0, 0), "fetches nothing"),
+        ("mask", "masks", [["http://here/x.png"], []], (0, 0), "fetches no URLs"),
         ("mask", "masks", [[7], []], (0, 0), "neither base64 nor run lengths"),
         ("mask", "masks", [[{"size": [300, 451]}], []], (0, 0), "neither base64 nor run lengths"),
         ("mask", "masks", [[{"size": [300], "counts": []}], []], (0, 0), "without the size"),
@@ -200,7 +202,7 @@ def test_no_region_of_an_image_projected(client, photos, pool, field, given, cou
         ("mask", "masks", [[], [{"size": [300, 451], "counts": []}]], (1, 0), "its image, after its EXIF orientation"),
         ("mask", "masks", [[{"size": [300, 451], "counts": [135300]}], []], (0, 0), "mask 0 is empty"),
         ("mask", "masks", [[{"size": [300, 451], "counts": [0, 300, 135000]}], []], (0, 0), "the model sees"),
-        ("mask", "masks", [[], "x"], (1, None), "its masks are a list of"),
+        ("mask", "masks", [[], "x"], (1, None), "its masks must be a list of"),
     ],
 )
 def test_regions_that_are_none(client, photos, pool, field, given, where, said):
@@ -226,7 +228,7 @@ def test_each_pooling_has_its_field(client, photos):
     ):
         problem = ask(client, "resnet18", "layer2.0.conv1:unbuilt", document, pool).json()
         assert problem["type"] == f"/problems/bad-{kind}", problem
-        assert "go together" in problem["detail"]
+        assert "must be given together" in problem["detail"]
     both = ask(client, "resnet18", "C4", points | {"masks": [[]]}, "points").json()
     assert (both["type"], both["status"]) == ("/problems/invalid-request", 422)
     assert "one of boxes, points and masks" in both["detail"]
@@ -236,6 +238,7 @@ def test_each_pooling_has_its_field(client, photos):
     assert "pool=points needs a feature map" in vector["detail"]
 
 
+@pytest.mark.exhaustive
 def test_the_response_limit_counts_points(make_client, photos):
     client = make_client(max_response_bytes=4 * 512 * 10)
     many = [[300, 200]] * 10

@@ -52,7 +52,11 @@ def made(model):
 
 @pytest.mark.parametrize(
     ("model", "node"),
-    [("squeezenet1_1", "features.12.cat"), ("swin_t", "features.3"), ("timm.test_resnet", "layer4")],
+    [
+        pytest.param("squeezenet1_1", "features.12.cat", marks=pytest.mark.exhaustive),
+        pytest.param("swin_t", "features.3", marks=pytest.mark.exhaustive),
+        ("timm.test_resnet", "layer4"),
+    ],
 )
 def test_stretched_and_padded(client, photos, own, model, node):
     """A square, 2:3 and 3:1, of a CNN, a Swin and one of timm's."""
@@ -103,6 +107,7 @@ def test_native_images_of_several_sizes(client, photos, own):
     assert refused.json()["key"] == "it"
 
 
+@pytest.mark.exhaustive
 def test_native_images_of_a_vision_transformer(client, photos, own):
     """Each image at its own size, as timm's model made for that size of the same weights; rows in the order sent."""
     base = made("timm.test_vit")
@@ -149,11 +154,12 @@ def blank(width, height):
     return buffer.getvalue()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "node", "size", "query", "becomes", "said", "way"),
     [
-        ("timm.test_vit", "norm", (1, 3000), "image_size=64", "64 x 192000", "no side may be over 4096", "fit=pad"),
-        ("squeezenet1_1", "features.3", (3000, 1), "image_size=64", "192000 x 64", "over 4096", "fit=pad"),
+        ("timm.test_vit", "norm", (1, 3000), "image_size=64", "64 x 192000", "no side may exceed 4096", "fit=pad"),
+        ("squeezenet1_1", "features.3", (3000, 1), "image_size=64", "192000 x 64", "exceed 4096", "fit=pad"),
         ("timm.test_vit", "norm", (36, 10), "image_size=1120", "4032 x 1120", "16,384 squares of 16", "fit=pad"),
         (
             "timm.test_vit",
@@ -179,6 +185,7 @@ def test_native_inputs_that_are_too_large(client, model, node, size, query, beco
         assert part in problem["detail"]
 
 
+@pytest.mark.exhaustive
 def test_native_images_with_as_many_tokens_of_other_places(client):
     """Of grids of 4 x 6 and 6 x 4: only vectors of them are one tensor."""
     sent = {"images": [base64.b64encode(blank(*size)).decode() for size in ((120, 80), (80, 120))]}
@@ -201,6 +208,7 @@ def test_native_images_with_as_many_tokens_of_other_places(client):
     assert "(96 x 64 and 64 x 96 pixels)" in answer.json()["error"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", [(80, 120), (160, 80)])
 def test_native_images_give_the_tokens_that_stand_for_no_place(client, other):
     """Token 7 is another place in each grid; the class token is none, and may be asked for alone."""
@@ -209,7 +217,7 @@ def test_native_images_give_the_tokens_that_stand_for_no_place(client, other):
     for query in ("&tokens=7", "&tokens=0,7", "&tokens=7&project=9"):
         refused = client.post(url + query, json=sent)
         assert (refused.status_code, refused.json()["type"]) == (422, "/problems/ragged"), refused.text
-        assert "not of the same places" in refused.json()["detail"]
+        assert "which do not correspond to each other" in refused.json()["detail"]
     found = outputs(client.post(url + "&tokens=0", json=sent))["norm"]
     pooled = outputs(client.post(url + "&pool=cls", json=sent))["norm"]
     assert torch.equal(torch.as_tensor(found)[:, 0], torch.as_tensor(pooled))
@@ -289,6 +297,7 @@ def test_wrong_specs(client):
         assert refused.json()["errors"][0]["field"] == "image_size"
 
 
+@pytest.mark.exhaustive
 def test_a_vision_transformer_at_a_rectangle(client, photos, own):
     """timm's, made for that size of the same weights; boxes, tokens and the graph are of that size's patches."""
     base = made("timm.test_vit")

@@ -46,6 +46,7 @@ def server(folder: Path) -> Iterator[Client]:
     client.close()
 
 
+@pytest.mark.exhaustive
 def test_the_largest_of_a_channel_are_listed_and_shown(server: Client, folder: Path, photos: dict[str, bytes]) -> None:
     rows = [row for row in parquet.read_table(folder / "top.parquet").to_pylist() if row["channel"] == 70]
     answers = [server.get(AT, params={"node": node, "channel": 70}) for node in ("features.5", "mid")]
@@ -76,8 +77,8 @@ def test_the_largest_of_a_channel_are_listed_and_shown(server: Client, folder: P
 @pytest.mark.parametrize(
     ("path", "status", "told"),
     [
-        (f"{AT}?node=features.6&channel=0", 422, "there are no top images of 'features.6'; there are of features.5"),
-        (f"{AT}?node=mid&channel=128", 422, "channel is from 0 to 127 of features.5, not 128"),
+        (f"{AT}?node=features.6&channel=0", 422, "there are no top images of 'features.6', only of features.5"),
+        (f"{AT}?node=mid&channel=128", 422, "channel must be from 0 to 127 for features.5, not 128"),
         (f"{AT}?node=mid&channel=-1", 422, "channel"),
         (f"{AT}/images/{'0' * 16}", 404, "there is no image 0000"),
         (f"{AT}/images/..%2F..%2Fspec.json", 404, "there is nothing at"),
@@ -114,9 +115,9 @@ def test_files_that_have_changed_are_not_sent(server: Client, folder: Path) -> N
 
 def test_a_folder_without_top_images_is_refused(folder: Path, tmp_path: Path) -> None:
     for there in (tmp_path / "gone", tmp_path):
-        with pytest.raises(FxError, match="holds no statistics that can be read"):
+        with pytest.raises(FxError, match="holds no readable statistics"):
             create_app(Settings(device="cpu", statistics=there))
     (tmp_path / "spec.json").write_bytes((folder / "spec.json").read_bytes())
     (tmp_path / "top.parquet").write_bytes((folder / "top.parquet").read_bytes()[:-9])
-    with pytest.raises(FxError, match="holds no statistics that can be read"):
+    with pytest.raises(FxError, match="holds no readable statistics"):
         create_app(Settings(device="cpu", statistics=tmp_path))

@@ -33,6 +33,7 @@ def test_they_are_counted_and_listed_by_source(client):
     assert client.get("/v1/models?source=torchvision&q=resnet18").json()["timm"] is None
 
 
+@pytest.mark.exhaustive
 def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
     """Which answers others meanwhile: the import takes a second, or several on a slow disk."""
     threads = []
@@ -66,6 +67,7 @@ async def running_thread():
     return threading.current_thread()
 
 
+@pytest.mark.exhaustive
 def test_one_is_described(client):
     detail = client.get("/v1/models/timm.convnextv2_atto").json()
     assert detail["default_weights"] == "fcmae_ft_in1k"
@@ -171,6 +173,7 @@ def test_an_embedding_is_the_class_token(client):
     assert np.allclose(response.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "pooled"),
     [
@@ -218,6 +221,7 @@ def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
     assert np.allclose(response.json()["data"][0]["embedding"], expected[0].numpy(), atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_a_named_extractor_are_pooled_by_attention(client):
     """Its own answers stay the tokens."""
     image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()

@@ -115,10 +115,10 @@ def test_the_document_says_how_many_there_may_be(client):
 @pytest.mark.parametrize(
     ("query", "said"),
     [
-        ("tokens=101", "this node has 101 tokens, so 101 is not one of 0 to 100"),
-        ("tokens=0&pool=avg", "tokens and pool=avg do not go together"),
-        *((f"tokens={wrong}", "indices of tokens from 0") for wrong in ("", "-1", "1,", "0x1", "1.5", "99999999")),
-        ("tokens=" + ",".join(["0"] * 1025), "up to 1024 indices"),
+        ("tokens=101", "this node has 101 tokens, from 0 to 100, and no token 101"),
+        ("tokens=0&pool=avg", "tokens and pool=avg cannot be combined"),
+        *((f"tokens={wrong}", "token indices from 0") for wrong in ("", "-1", "1,", "0x1", "1.5", "99999999")),
+        ("tokens=" + ",".join(["0"] * 1025), "up to 1024 token indices"),
     ],
 )
 def test_tokens_that_are_none_are_refused(client, made, query, said):

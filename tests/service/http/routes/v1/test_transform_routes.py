@@ -138,6 +138,7 @@ def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client)
     assert id_of("fuse_conv_bn") != id_of({"name": "fuse_conv_bn", "optional": True})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "idle",
     ["remove", {"name": "replace_activation", "params": {"old": "gelu", "new": "relu"}}, "out_of_place"],
@@ -177,6 +178,7 @@ def test_what_half_precision_is_compared_with_is_named(client):
     assert made.json()["checks"]["reference"] == "eager bfloat16", made.text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["C3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("layer2", "layer2.1.relu_1"))]
 )

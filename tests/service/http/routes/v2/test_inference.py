@@ -79,6 +79,7 @@ def test_a_models_name_is_compared_with_no_extractors(tiny, monkeypatch):
     assert len(compared) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "inputs", "outputs"),
     [
@@ -262,6 +263,17 @@ def test_faults_of_clients(tiny, what):
     assert set(response.json()) == {"error"}
     assert response.json()["error"]
     assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("pool", ["distilled", "avgg", "avg+distilled"])
+def test_unknown_pools_are_refused_with_those_known(tiny, pool):
+    """``distilled`` is embeddings' own."""
+    response = tiny.post(INFER, **binary({"inputs": [x_input()], "parameters": {"pool": pool}}, RAW))
+    assert (response.status_code, response.json()["error"]) == (
+        400,
+        "parameter pool must be none, roi, points, mask, or one or more of avg, max, gem, cls joined by +, not "
+        f"{pool!r}",
+    )
 
 
 def test_other_statuses(tiny):
