@@ -1,4 +1,4 @@
-"""As the engine sets the device."""
+"""Device settings, the same as the engine's."""
 
 from __future__ import annotations
 

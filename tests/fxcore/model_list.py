@@ -1,4 +1,4 @@
-"""Every model that torchvision lists, with some weights and an input that it takes."""
+"""Every model that torchvision lists, with some weights and a valid input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = [entry.name for entry in list_models("torchvision")]
 CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
-# A small model of each family of timm that has one.
+# A small model of each timm family that has one.
 TIMM = [
     "timm.convit_tiny", "timm.cpubone_nano", "timm.cspnext_tiny", "timm.darknet17", "timm.deit_tiny_patch16_224",
     "timm.dla34", "timm.dpn68", "timm.edgenext_xx_small", "timm.efficientformer_l1", "timm.efficientformerv2_s0",
@@ -35,7 +35,7 @@ TIMM = [
     "timm.vit_tiny_r_s16_p8_224",
 ]  # fmt: skip
 
-# One model of each family, small where there is a choice. Exhaustive tests run over all of these.
+# One model of each family, a small one if there is a choice. Exhaustive tests run over all of these.
 FAMILIES = frozenset(
     (
         "alexnet",
@@ -78,12 +78,10 @@ FAMILIES = frozenset(
     )
 )
 
-# Of these, one of each kind of architecture that the tests tell apart, every test runs always.
+# One model of each kind of architecture that the tests distinguish. Every test always runs over these.
 KINDS = frozenset(
     (
         "convnext_tiny",
-        "densenet121",
-        "inception_v3",
         "lraspp_mobilenet_v3_large",
         "mobilenet_v3_small",
         "quantized_mobilenet_v2",
@@ -99,29 +97,28 @@ KINDS = frozenset(
 
 OF_FAMILIES = [name for name in ALL if name in FAMILIES]
 
-# What sweeps over models run of the product, a few of these models do too, and coverage's tracer takes a sweep's time
-# twice over.
+# The other models run no product code that the models above do not, and coverage would double the time of a sweep.
 SWEPT = (pytest.mark.exhaustive, pytest.mark.no_cover)
 
 
 def each(names: Iterable[str], always: frozenset[str] = KINDS) -> list[ParameterSet]:
-    """A parameter for each of ``names``; those not in ``always`` are exhaustive, and their coverage is not measured."""
+    """Return a parameter for each of ``names``; those not in ``always`` are exhaustive and run without coverage."""
     return [pytest.param(name, marks=() if name in always else SWEPT) for name in names]
 
 
-# Values are compared at these sizes where the model takes any, so that the largest models take seconds.
+# Values are compared at these sizes if the model accepts any size, so that the largest models take seconds.
 SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 32}
 SMALLEST = 32
 FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
 
-# Teraflops, and blocks that are all alike: of these a part is enough.
+# Models that need teraflops but consist of identical blocks, so that testing a part is enough.
 LARGE = ("vit_h_14", "vit_l_", "mvit_", "regnet_y_128gf", "swin3d_b", "efficientnet_v2_l", "convnext_large")
 
 
 @cache
 def entry_of(name: str) -> ModelEntry:
-    """The entry of a model; of MViT, one of three blocks for clips of 32 x 32: a pass of ``mvit_v2_s`` is 64 billion
-    multiplications."""
+    """Return the entry of a model; for MViT, one with three blocks for clips of 32 x 32, since a pass of ``mvit_v2_s``
+    takes 64 billion multiplications."""
     if name != "mvit_v2_s":
         return get_model(name)
     info = WeightsInfo("V1", "http://127.0.0.1:9/mvit-00000000.pth", 0, {}, ())
@@ -130,7 +127,7 @@ def entry_of(name: str) -> ModelEntry:
 
 
 def _mvit(*, weights: object = None) -> nn.Module:
-    """Made as ``mvit_v2_s`` is."""
+    """Build a small MViT in the way that ``mvit_v2_s`` is built."""
     blocks = [
         MSBlockConfig(heads, before, after, [3, 3, 3], [3, 3, 3], [1, step, step], [1, kept, kept])
         for heads, before, after, step, kept in ((1, 16, 16, 1, 4), (2, 16, 32, 2, 2), (2, 32, 32, 1, 2))
@@ -152,9 +149,10 @@ _VALUES = torch.empty(1_000_003).uniform_(-0.05, 0.05, generator=torch.Generator
 
 
 def filled(name: str, *, shrink: bool = False) -> nn.Module:
-    """The model with some weights. Both sides of a comparison run these, so drawing them fast is all that matters.
+    """Return the model with some weights. Both sides of a comparison use them, so they only need to be drawn fast.
 
-    ``shrink``: a ViT is built for images of 4 x 4 patches, and MViT as :func:`entry_of` has it.
+    Args:
+        shrink: build a ViT for images of 4 x 4 patches, and MViT as in :func:`entry_of`.
     """
     model = (entry_of(name) if shrink else get_model(name)).build_weightless()
     if shrink and name.startswith("vit_"):
@@ -174,13 +172,13 @@ def filled(name: str, *, shrink: bool = False) -> nn.Module:
             module.running_var = torch.empty(module.num_features).uniform_(0.5, 2, generator=generator)
             module.num_batches_tracked = torch.zeros((), dtype=torch.long)
             if module.weight is not None:
-                # Near one, so that the signal is still there after a hundred layers.
+                # Near one, so that the signal does not vanish after a hundred layers.
                 module.weight.data.uniform_(0.8, 1.2, generator=generator)
     return model.eval()
 
 
 def small_input(name: str) -> Tensor:
-    """An input for ``filled(name, shrink=True)``, as small as the model takes."""
+    """Return the smallest input that ``filled(name, shrink=True)`` accepts."""
     entry = entry_of(name)
     if name.startswith("vit_"):
         side = 4 * (14 if name == "vit_h_14" else int(name.split("_")[-1]))
@@ -194,7 +192,7 @@ def small_input(name: str) -> Tensor:
 
 
 def _shrink(vit: nn.Module) -> None:
-    """Let a ViT take images of 4 x 4 patches; its blocks stay as large as they are."""
+    """Change a ViT to accept images of 4 x 4 patches; the sizes of its blocks do not change."""
     vit.image_size = 4 * int(vit.patch_size)  # type: ignore[arg-type,assignment]
     vit.seq_length = 17  # type: ignore[assignment]
     encoder = vit.get_submodule("encoder")

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import asyncio, gc, weakref
 from service.app import create_app
@@ -26,6 +28,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.exhaustive
 def test_what_is_imported_is_exempt_and_what_is_made_later_is_collected() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr

@@ -38,6 +38,7 @@ sys.argv = ["fxserve", "models"]
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("start", ["import service.app", "from service.cli import main; main()"])
 def test_idle_openmp_threads_of_a_server_sleep(start: str) -> None:
     """The variable is set when torch is loaded; one that is set already stays."""

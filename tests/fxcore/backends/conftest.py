@@ -1,4 +1,4 @@
-"""Small real extractors with random weights, photographs for them, and one cache of compiled artifacts."""
+"""Small real extractors with random weights, photographs for them, and a shared cache of compiled artifacts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Build = Callable[..., Extractor]
 
 @pytest.fixture(scope="session")
 def extractor() -> Build:
-    """``extractor("resnet18", "layer1.0.bn1", "C5")``; extractors of one model share its weights."""
+    """Build an extractor, as in ``extractor("resnet18", "layer1.0.bn1", "C5")``; those of a model share its weights."""
 
     @cache
     def model(name: str) -> torch.nn.Module:

@@ -135,6 +135,7 @@ def test_a_view_is_never_overwritten() -> None:
     assert torch.equal(module(x)["b"], x + 1)
 
 
+@pytest.mark.exhaustive
 def test_int8_is_for_cpus_and_smaller_than_float32(extractor: Build, batch: torch.Tensor) -> None:
     """A quarter of the weights' bytes, beside scales and biases; the values are those of fxcore.quantize."""
     made = extractor("resnet18", "C3")

@@ -47,6 +47,7 @@ def test_values(extractor: Build, batch: torch.Tensor, small: Lowered) -> None:
             assert found.relative < 1e-4, (inputs.shape, found)
 
 
+@pytest.mark.exhaustive
 def test_values_of_every_size_in_any_order(extractor: Build, batch: torch.Tensor, small: Lowered) -> None:
     """Up to eight rows are computed by a model of their size, and more by several."""
     plain = extractor("mobilenet_v3_small", "features.3", "C4", "x", "features.8").module
@@ -56,6 +57,7 @@ def test_values_of_every_size_in_any_order(extractor: Build, batch: torch.Tensor
         assert found.relative < 1e-4, (size, found)
 
 
+@pytest.mark.exhaustive
 def test_a_large_batch_is_computed_in_parts_that_fit_in_the_cache(
     extractor: Build, batch: torch.Tensor, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_outputs_with_several_or_no_rows_of_an_image(batch: torch.Tensor, artifa
             assert verify(traced, lowered, rows[:size]).relative < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_models_of_a_size_are_counted_and_few(
     extractor: Build, batch: torch.Tensor, artifacts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,7 @@ def test_it_is_compiled_once(
     assert all(torch.equal(a, b) for a, b in zip(small(batch).values(), again(batch).values(), strict=True))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("allowed", [True, False])
 def test_stored_weights_are_mapped_where_they_may_be(
@@ -213,6 +217,7 @@ def test_stored_weights_are_mapped_where_they_may_be(
     assert lowered.storages()  # it is still there
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(OPENVINO.unavailable(CPU, "bfloat16") is not None, reason="needs a processor with bfloat16")
 def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> None:
     """As near to float32 as eager is in bfloat16, at every size, through torch's own memory."""
@@ -232,6 +237,7 @@ def test_bfloat16(extractor: Build, batch: torch.Tensor, artifacts: Path) -> Non
     assert torch.equal(lowered(rows)["x"], rows)
 
 
+@pytest.mark.exhaustive
 def test_dtypes_of_inputs_and_outputs_are_the_modules() -> None:
     """Whether batch norms can be folded in float32 or, with a narrow dtype in the code, not."""
 
@@ -274,6 +280,7 @@ def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) ->
         OPENVINO.lower(plain.module, (batch[:2],), Options(precision="int8"))
 
 
+@pytest.mark.exhaustive
 def test_a_lowering_can_be_cancelled(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
     cancelled = threading.Event()
     threading.Timer(1.0, cancelled.set).start()
@@ -311,6 +318,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_nobody_is_told(tmp_path: Path) -> None:
     """OpenVINO keeps the number of the client that it tells of in the home directory, unless it runs in CI."""
     script = tmp_path / "lowered.py"

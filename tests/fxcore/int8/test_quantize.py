@@ -65,6 +65,7 @@ def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> 
     assert found.layers[0].sqnr > 15  # of seven bits, at least two hold even where most is lost
 
 
+@pytest.mark.exhaustive
 def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[Inputs]]) -> None:
     """The first layer's error, against the value of a module that ends there; and the order."""
     extractor, rows = small
@@ -248,6 +249,7 @@ def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Mod
     assert verify(model, found.module, rows[0]).relative < 0.03
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("by_a_function", [False, True])
 def test_relu6_leaves_all_steps_to_the_values_from_0_to_6(by_a_function: bool) -> None:
     """Values before it reach from -300 to 300 here; steps of that range would be coarser than a third of ReLU6's."""

@@ -42,6 +42,7 @@ def test_weights_are_rounded_as_torch_does(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(rounded_weight(weight, per_channel=False)[clear], whole[clear])
 
 
+@pytest.mark.exhaustive
 def test_layers_kept_in_float_are_not_simulated() -> None:
     extractor, rows = make("resnet18", ["C2"], 4)
     found = simulated(extractor.module, rows)
