@@ -1,7 +1,7 @@
 """Measure the upper bound of throughput: the service's decoding and lowered model, without HTTP, queue or encoding.
 
-Runs as a separate process, so that it shares no threads with the benchmark. It finds the best batch size and number of
-threads, prints them as JSON, and then, for each line read from stdin, measures and prints images/s.
+It runs as a separate process, so that it shares no threads with the benchmark. It finds the best batch size and number
+of threads, prints them as JSON, and then, for each line read from stdin, measures and prints images/s.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def runtime_of(spec: ExtractorSpec, settle: float) -> Runtime:
 
 
 class Ceiling:
-    """One extractor, with ``decoders`` decoding threads and ``threads`` compute threads."""
+    """An extractor with ``decoders`` decoding threads and ``threads`` compute threads."""
 
     def __init__(self, runtime: Runtime, files: list[bytes], pooled: bool, decoders: int, threads: int) -> None:
         self.runtime = runtime
@@ -54,7 +54,7 @@ class Ceiling:
         compute_with(threads)
 
     def rate(self, size: int, seconds: float) -> float:
-        """Measure images/s in batches of ``size``; the next batch is decoded while one is computed."""
+        """Measure images/s in batches of ``size``, decoding the next batch while one is computed."""
         done = -2 * size  # two batches to warm up
         started = time.perf_counter()
         following = self._decode(size)

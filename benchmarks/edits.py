@@ -1,12 +1,13 @@
-"""Edited requests: images a second with 0, 50 and 100 % of the requests edited, in the engine without HTTP, beside the
-same model in eager PyTorch behind forward hooks with a lock, and nnsight where it is installed.
+"""Measure images/s with 0, 50 and 100 % of the requests edited, in the engine without HTTP.
+
+This is compared with the same model in eager PyTorch with forward hooks behind a lock, and with nnsight if installed.
 
     python benchmarks/edits.py
     python benchmarks/edits.py --model mobilenet_v3_small --node features.3.add --result classifier
 
-Requests are preprocessed tensors, of several clients at a time; each edited one zeroes a channel of its own. The peers
-compute one request at a time, since each has hooks of its own. All are measured in turn, in several rounds, of which
-the fastest counts.
+Requests are preprocessed tensors from several concurrent clients; each edited request zeroes a different channel. The
+peers compute one request at a time, since each request has its own hooks. All are measured in turn, in several rounds;
+the fastest round counts.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def hooked(options: argparse.Namespace, x: Tensor) -> Request:
 
 
 def with_nnsight(options: argparse.Namespace, x: Tensor) -> Request:
-    """Requests to the module through nnsight, one at a time."""
+    """Return requests to the module through nnsight, one at a time."""
     from nnsight import NNsight
 
     model, module = module_at(options)
@@ -127,7 +128,7 @@ def with_nnsight(options: argparse.Namespace, x: Tensor) -> Request:
 
 
 def module_at(options: argparse.Namespace) -> tuple[nn.Module, nn.Module]:
-    """Return the model, and its innermost module that ends with the edited node."""
+    """Return the model and its innermost module that ends with the edited node."""
     model = load_model(get_model(options.model), "random").eval()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     graph = model_graph(options.model)
@@ -136,7 +137,7 @@ def module_at(options: argparse.Namespace) -> tuple[nn.Module, nn.Module]:
 
 
 async def requests_per_second(ask: Request, clients: int, seconds: float) -> float:
-    """Send requests one after another from each client; returns how many are answered a second."""
+    """Send requests one after another from each client; return the number of responses per second."""
     numbers, started = itertools.count(), time.perf_counter()
     done = 0
 

@@ -33,12 +33,12 @@ HERE = Path(__file__).parent
 PER_FOLDER = 1000
 
 NODES = {"mobilenet_v3_small": "features.12", "resnet50": "layer4"}
-"""Node of C5, as torchvision's own extractor names it."""
+"""Node of C5, by its name in torchvision's own extractor."""
 WORKERS = (1, 2)
 
-# The rate is measured between these shares of the images, without the start and the last batches.
+# The rate is measured between these fractions of the images, without the start and the last batches.
 STEADY = (0.1, 0.95)
-# Memory counts as bounded if it grows by no more than this share after the first tenth of the images.
+# Memory counts as bounded if it grows by at most this fraction after the first tenth of the images.
 GROWTH = 0.1
 
 
@@ -95,7 +95,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[tuple[float, int, int]]:
-    """Extract ``folder`` in a child process; returns the samples of :func:`child`."""
+    """Extract ``folder`` in a child process and return the samples of :func:`child`."""
     command = [sys.executable, __file__, "child", "--model", options.model, "--backend", options.backend]
     command += ["--folder", str(folder / "images"), "--out", str(folder / "features")]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent, check=True)
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace, folder: Path) -> list[tuple[float, int, int
 
 
 def rate(samples: list[tuple[float, int, int]], images: int) -> float:
-    """Images/s in the middle of a run."""
+    """Return images/s in the middle of a run."""
     steady = [sample for sample in samples if STEADY[0] * images <= sample[1] <= STEADY[1] * images]
     return (steady[-1][1] - steady[0][1]) / (steady[-1][0] - steady[0][0])
 
@@ -149,7 +149,7 @@ def against_script(options: argparse.Namespace, folder: Path) -> None:
 
 
 def seconds(arguments: list[str]) -> float:
-    """Seconds that a Python process takes, its start included."""
+    """Return the seconds that a Python process takes, including its start."""
     started = time.perf_counter()
     subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, cwd=HERE.parent, check=True)
     return time.perf_counter() - started

@@ -1,6 +1,6 @@
 """Reproduce the figures of the torch.fx paper (Reed et al., arXiv 2112.08429, section 6) on this machine.
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/fx_paper.py  # idle OpenMP threads would spin beside other backends
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/fx_paper.py  # else idle OpenMP threads spin while other backends run
 
 Number of operations that torch.fx, torch.jit.trace and torch.jit.script record for resnet50; latency saved by Conv-BN
 fusion on one thread and on all; int8 against float32; compiled backends against eager. Each pair is timed alternately
@@ -46,7 +46,7 @@ def operations() -> Iterator[Row]:
 
 
 def jit_nodes(block: object) -> int:
-    """Count the nodes of a TorchScript graph or block, nested blocks included."""
+    """Count the nodes of a TorchScript graph or block, including nested blocks."""
     return sum(1 + sum(map(jit_nodes, node.blocks())) for node in block.nodes())  # type: ignore[attr-defined]
 
 
@@ -55,7 +55,7 @@ def fusion(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
 
     The eager backend also packs convolutions for oneDNN, fused with the activation or addition that follows, and makes
     the remaining operations in-place. All are compared with the unmodified model in contiguous memory format. The share
-    of batch norms is the upper bound of what folding saves.
+    of batch norms is an upper bound for the time that folding saves.
     """
     fused = fuse_conv_bn(module)
     last = fuse_conv_bn(module)
@@ -82,7 +82,7 @@ def is_norm(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def int8(module: fx.GraphModule, rows: list[tuple[Tensor, ...]], x: Tensor, runs: int) -> Iterator[Row]:
-    """Compare FX graph-mode int8 with the float module, as it is and with batch norms folded."""
+    """Compare FX graph-mode int8 with the float module, unmodified and with batch norms folded."""
     quantized = quantize(module, rows).module
     fused = fuse_conv_bn(module)
     fused.to(memory_format=torch.channels_last)
@@ -113,7 +113,7 @@ def lowering(module: fx.GraphModule, x: Tensor, runs: int) -> Iterator[Row]:
 
 
 def in_turns(runs: int, *functions: Run) -> list[float]:
-    """Time functions alternately, so that other load on the machine affects all; returns the median seconds of each."""
+    """Time functions alternately, so that other load on the machine affects all; return the median seconds of each."""
     taken: list[list[float]] = [[] for _ in functions]
     with torch.inference_mode():
         for run in range(runs + 2):

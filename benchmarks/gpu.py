@@ -5,10 +5,10 @@
     python benchmarks/gpu.py --models resnet50 --seconds 1
 
 ``model``: images/s of eager and of CUDA graphs by precision and batch size, random images on the device, medians.
-``decode``: JPEG files decoded on all cores, computed, and pooled values back on the host: the best setup of
-``ceiling.py``. ``http``: the same work asked for over HTTP, by 1, 4 and 8 processes on the one device, as single images
-over 1, 32 and 256 connections and as 32 images a request; beside what the processes' event loops carry, which is the
-same request for an image of 32 x 32 pixels and the input of the model. ``memory``: the device's memory with one
+``decode``: JPEG files decoded on all cores, computed, and pooled values copied to the host; the best setup of
+``ceiling.py``. ``http``: the same work over HTTP, with 1, 4 and 8 server processes on one device, as single images over
+1, 32 and 256 connections and as 32 images per request. It is compared with the capacity of the processes' event loops:
+the same request for the model's input and an image of 32 x 32 pixels. ``memory``: the device's memory with one
 extractor over resnet50, with fifty, and after they were evicted.
 """
 
@@ -38,16 +38,16 @@ WAYS = ("eager", "cudagraphs")
 BATCHES = (1, 4, 16, 32, 64, 256)
 PROCESSES = (1, 4, 8)
 SINGLE = (1, 32, 256)
-"""Connections that send one image a request."""
+"""Numbers of connections that send one image per request."""
 MANY = 32
-"""Images a request, over eight connections for each process."""
+"""Images per request, over eight connections for each process."""
 SECTIONS = ("model", "decode", "http", "memory")
 
 Row = tuple[str, ...]
 
 
 def in_process(model: str, seconds: float) -> list[Row]:
-    """Return a row for each precision and way: images/s by batch size, and the best beside eager float32."""
+    """Return a row for each precision and backend: images/s by batch size, and the best relative to eager float32."""
     device = torch.device("cuda")
     graph = model_graph(model)
     rows, best_of_eager = [], 0.0
@@ -89,7 +89,7 @@ def _rate(run: Callable[[], object], size: int, seconds: float) -> float:
 
 
 def over_http(model: str, precision: str, processes: Sequence[int], seconds: float, decoded: float) -> list[Row]:
-    """Measure each number of processes and connections; returns a row for each.
+    """Measure each number of processes and connections, and return a row for each.
 
     Args:
         decoded: images/s of the same work in-process.
@@ -124,7 +124,7 @@ def _row(model: str, precision: str, backend: str, what: str, found: load.Load, 
 
 
 def _warm(port: int, path: str, workers: int) -> None:
-    """Let every process build the extractor, and find its backend."""
+    """Make every process build the extractor and choose its backend."""
     load.run(port, _requests(port, path, 1), 16 * workers, 1.0, 2.0)
     load.run(port, _requests(port, path, MANY), 2 * workers, 1.0, 2.0)
 
@@ -144,7 +144,7 @@ def _tiny(port: int, path: str) -> list[bytes]:
 
 
 def memory() -> list[Row]:
-    """Return bytes of the device in use by a server with one extractor over resnet50, with fifty, and without."""
+    """Return the device memory used by a server with one extractor over resnet50, with fifty, and with none."""
     free = torch.cuda.mem_get_info()[0]
 
     def used() -> float:

@@ -1,9 +1,9 @@
 """A load generator that keeps N connections busy from a separate process, with little CPU time.
 
-It uses ``wrk`` if installed, else plain sockets with epoll, which take a fraction of an asyncio client's time. A
-connection that is answered 429 waits for ``Retry-After``; wrk does not. A connection that the server closes is replaced
-by another, and counted as ``closed`` if a request was on its way. As a program, it reads a job as JSON from stdin
-and writes the result to stdout.
+It uses ``wrk`` if installed, else plain sockets with epoll, which take a fraction of an asyncio client's time. After a
+429 response, a connection waits for ``Retry-After``; wrk does not. A connection that the server closes is replaced, and
+counted as ``closed`` if a request was in flight. As a program, it reads a job as JSON from stdin and writes the result
+to stdout.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _CLOSE = re.compile(rb"\r\nconnection: *close\r", re.IGNORECASE)
 
 @dataclass
 class Load:
-    """Result of a measurement.
+    """The result of a measurement.
 
     Attributes:
         requests: responses with status 200 within ``seconds``.
-        statuses: number of responses by status, and of requests whose connection was ``closed`` before them.
+        statuses: number of responses by status, and of requests whose connection was ``closed`` before the response.
         p50, p99: latency in milliseconds of the responses with status 200.
     """
 
@@ -67,8 +67,7 @@ def http(
 
 
 def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
-    """Serialize an Open Inference Protocol request for one encoded image, with binary tensors as tritonclient sends
-    them."""
+    """Serialize an Open Inference Protocol request for one encoded image, with binary tensors like tritonclient's."""
     element = len(image).to_bytes(4, "little") + image
     given = {
         "name": "image",
@@ -83,7 +82,7 @@ def infer(port: int, path: str, image: bytes, outputs: Sequence[str]) -> bytes:
 
 
 def embeddings(port: int, model: str, image: bytes) -> bytes:
-    """Serialize an embeddings request for one image, with base64 vectors as OpenAI's clients request them."""
+    """Serialize an embeddings request for one image, with base64 vectors as in OpenAI's clients."""
     url = f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
     body = json.dumps({"model": model, "input": url, "encoding_format": "base64"}).encode()
     return http(port, "/v1/embeddings", body, "application/json")
@@ -144,7 +143,7 @@ def _wrk(port: int, requests: list[bytes], connections: int, seconds: float) -> 
 
 
 class _Connection:
-    """One keep-alive connection with at most one request in flight."""
+    """A keep-alive connection with at most one request in flight."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -163,7 +162,7 @@ class _Connection:
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self, buffer: bytearray) -> bool:
-        """Read available data; returns whether the response is complete."""
+        """Read available data; return whether the response is complete."""
         count = self.socket.recv_into(buffer)
         if not count:
             raise ConnectionResetError("the server closed the connection")

@@ -1,13 +1,13 @@
-"""How long the page makes its visitors wait, in Chromium, on servers of its own with default settings.
+"""Measure how long the page keeps visitors waiting, in Chromium, on its own servers with default settings.
 
     python benchmarks/page.py
     python benchmarks/page.py --only tree --rounds 1
 
 - ``start``: from opening the page of a server that has just become ready to the first picture.
-- ``tree``: the longest that the page is blocked while the expanded tree of a large model is walked and searched.
-- ``attention``: from choosing the attention of DINOv2-S at 518 x 518, beside the maps of its last block, to its
-  picture; first, and then for other photos, each once all that the page asked for before has come and the server
-  compiles nothing.
+- ``tree``: the longest time that the page is blocked while the expanded tree of a large model is walked and searched.
+- ``attention``: from choosing the attention of DINOv2-S at 518 x 518, with the maps of its last block shown, to its
+  picture; for a first photo, then for others, each after all earlier requests of the page are answered and the server
+  is not compiling.
 - ``pca``: the principal components of a map of 256 x 200 x 304.
 
 It needs Playwright (``pip install 'fxserve[test]'``).
@@ -28,13 +28,13 @@ WAIT = 300_000  # milliseconds
 LARGE = ("mvit_v2_s", "densenet201", "timm.vit_large_patch16_224")
 DINO = "m=timm.vit_small_patch14_dinov2&n=blocks.11&w=random"
 PHOTOS = ("chelsea", "rocket", "coffee", "astronaut")
-# Tasks of the main thread of 50 ms and more, which is what browsers report.
+# Tasks of the main thread that take 50 ms or more; browsers do not report shorter ones.
 WATCH = """() => {
   window.blocked = []
   new PerformanceObserver((list) => window.blocked.push(...list.getEntries().map((task) => task.duration)))
     .observe({ type: "longtask" })
 }"""
-# Opens a place and resolves with the seconds until an element is there, as the page's own clock tells.
+# Opens a location and resolves with the seconds until an element exists, by the page's own clock.
 SHOW = """([fragment, selector]) => new Promise((resolve) => {
   const begun = fragment === null ? 0 : performance.now()
   const look = () => document.querySelector(selector) && resolve((performance.now() - begun) / 1000)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def start(browser: Browser, rounds: int) -> None:
-    """The first picture of a server that has just become ready."""
+    """Measure the time to the first picture from a server that has just become ready."""
     taken = []
     for _ in range(rounds):
         with fxserve() as server:
@@ -78,7 +78,7 @@ def start(browser: Browser, rounds: int) -> None:
 
 
 def tree(browser: Browser, rounds: int) -> None:
-    """The longest task while every node is in the tree."""
+    """Measure the longest task while every node is in the tree."""
     with fxserve() as server:
         for model in LARGE:
             longest = []
@@ -102,7 +102,7 @@ def tree(browser: Browser, rounds: int) -> None:
 
 
 def attention(browser: Browser, rounds: int) -> None:
-    """The attention of DINOv2-S for another photo than the one before."""
+    """Measure the time to show the attention of DINOv2-S for a new photo."""
     with fxserve() as server:
         page = tab(browser, server.port)
         under_way = requests(page)
@@ -119,7 +119,7 @@ def attention(browser: Browser, rounds: int) -> None:
 
 
 def requests(page: Page) -> set[Request]:
-    """Return the requests that are under way, now and later."""
+    """Return a live set of the page's requests in flight."""
     under_way: set[Request] = set()
     page.on("request", lambda request: under_way.add(request))
     page.on("requestfinished", lambda request: under_way.discard(request))
@@ -128,7 +128,7 @@ def requests(page: Page) -> set[Request]:
 
 
 def rest(page: Page, server: Server, under_way: set[Request]) -> None:
-    """Wait until a second has passed in which the page waited for nothing and the server compiled nothing."""
+    """Wait until, for a second, the page has no requests in flight and the server is not compiling."""
     quiet = 0
     while quiet < 10:
         page.wait_for_timeout(100)
@@ -136,7 +136,7 @@ def rest(page: Page, server: Server, under_way: set[Request]) -> None:
 
 
 def pca(browser: Browser, rounds: int) -> None:
-    """The principal components of a detector's largest map."""
+    """Measure the principal components of a detector's largest map."""
     with fxserve() as server:
         page = tab(browser, server.port)
         page.goto("/")

@@ -1,4 +1,4 @@
-"""The JPEG files that all benchmarks send: photographs of scikit-image at about the size of ImageNet's."""
+"""The JPEG files that all benchmarks send: scikit-image's photographs at about the size of ImageNet's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def jpegs(width: int = 500, height: int = 375, quality: int = 90) -> list[bytes]
 
 
 def multipart(files: list[bytes], field: str = "request") -> tuple[bytes, str]:
-    """Build a multipart/form-data body of all files; returns it with its Content-Type."""
+    """Build a multipart/form-data body of all files; return it and its Content-Type."""
     boundary = "fxserve-benchmark"
     parts = [
         f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"; filename="{i}.jpg"\r\n'

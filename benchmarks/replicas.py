@@ -1,6 +1,6 @@
-"""Two replicas of a core each on Ray Serve, beside one process with two cores, on one machine.
+"""Compare two Ray Serve replicas with one core each with a single process with two cores, on the same machine.
 
-A replica is then killed under load, and the seconds are measured until the rate is back.
+Then kill a replica under load, and measure the seconds until the rate recovers.
 
 pip install -e '.[openvino,bench,ray]'
 python benchmarks/replicas.py > benchmarks/results/replicas-2-cores.md
@@ -52,13 +52,13 @@ CONNECTIONS = (32, 1)
 SETTLE_SECONDS = 40.0
 
 BACK = 0.9
-"""Share of the rate before a replica was killed at which it counts as back."""
+"""Fraction of the earlier rate at which the rate counts as recovered after a replica was killed."""
 BACK_SECONDS = 120.0
 
 
 @contextlib.contextmanager
 def ray_serve(model: str, haproxy: bool) -> Iterator[Server]:
-    """Two nodes of a core, a replica on each."""
+    """Run two one-core nodes with a replica on each."""
     port = free_port()
     args = {"model": model, "weights": "random", "nodes": NODES, "cpus": 1, "replicas": 2}
     environment = {"RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy)), "RAY_USAGE_STATS_ENABLED": "0"}
@@ -71,10 +71,10 @@ def ray_serve(model: str, haproxy: bool) -> Iterator[Server]:
 
 
 def lowered(server: Server, path: str) -> None:
-    """Wait until every process has replaced eager, which it does for extractors in use."""
+    """Wait until every process has replaced the eager backend, which happens for extractors in use."""
     seen = 0
     deadline = time.monotonic() + SETTLE_SECONDS
-    while seen < 12 and time.monotonic() < deadline:  # answers of either replica
+    while seen < 12 and time.monotonic() < deadline:  # enough responses to reach both replicas
         server.http.post(path, content=photos.jpegs()[0], headers={"content-type": "image/jpeg"})
         [extractor] = server.http.get("/v1/extractors").json()["extractors"]
         seen = 0 if extractor["backend"] == "eager" else seen + 1
@@ -82,7 +82,7 @@ def lowered(server: Server, path: str) -> None:
 
 
 def measured(server: Server, model: str, seconds: float) -> dict[int, load.Load]:
-    """By connections."""
+    """Return the load results by number of connections."""
     lowered(server, features(model))
     requests = photographs(server, model)
     return {
@@ -92,8 +92,11 @@ def measured(server: Server, model: str, seconds: float) -> dict[int, load.Load]
 
 
 def recovery(server: Server, model: str, before: load.Load) -> float:
-    """Kill a replica; returns the seconds until there are as many as before and :data:`BACK` of the rate ``before`` is
-    reached twice in a row, or infinity."""
+    """Kill a replica, and return the seconds until recovery, or infinity.
+
+    Recovery means that there are as many replicas as before, and :data:`BACK` of the rate ``before`` is reached twice
+    in a row.
+    """
     seconds = max(2.0, 2 * before.p99 / 1000)
     requests = photographs(server, model)
     running = replicas(server)
@@ -102,7 +105,7 @@ def recovery(server: Server, model: str, before: load.Load) -> float:
     since = math.inf
     while time.monotonic() - killed < BACK_SECONDS:
         started = time.monotonic() - killed
-        # Nothing is answered in the first moments of a load.
+        # Skip the first moments of a load, in which no response arrives.
         rate = load.run(server.port, requests, 32, seconds, warm=before.p99 / 1000, wrk=False).rate
         if rate < BACK * before.rate or len(replicas(server)) < len(running):
             since = math.inf

@@ -1,16 +1,16 @@
-"""How fxserve scales on default settings: a table, and a plot for each sweep.
+"""Measure how fxserve scales on default settings: a table, and a plot for each sweep.
 
     python benchmarks/scaling.py                        # all sweeps, some seven minutes
     python benchmarks/scaling.py --sweeps connections --seconds 6
 
 Sweeps:
 
-- connections: 1 to 512, of which 256 are admitted; the others are answered 429 and retry after ``Retry-After``;
+- connections: 1 to 512; 256 are admitted, and the others get 429 and retry after ``Retry-After``;
 - images: 1 to 256 per request, over 4 connections, pooled;
 - sizes: photographs from 100 x 75 to 20 million pixels, over 8 connections;
 - extractors: 1 to 200 over one model, used in turn by 32 connections;
-- models: 1 to 40, used likewise: one architecture with different weights, so that each image costs the same;
-- shapes: 1 to 64 aspect ratios of images with ``fit=native``, whose mean is 1.5, over 32 connections.
+- models: 1 to 40, used in the same way: one architecture with different weights, so that each image costs the same;
+- shapes: 1 to 64 aspect ratios of images with ``fit=native``, with a mean of 1.5, over 32 connections.
 
 ``workers.py`` compares numbers of server processes.
 
@@ -40,7 +40,7 @@ MOBILENET = next(case for case in CASES if case.model == "mobilenet_v3_small")
 CONNECTIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 IMAGES = (1, 4, 16, 64, 256)
 WIDTHS = (100, 224, 500, 1000, 2000, 5164)
-"""Width of the 4:3 photographs; the largest have 20 million pixels."""
+"""Widths of the 4:3 photographs; the largest have 20 million pixels."""
 EXTRACTORS = (1, 4, 16, 64, 200)
 MODELS = (1, 4, 10, 20, 40)
 SHAPES = (1, 4, 16, 64)
@@ -70,7 +70,7 @@ class Point:
 
 
 class Scaling:
-    """Runs the sweeps, each with a server of its own."""
+    """The sweeps, each with its own server."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -88,7 +88,7 @@ class Scaling:
             for count in IMAGES:
                 body, kind = photos.multipart(list(islice(cycle(self.files), count)))
                 requests = [load.http(server.port, path, body, kind, SAFETENSORS)]
-                # Long enough for several whole responses.
+                # Measure long enough for several complete responses.
                 seconds = self.options.seconds * (3 if count > 64 else 1)
                 yield Point("images", count, self._run(server, requests, 4, seconds), count)
 
@@ -128,7 +128,7 @@ class Scaling:
     def _growing(
         self, server: Server, sweep: str, counts: tuple[int, ...], specs: list[dict[str, Any]]
     ) -> Iterator[Point]:
-        """Measure over more and more extractors, which differ in their outputs' keys."""
+        """Measure with a growing number of extractors, which differ in their outputs' keys."""
         paths: list[str] = []
         for count in counts:
             while len(paths) < count:
@@ -157,7 +157,7 @@ class Scaling:
 
 
 def held(server: Server) -> str:
-    """Return the memory and threads that the server has."""
+    """Return the server's memory and number of threads as text."""
     return f"{server.memory() / 1e9:.1f} GB resident, {server.process.num_threads()} threads"
 
 
@@ -217,7 +217,7 @@ def main() -> None:
                 figures = (f"{point.rate:.1f}", f"{point.load.p50:.1f}", f"{point.load.p99:.1f}")
                 rows.append((point.sweep, str(point.x), *figures, answers, point.note))
             plot(points, options.plots / f"scaling-{sweep}.png")
-    finally:  # also what was measured before a failure
+    finally:  # also print results measured before a failure
         print(f"{machine()}; {MOBILENET.model}, default settings. Milliseconds of responses with status 200.\n")
         print("\n".join(table(("sweep", "at", "images/s", "p50", "p99", "answers", ""), rows)))
 

@@ -5,7 +5,7 @@
     python benchmarks/serve.py --cases memory                      # 6,000 requests
 
 All serve torchvision's architectures with random weights on 127.0.0.1: the same JPEG files in, the same two feature
-maps out as safetensors. Servers are measured one after another, each alone with the load generator.
+maps out as safetensors. Servers are measured one after another; only one runs at a time, with the load generator.
 Needs the extra ``bench``.
 """
 
@@ -39,7 +39,7 @@ NODES = {
     "swin_t": "features.5:C4,features.7:C5",
     "timm.vit_small_patch14_dinov2": "blocks.5:half,norm:tokens",
 }
-# Path and encoding of each peer's requests, as in its documentation.
+# Path and encoding of each peer's requests, following its documentation.
 PEERS = {
     "plain_fastapi": ("/predict", "multipart"),
     "litserve_api": ("/predict", "multipart"),
@@ -53,13 +53,13 @@ class Case:
     """A load, measured on fxserve, on the peers and in-process.
 
     Attributes:
-        images: images per request; peers are measured with one only.
-        width: width of the photographs in pixels; peers are measured with 500 only.
+        images: images per request; peers are measured only with one.
+        width: width of the photographs in pixels; peers are measured only with 500.
         latency: compare p50 instead of the rate.
         longer: factor of the duration, for slow requests.
-        of_peer: required ratio to the peers, which compute in bfloat16 too (autocast) where fxserve does.
-        of_float32: required ratio to fxserve itself in float32, which is measured with it.
-        of_ceiling: required ratio to the in-process measurement, which is skipped without it.
+        of_peer: required ratio to the peers, which use bfloat16 (autocast) whenever fxserve does.
+        of_float32: required ratio to fxserve itself in float32, which is measured in the same case.
+        of_ceiling: required ratio to the in-process measurement; None to skip that measurement.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Case:
 
     @property
     def peer_precision(self) -> str:
-        """What peers compute in: they have no int8 of their own."""
+        """The precision of the peers, which have no int8."""
         return "bfloat16" if self.precision == "bfloat16" else "float32"
 
     @property
     def by_peers(self) -> bool:
-        """Whether peers, which serve torchvision's models, are measured."""
+        """Whether peers are measured; they serve only torchvision's models."""
         return self.images == 1 and self.width == 500 and not self.model.startswith("timm.")
 
 
@@ -124,7 +124,7 @@ MEMORY_BAR = 1.6e9
 
 
 class Benchmark:
-    """Runs cases and caches the peers' results, which several cases share."""
+    """The runner of the cases; it caches the peers' results, which several cases share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -135,7 +135,7 @@ class Benchmark:
     def case(self, case: Case) -> None:
         if case.of_float32 is not None:
             return self.narrow(case)
-        # In turns, since the machine's speed varies over time. For latencies, turns are short and close together; for
+        # Alternate, since the machine's speed varies over time. For latencies, turns are short and close together; for
         # rates they are longer, since requests in flight at the end of a turn are not counted.
         parts = _LATENCY_PARTS if case.latency else 1
         spec, seconds, settle = case.spec(self.options.backend), self.options.seconds / parts, self.options.settle
@@ -164,7 +164,7 @@ class Benchmark:
         self.rows.append((case.name, who, f"{rate:.1f}", p50, "", f"{ratio:.2f}", bar))
 
     def narrow(self, case: Case) -> None:
-        """Compare a precision with float32, both of one server, in turns."""
+        """Compare a precision with float32, alternately on the same server."""
         wide, settle = replace(case, precision="float32"), self.options.settle
         with servers.fxserve() as server:
             ways = [(one, *extractor(server, one.spec(self.options.backend), settle)) for one in (case, wide)]
@@ -186,7 +186,7 @@ class Benchmark:
                 self._row(case, peer, found, mine)
 
     def protocol(self) -> None:
-        """Compare ``/v2`` with ``/v1``: the same images, the same outputs as raw tensors."""
+        """Compare ``/v2`` with ``/v1``, with the same images and the same outputs as raw tensors."""
         spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
         with servers.fxserve() as server:
             path, backend = extractor(server, spec, self.options.settle)
@@ -199,7 +199,7 @@ class Benchmark:
             self._in_turns("v2", server, ways, backend, PROTOCOL_BAR)
 
     def embeddings(self) -> None:
-        """Compare ``/v1/embeddings`` with ``/features``: the same images, the same vectors."""
+        """Compare ``/v1/embeddings`` with ``/features``, with the same images and the same vectors."""
         spec = next(case for case in CASES if case.name == "mobilenet-32").spec(self.options.backend)
         spec |= {"return_nodes": {"features.12": "C5"}}
         with servers.fxserve() as server:
@@ -240,7 +240,7 @@ class Benchmark:
         self.rows.append(("nodes, warm", "fxserve", rate, p50, p99, "", f"≥ {NODE_LIST_BAR}/s"))
 
     def nothing(self) -> None:
-        """Measure a request's overhead beside decoding and computing: the input node of a small tensor, pooled."""
+        """Measure a request's overhead without decoding and computing: the pooled input node of a small tensor."""
         values = io.BytesIO()
         np.save(values, np.zeros((1, 3, 32, 32), np.float32))
         spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["x"], "backend": "eager"}
@@ -309,7 +309,7 @@ class Benchmark:
         return self._peers[key]
 
     def _connections(self, case: Case) -> set[int]:
-        """Return the connections of all cases asked for that a peer measured for ``case`` is compared with."""
+        """Return the numbers of connections of all requested cases that share a peer measurement with ``case``."""
         asked = (other for other in CASES if other.name in self.options.cases and other.by_peers)
         return {
             other.connections
@@ -329,7 +329,7 @@ class Benchmark:
 
 
 def extractor(server: Server, spec: dict[str, Any], settle: float) -> tuple[str, str]:
-    """Create an extractor; returns the path of its features, and its backend after at most ``settle`` seconds."""
+    """Create an extractor; return the path of its features, and its backend after at most ``settle`` seconds."""
     made = server.http.post("/v1/extractors?wait=300", json=spec)
     if made.status_code not in (200, 201) or made.json()["state"] != "ready":
         raise SystemExit(f"fxserve cannot build {spec}: {made.text}")
@@ -403,7 +403,7 @@ def main() -> None:
                 benchmark.memory()
             else:
                 benchmark.case(next(case for case in CASES if case.name == name))
-    finally:  # also what was measured before a failure
+    finally:  # also print results measured before a failure
         print(f"{machine()}. Images/s; milliseconds. The ratio is that of fxserve to the row's server.\n")
         print("\n".join(table(("case", "server", "images/s", "p50", "p99", "ratio", "bar"), benchmark.rows)))
 

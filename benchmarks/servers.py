@@ -41,10 +41,10 @@ class Server:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
 
     def wait(self, method: str, path: str, **options: object) -> httpx.Response:
-        """Repeat a request until it is answered 200.
+        """Repeat a request until the response is 200.
 
         Raises:
-            RuntimeError: the server ended or did not answer in time; the message has the end of its log.
+            RuntimeError: the server ended or did not respond in time; the message has the end of its log.
         """
         deadline = time.monotonic() + READY_SECONDS
         answer = None
@@ -58,7 +58,7 @@ class Server:
         raise RuntimeError(f"{self.process.args} does not serve:\n{log}")
 
     def memory(self) -> int:
-        """Resident bytes of the process and its children."""
+        """Return the resident bytes of the process and its children."""
         return sum(p.memory_info().rss for p in (self.process, *self.process.children(recursive=True)))
 
     def stop(self) -> None:
@@ -84,7 +84,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def fxserve(**settings: object) -> Iterator[Server]:
-    """Run fxserve with ``FXSERVE_*`` settings, once it is ready."""
+    """Run fxserve with ``FXSERVE_*`` settings, and yield it once it is ready."""
     port = free_port()
     environment = {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
     command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", str(port)]
@@ -137,7 +137,7 @@ def ceiling(
     command = [sys.executable, str(HERE / "ceiling.py"), json.dumps(spec)]
     command += ["--seconds", str(seconds), "--settle", str(settle)]
     command += [*(["--pooled"] if pooled else []), *(["--latency"] if latency else [])]
-    # As the service sets for itself before torch is loaded.
+    # The same setting that the service makes for itself before torch is loaded.
     environment = {**os.environ, "PYTHONPATH": _path(), "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE

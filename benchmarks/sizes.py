@@ -1,17 +1,16 @@
-"""DINOv2 at sizes of one's own, and projected maps: ``fxserve extract`` in whole processes.
+"""Measure ``fxserve extract`` as a whole process: DINOv2 at custom sizes, and projected maps.
 
     python benchmarks/sizes.py --images 400
     python benchmarks/sizes.py --model timm.test_vit --sizes 64 64x96 --images 200
     python benchmarks/sizes.py projection --images 5000 --whole 200
 
-``sizes``, which is the default, compares with timm in a DataLoader script.
-Each size is HEIGHTxWIDTH. Photographs have its aspect ratio and 1.3 times its sides. A square is asked for with
-``fit=stretch``, another size with ``fit=native`` by its shorter side, which comes to the same. The script has its best
-number of workers. Beside images a second, which other work on the machine slows down, are the CPU seconds of an image,
-of the whole process with its start.
+``sizes``, the default, compares with timm in a DataLoader script. Each size is HEIGHTxWIDTH. Photographs have the same
+aspect ratio and 1.3 times the sides. A square is requested with ``fit=stretch``, other sizes with ``fit=native`` by the
+shorter side, which is equivalent. The script uses its best number of workers. In addition to images/s, which other load
+on the machine reduces, the CPU seconds per image are printed, for the whole process including its start.
 
 ``projection`` extracts the sixteen blocks of resnet50 with ``--project 4096``, and whole maps of ``--whole`` images. It
-prints the bytes on disk of an image and the peak memory of each process.
+prints the bytes on disk per image and the peak memory of each process.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, height: int, width: int) -> None:
-    """Print the images a second and the CPU seconds an image of both at one size."""
+    """Print images/s and CPU seconds per image of both at one size."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         images = folder / "images"
@@ -75,7 +74,7 @@ def compare(options: argparse.Namespace, height: int, width: int) -> None:
 
 
 def project(options: argparse.Namespace) -> None:
-    """Print disk and memory of projected maps, and of whole ones."""
+    """Print disk and memory use for projected and for whole maps."""
     nodes = [f"layer{stage}.{block}" for stage, blocks in enumerate((3, 4, 6, 3), 1) for block in range(blocks)]
     more = {"whole": [], "project": ["--project", "4096"]}
     with tempfile.TemporaryDirectory() as name:
@@ -102,7 +101,7 @@ def project(options: argparse.Namespace) -> None:
 
 
 def write(folder: Path, files: list[bytes], count: int) -> None:
-    """Write ``count`` JPEG files into a new folder: ``files``, again and again."""
+    """Write ``count`` JPEG files to a new folder, by repeating ``files``."""
     folder.mkdir()
     for number in range(count):
         file = folder / f"{number:06d}.jpg"
@@ -113,7 +112,7 @@ def write(folder: Path, files: list[bytes], count: int) -> None:
 
 
 def seconds(command: list[str]) -> tuple[float, float]:
-    """Run Python with ``command``; returns the time of the whole process, and the CPU time of it and its children."""
+    """Run Python with ``command``; return the time of the whole process, and the CPU time of it and its children."""
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=HERE.parent)
     _, status, usage = os.wait4(process.pid, 0)

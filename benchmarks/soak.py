@@ -6,7 +6,7 @@
 Clients use many extractors over many models, with photographs of many sizes, bad images, wrong names and truncated
 bodies, and some disconnect early. One pinned extractor is used throughout. The test fails (exit status 1) if
 
-- a response is not one of those expected, or the pinned extractor's values change;
+- a response is unexpected, or the pinned extractor's values change;
 - the pinned extractor is evicted, or weights and extractors exceed the budget with nothing in flight;
 - resident memory, threads, files, children or unfinished tasks grow between the second and the last fifth of the time.
 
@@ -37,7 +37,7 @@ from rich.console import Console
 
 MiB = 1024**2
 
-# Forty small and medium models of all families, whose weights exceed the budget below.
+# Forty small and medium models of all families; their weights exceed the budget below.
 # fmt: off
 MODELS = (
     "alexnet", "convnext_tiny", "densenet121", "densenet169", "densenet201", "efficientnet_b0", "efficientnet_b1",
@@ -52,7 +52,7 @@ MODELS = (
 EXTRACTORS = 300
 BUDGET = 512 * MiB
 SUSPENDED_SECONDS = 5.0
-"""How long a sleep of one second takes if the machine counts as suspended."""
+"""Duration of a one-second sleep from which the machine counts as suspended."""
 
 PINNED = "mobilenet_v3_small@random:features.8"
 PINNED_PATH = "/v1/models/mobilenet_v3_small/features?weights=random&nodes=features.8&pool=avg"
@@ -62,7 +62,7 @@ FEW_MODELS = ("squeezenet1_1", "squeezenet1_0", "mobilenet_v3_small", "shufflene
 
 @dataclass
 class Sample:
-    """Resources that the server holds; ``memory`` and ``kept`` in bytes."""
+    """Resources that the server holds, with ``memory`` and ``kept`` in bytes."""
 
     memory: float
     kept: float
@@ -132,7 +132,7 @@ class Soak:
         return self.outcome
 
     def _wait(self, seconds: float) -> float:
-        """Sleep, without counting time that the machine is suspended; returns the seconds slept."""
+        """Sleep, not counting time in which the machine is suspended, and return the seconds slept."""
         passed = 0.0
         while passed < seconds:
             began = time.monotonic()
@@ -238,13 +238,13 @@ def _photos() -> list[bytes]:
 
 
 def _same(one: bytes, other: bytes) -> bool:
-    """Whether two responses hold equal values, within the rounding of batching."""
+    """Return whether two responses have equal values, up to rounding caused by batching."""
     a, b = safetensors.numpy.load(one), safetensors.numpy.load(other)
     return a.keys() == b.keys() and all(abs(a[key] - b[key]).max() < 1e-4 * abs(b[key]).max() for key in a)
 
 
 def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
-    """List what is wrong with responses, with the settled state and with growth."""
+    """List the problems with responses, the settled state and growth."""
     wrong = [f"{count} x {what}" for what, count in Counter(outcome.wrong).most_common(20)]
     if settled.inflight:
         wrong.append(f"{settled.inflight:.0f} requests are still in flight")
@@ -262,7 +262,7 @@ def judge(outcome: Outcome, settled: Sample, budget: int) -> list[str]:
 
 
 def main(seconds: float, clients: int, models: Sequence[str], extractors: int, budget: int) -> int:
-    """Run the test and print the results; returns the exit status."""
+    """Run the test, print the results, and return the exit status."""
     console = Console()
     with servers.fxserve(memory_budget=budget, preload=PINNED, lowering=False) as server:
         soak = Soak(server, models, extractors)

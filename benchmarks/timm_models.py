@@ -1,14 +1,14 @@
-"""How each of timm's architectures traces, and which levels it has, as a table.
+"""Make a table of how each of timm's architectures traces, and which levels it has.
 
-    python benchmarks/timm_models.py                    what is not in the table yet, one of each family first
+    python benchmarks/timm_models.py                    architectures not in the table yet, one of each family first
     python benchmarks/timm_models.py --seconds 600      as many as can be done in that time
     python benchmarks/timm_models.py --match 'vit_*'    these again
-    python benchmarks/timm_models.py --seconds 0        the table of what has been found so far
+    python benchmarks/timm_models.py --seconds 0        only write the table of the results so far
 
 Nothing is computed: models are built without weights and run on meta tensors, at the input size of their default
-weights. A child process takes one architecture after another, and is ended where one takes over ``--limit`` seconds.
-What is found goes to the end of ``results/timm-models.jsonl`` at once, so a run that is stopped loses nothing and the
-next one goes on from there. ``results/timm-models.md`` is made of it when a run ends.
+weights. A child process checks one architecture after another, and is killed if one takes over ``--limit`` seconds.
+Each result is appended to ``results/timm-models.jsonl`` immediately, so a run that is stopped loses nothing and the
+next run continues from there. ``results/timm-models.md`` is generated from it when a run ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 ROWS, TABLE = RESULTS / "timm-models.jsonl", RESULTS / "timm-models.md"
 
 LARGE = re.compile(r"large|huge|giant|gigantic|so\d+m|_\d+b_|\d{3}d(_|$)")
-"""In the names of architectures that take the longest."""
+"""Pattern in the names of architectures that take the longest."""
 
 
 def main() -> None:
@@ -79,41 +79,41 @@ def main() -> None:
 
 
 def read_rows() -> dict[str, dict[str, Any]]:
-    """What was found of each architecture, the latest where it was looked at twice."""
+    """Read the results by architecture; the latest counts if an architecture was checked twice."""
     rows = {}
     for line in ROWS.read_text().splitlines() if ROWS.exists() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed may be cut off
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run may be truncated
             row = json.loads(line)
             rows[row["name"]] = row
     return rows
 
 
 def replace(file: Path, text: str) -> None:
-    """Write ``text`` to ``file``, which holds either the old text or the whole new one at any moment."""
+    """Replace the contents of ``file`` by ``text`` atomically."""
     written = file.with_suffix(".partial")
     written.write_text(text)
     written.replace(file)
 
 
 def family_by_family() -> list[str]:
-    """timm's architectures, the first of every family before the second of any, and the large ones last."""
+    """List timm's architectures: the first of every family, then the second of every family, …, the large ones last."""
     families = (timm.list_models(module=module) for module in timm.list_modules())
     mixed = [name for names in itertools.zip_longest(*families) for name in names if name]
     return sorted(dict.fromkeys([*mixed, *timm.list_models()]), key=lambda name: bool(LARGE.search(name)))
 
 
 class Child:
-    """A process that looks at architectures, one at a time."""
+    """A process that checks architectures, one at a time."""
 
     def __init__(self) -> None:
         command = [sys.executable, __file__, "--child"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._answers.get()  # it has imported what it needs
+        self._answers.get()  # wait until it has finished its imports
 
     def ask(self, name: str, limit: float) -> dict[str, Any] | None:
-        """What is found of ``name``; None where it takes too long or ends the process."""
+        """Return the result for ``name``; None if it takes too long or crashes the process."""
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
@@ -135,7 +135,7 @@ class Child:
 
 
 def answer() -> None:
-    """Look at the architectures that standard input names."""
+    """Check the architectures named on standard input."""
     from fxcore import FxError, model_graph
     from fxcore.graph.model_graph import forget_graph
     from fxcore.models.timm_models import timm_model
@@ -159,14 +159,14 @@ def answer() -> None:
 
 
 def table(rows: list[dict[str, Any]], of: int) -> str:
-    """The rows as Markdown."""
+    """Render the rows as Markdown."""
     kinds = collections.Counter("no" if "error" in row else "parts" if row["closed"] else "whole" for row in rows)
     lines = [
         "# How timm's architectures trace",
         "",
-        f"timm {timm.__version__}, by `benchmarks/timm_models.py`: {len(rows)} of {of} architectures were looked at; "
+        f"timm {timm.__version__}, by `benchmarks/timm_models.py`: {len(rows)} of {of} architectures were checked; "
         f"{kinds['whole']} trace whole, {kinds['parts']} with closed parts, {kinds['no']} not. Where parts are "
-        "closed, `*` stands for numbers. Levels are those that the graph has at the input size of the default weights.",
+        "closed, `*` stands for numbers. Levels are those of the graph at the input size of the default weights.",
         "",
         "| architecture | input | nodes | traces | levels (channels) |",
         "|---|---|---|---|---|",

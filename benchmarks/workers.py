@@ -1,11 +1,11 @@
-"""Two server processes beside one on the same cores: images a second, latency and memory.
+"""Compare two server processes with one on the same cores: images/s, latency and memory.
 
     python benchmarks/workers.py
     python benchmarks/workers.py --models resnet50 --turns 5 --workers 4
 
-The servers run in turn, one at a time, and are measured once every process has changed to OpenVINO. Memory is the sum
-of the processes' proportional shares (PSS): a page that several map counts once. Needs the extras ``openvino`` and
-``bench``.
+The servers run alternately, one at a time, and are measured once every process has switched to OpenVINO. Memory is the
+sum of the processes' proportional set sizes (PSS), in which a page mapped by several processes counts once. Needs the
+extras ``openvino`` and ``bench``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from serve import CASES, SAFETENSORS, Case, extractor, machine, say, table
 from servers import Server
 
 ASKED = 12
-"""Connections of their own that ask for the backend: enough to reach every process."""
+"""Number of separate connections that query the backend: enough to reach every process."""
 
 LOWERING_SECONDS = 300
 
 
 class Measured(NamedTuple):
-    """One turn of one server.
+    """The results of one turn of one server.
 
     Attributes:
-        rate: images a second over many connections.
-        p50, p99: milliseconds over many connections.
-        alone: milliseconds in the median, over one connection.
-        memory: bytes.
+        rate: images/s over many connections.
+        p50, p99: latency in milliseconds over many connections.
+        alone: median latency in milliseconds over one connection.
+        memory: proportional set size in bytes.
     """
 
     rate: float
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(case: Case, workers: int, seconds: float) -> Measured:
-    """Start a server, and measure it once it is lowered."""
+    """Start a server, and measure it once its model is lowered."""
     with servers.fxserve(workers=workers) as server:
         path, _ = extractor(server, case.spec("auto"), settle=0)
         requests = [load.http(server.port, path, image, "image/jpeg", SAFETENSORS) for image in photos.jpegs()]
@@ -90,7 +90,7 @@ def backends(server: Server, path: str) -> set[str]:
 
 
 def memory(server: Server) -> int:
-    """Proportional bytes of the server's processes."""
+    """Return the proportional set size of the server's processes in bytes."""
     family: list[psutil.Process] = [server.process, *server.process.children(recursive=True)]
     return sum(process.memory_full_info().pss for process in family)
 

@@ -1,7 +1,7 @@
 """torch.fx for vision models: trace, inspect, extract features, rewrite, measure, compile, export.
 
-A model is traced once, without weights, to a :class:`ModelGraph` whose nodes have torchvision's names. The graph and a
-model with weights make an :class:`Extractor`, which returns the values of chosen nodes. Passes over graphs are in
+A model is traced once, without weights, to a :class:`ModelGraph` whose nodes have torchvision's names. From the graph
+and a model with weights, an :class:`Extractor` is built, which returns the values of chosen nodes. Graph passes are in
 :mod:`fxcore.transforms`, file formats in :mod:`fxcore.exports`, compilers in :mod:`fxcore.backends`.
 
 From a model's name and a photograph to features:

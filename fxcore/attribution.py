@@ -1,7 +1,7 @@
-"""Attributions: which values of a node a model's result came from.
+"""Attribute a model's result to the values of a node.
 
-The part of a model behind the node is differentiated by torch.autograd; what lies before it is only run. See
-:func:`fxcore.extractor.build_extractor` for parts that begin at inner nodes.
+The part of a model after the node is differentiated by torch.autograd; the part before it only runs. See
+:func:`fxcore.extractor.build_extractor` for parts that start at inner nodes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.pooling import as_maps
 
 Back = Callable[..., Mapping[str, Tensor]]
-"""``back(*values) -> {key: tensor}``, such as the module of an extractor that begins at inner nodes."""
+"""``back(*values) -> {key: tensor}``, such as the module of an extractor that starts at inner nodes."""
 
 
 class BadTarget(BadTensor):
-    """A result has no value of that index, is no vector an image, or has no gradient."""
+    """The result has no value with that index, is not one vector per image, or has no gradient."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Gradients:
     """The gradients of chosen results.
 
     Attributes:
-        targets: index of the result of each image, ``[n]``, int64.
-        values: of the results by the values of the node, of their shape and dtype.
+        targets: index of the result for each image, int64 ``[n]``.
+        values: gradients of the results with respect to the values of the node, with their shape and dtype.
     """
 
     targets: Tensor
@@ -40,17 +40,17 @@ class Gradients:
 
 
 def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tensor | None = None) -> Gradients:
-    """Differentiate the one result of ``back``, ``[n, k]``, by one of its inputs.
+    """Differentiate the single result of ``back``, ``[n, k]``, with respect to one of its inputs.
 
     Args:
-        back: differentiable; rows are independent of each other.
+        back: a differentiable function whose rows are independent of each other.
         values: its inputs, each ``[n, …]``.
-        at: which of them.
+        at: index of the input to differentiate by.
         target: index of the result, or one for each image, int64 ``[n]``; None for the largest of each image.
 
     Raises:
-        BadTarget: the result is not ``[n, k]``, has no value ``target``, or no gradient reaches the values, as through
-            quantized layers.
+        BadTarget: the result is not ``[n, k]``, has no value ``target``, or no gradient reaches the values, e.g.
+            because of quantized layers.
 
     >>> found = gradients(lambda x: {"y": x @ torch.tensor([[1.0, 2.0], [3.0, 5.0]])}, [torch.ones(1, 2)], 0)
     >>> found.targets, found.values
@@ -75,13 +75,13 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
 
 
 def check_result(shape: Sequence[int | None], target: int | Tensor | None) -> None:
-    """Check that a result, whose row has this ``shape``, is a vector with a value ``target``.
+    """Check that a result whose row has this ``shape`` is a vector with a value ``target``.
 
     Raises:
-        BadTarget: it is not.
+        BadTarget: the result is not such a vector.
     """
     if len(shape) != 1:
-        raise BadTarget(f"a result is attributed that is one vector an image, and its shape is {[None, *shape]}")
+        raise BadTarget(f"the result to attribute must be one vector per image, but its shape is {[None, *shape]}")
     if isinstance(target, int) and shape[0] is not None and not 0 <= target < shape[0]:
         raise BadTarget(f"target is from 0 to {shape[0] - 1}, or max for the largest, not {target}", target=target)
 
@@ -91,11 +91,11 @@ def positions(values: Tensor, layout: str | None, tokens: TokenGrid | None = Non
 
     Args:
         values: ``[n, C, H, W]``, ``[n, H, W, C]`` or tokens ``[n, L, C]``.
-        layout: of an :class:`~fxcore.extractor.OutputInfo`.
-        tokens: the grid of tokens; those before it are left out.
+        layout: layout as in :class:`~fxcore.extractor.OutputInfo`.
+        tokens: the grid of tokens; tokens before it are left out.
 
     Raises:
-        BadTensor: they have no positions.
+        BadTensor: the values have no positions.
     """
     check_positions(layout, tokens, values.shape)
     return as_maps(values, layout, tokens)
@@ -105,15 +105,15 @@ def check_positions(layout: str | None, tokens: TokenGrid | None, shape: Sequenc
     """Check that values of ``shape`` have positions; see :func:`positions`.
 
     Raises:
-        BadTensor: they have none.
+        BadTensor: the values have no positions.
     """
     if layout not in ("NCHW", "NHWC") and not (layout == TOKENS and tokens is not None):
         raise BadTensor(f"gradcam needs a feature map, or tokens on a grid; this is {layout or 'neither'} {[*shape]}")
 
 
 def gradcam(maps: Tensor, found: Tensor) -> Tensor:
-    """Return the positive part of the channels' sum weighted by their mean gradients, ``[n, H, W]`` (Selvaraju et al.,
-    2017).
+    """Return the positive part of the sum of channels weighted by their mean gradients, ``[n, H, W]`` (Selvaraju et
+    al., 2017).
 
     Args:
         maps: values, ``[n, C, H, W]``.
@@ -126,8 +126,9 @@ def gradcam(maps: Tensor, found: Tensor) -> Tensor:
 
 
 def integration_points(steps: int) -> list[tuple[float, float]]:
-    """Return the share of the way from zeros, and the weight, of each step of integrated gradients: Gauss-Legendre
-    quadrature, as captum's ``gausslegendre``.
+    """Return the interpolation factor and the weight of each step of integrated gradients with a baseline of zeros.
+
+    The steps are those of Gauss-Legendre quadrature, like captum's ``gausslegendre``.
 
     >>> integration_points(1)
     [(0.5, 1.0)]

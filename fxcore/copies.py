@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Attributes of modules that hold what is registered in them.
+# Attributes of modules that hold registered tensors and submodules.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
@@ -24,7 +24,7 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
             not affect the model. In-place writes to them still do.
 
     Raises:
-        Exception: of any kind, if something in the model cannot be copied.
+        Exception: any exception, if an object in the model cannot be copied.
 
     >>> model = nn.Linear(2, 2)
     >>> frozen = shared_copy(model, own_parameters=True).requires_grad_(False)
@@ -33,7 +33,7 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
     >>> shared_copy(model).weight is model.weight
     True
     """
-    # Attributes that are tensors too: copy.deepcopy raises for tensors that are not leaves of autograd.
+    # Include plain tensor attributes: copy.deepcopy raises for tensors that are not leaves of autograd.
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     tensors += [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
@@ -47,7 +47,7 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
 def shallow_copy(model: nn.Module) -> nn.Module:
     """Copy a module, but not its submodules and tensors; attributes, submodules and hooks of the copy can be set.
 
-    Not copy.copy, which some classes do not support.
+    Unlike copy.copy, this works for all classes.
 
     >>> model = nn.Sequential(nn.Linear(2, 2))
     >>> other = shallow_copy(model)
@@ -65,12 +65,12 @@ def shallow_copy(model: nn.Module) -> nn.Module:
 
 
 def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """Copy a module and its submodules, but neither tensors nor other attributes: its mode is its own.
+    """Copy a module and its submodules, but neither tensors nor other attributes, so that its mode is independent.
 
     Scripted modules are not copied.
 
     Args:
-        copies: module → copy, of modules that are copied already; extended.
+        copies: copies by module of the modules that are already copied; new copies are added.
 
     >>> model = nn.Sequential(nn.Linear(2, 2)).eval()
     >>> other = private_copy(model)
@@ -91,7 +91,7 @@ def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
 def own_modules(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> None:
     """Replace the modules that a GraphModule calls by private copies.
 
-    torch.fx makes the containers on the way to them, which are bare Modules, for each GraphModule.
+    The containers on the way to them are plain Modules that torch.fx creates for each GraphModule.
     """
     copies = {} if copies is None else copies
     for name, child in module._modules.items():
@@ -102,10 +102,10 @@ def own_modules(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
 
 
 def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return a shallow copy of ``model`` whose forward takes the arguments ``taken`` only.
+    """Return a shallow copy of ``model`` whose forward has only the arguments ``taken``.
 
-    Where the class of ``model`` has its own ``__call__``, that takes them. torch.fx makes an input of every argument,
-    even of ``mask=None``, whose proxy is not None.
+    If the class of ``model`` has its own ``__call__``, that is narrowed instead. torch.fx makes every argument an
+    input, even ``mask=None``, and the proxy is not None.
 
     Args:
         fixed: values of other arguments; the rest have their defaults.
@@ -118,7 +118,7 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
     """
     made = shallow_copy(model)
     name = "__call__" if has_own_call(type(model)) else "forward"
-    own = made.__dict__.pop(name, None)  # set on the instance, and called without it
+    own = made.__dict__.pop(name, None)  # set on the instance, so called without self
     function, rest = own or getattr(type(model), name), dict(fixed or {})
     passed = [] if own else ["self"]
     parameters = [*inspect.signature(function).parameters.values()][len(passed) :]
@@ -133,6 +133,6 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
 
 
 def has_own_call(kind: type) -> bool:
-    """Return whether a class that is not torch's defines ``__call__``, which runs in place of its forward."""
+    """Return whether a class outside torch defines ``__call__``, which runs in place of forward."""
     home = next(base for base in kind.__mro__ if "__call__" in vars(base))
     return home.__module__.split(".")[0] != "torch"

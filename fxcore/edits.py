@@ -1,7 +1,7 @@
-"""Edits: an inner value times a scale plus a shift, which are inputs of the graph with a row for each image.
+"""Edits: multiply an inner value by a scale and add a shift, both inputs of the graph with a row for each image.
 
-So one graph serves any edits of a node: a zero, a constant, a stronger channel, a patch of another image. It computes
-what forward hooks would that return such a value.
+So one graph serves any edits of a node: zeros, a constant, an amplified channel, a patch of another image. The result
+is the same as with forward hooks that return the edited value.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fxcore.tracing.names import PATH
 
 
 class BadEdit(FxError):
-    """An edit of a value that cannot be edited, or that selects what the value does not have; ``edit`` is its index."""
+    """The edit with the index ``edit`` is of a value that cannot be edited, or selects parts that do not exist."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Multiply a node's value by ``scale`` and add ``shift``, where the selectors say.
+    """Multiply the selected parts of a node's value by ``scale`` and add ``shift``.
 
-    A ``scale`` of 0 makes zeros, or the constant ``shift``, of finite values; NaN and infinities become NaN.
+    A ``scale`` of 0 turns finite values into zeros, or the constant ``shift``; NaN and infinities become NaN.
 
     Attributes:
         node: name of the node.
         scale, shift: a number, or one for each of ``channels``.
-        channels: their indices; None for all. Those of attention weights ``[N, heads, L, L]`` are the heads.
+        channels: indices of channels; None for all. For attention weights ``[N, heads, L, L]``, channels are heads.
         tokens: indices of tokens ``[N, L, C]``, prefix tokens such as the class token first; None for all.
-        box: x1, y1, x2, y2 in positions of a map, or of the grid of tokens, x2 and y2 not included; None for all.
+        box: x1, y1, x2, y2 in positions of a map, or of the token grid, with x2 and y2 excluded; None for all.
         images: rows of the input; None for all.
 
     >>> import torch
@@ -66,12 +66,12 @@ class EditedNode:
     """A node that a graph edits.
 
     Attributes:
-        key: its name for the caller.
-        name: its exact name.
-        axes: of one row, as :func:`fxcore.graph.row_axes.row_axes` has them.
-        grid: of its tokens, if they are on one.
-        rows: rows of the value that belong to one image.
-        usual: height and width of the model's input that it is described for.
+        key: the caller's name for the node.
+        name: exact name of the node.
+        axes: axes of a row, as returned by :func:`fxcore.graph.row_axes.row_axes`.
+        grid: the grid of its tokens; None if they are not on a grid.
+        rows: number of rows of the value that belong to one image.
+        usual: height and width of the model's input that this description is for.
     """
 
     key: str
@@ -83,12 +83,12 @@ class EditedNode:
 
     @property
     def channel_dim(self) -> int | None:
-        """The dimension of the channels; None if there is none, or none is known."""
+        """The dimension of the channels; None if there is none, or it is unknown."""
         return self.axes.index("C") if "C" in self.axes else None
 
     @property
     def token_dim(self) -> int | None:
-        """The dimension of the tokens; None if there is none, or none is known."""
+        """The dimension of the tokens; None if there is none, or it is unknown."""
         return self.axes.index("L") if self.rows == 1 and len(self.axes) == 3 and "L" in self.axes else None
 
     @property
@@ -96,7 +96,7 @@ class EditedNode:
         return self.rows == 1 and "H" in self.axes and "W" in self.axes
 
     def has_no(self, what: str, full: Sequence[int]) -> str:
-        """Return that a row of shape ``full`` has no ``what`` to select, and what it has."""
+        """Return the message for a row of shape ``full`` that has no ``what`` to select, with alternatives."""
         shown = " x ".join(map(str, full[1:]))
         has = {"channels": self.channel_dim is not None, "tokens": self.token_dim is not None}
         has["a box"] = self.is_map or self.grid is not None
@@ -105,19 +105,19 @@ class EditedNode:
         if UNKNOWN in self.axes:
             axis = "axes a box is on" if what == "a box" else f"axis has {what}"
             return f"it is unknown which {axis} in {self.key!r}, which is {shown}; {advice}"
-        kind = "is no map, nor tokens of a grid, but" if what == "a box" else f"has no {what} but"
+        kind = "is neither a map nor tokens on a grid, but" if what == "a box" else f"has no {what} but"
         return f"{self.key!r} {kind} {shown}; {advice}"
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """Return the shape of one row, from that of the value for one image."""
+        """Return the shape of a row, given the shape of the value for one image."""
         return [1, *dims] if self.rows > 1 else list(dims)
 
 
 def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
-    """Describe an annotated ``node`` for edits of it.
+    """Describe an annotated ``node`` for edits.
 
     Raises:
-        BadEdit: its values are no floating-point numbers.
+        BadEdit: its values are not floating-point numbers.
     """
     value, name, rows = node.meta["value"], node.meta[PATH], node.meta["rows"]
     if not value.is_floating_point():
@@ -128,14 +128,14 @@ def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
 
 
 def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx.Node]) -> None:
-    """Edit values of a part of a graph that has no output yet: all that reads them reads the edited ones.
+    """Edit values in a part of a graph that has no output yet, and make all readers read the edited values.
 
-    The part gets two more inputs for each node, its scale and its shift, of a shape with a row for each image that can
-    be broadcast to the value's.
+    The part gets two more inputs for each node, a scale and a shift, with a row for each image and a shape that can be
+    broadcast to the value.
 
     Args:
-        part: of the graph; what it ``kept`` of a node is the edited value afterwards.
-        nodes: to edit.
+        part: the part of the graph; afterwards ``part.kept`` maps the nodes to the edited values.
+        nodes: the nodes to edit.
         whole: the nodes of the whole graph by name.
 
     Raises:
@@ -143,12 +143,12 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
     """
     graph = part.graph
     inputs = graph.find_nodes(op="placeholder")
-    last = [node for node in inputs if not node.args][-1]  # those with a default follow
+    last = [node for node in inputs if not node.args][-1]  # inputs with a default follow
     taken = {str(node.target) for node in inputs}
     for edited in nodes:
         value = part.kept.get(whole[edited.name])
         if value is None:
-            detail = f"no node that is asked for depends on {edited.name!r}; edit one that they depend on"
+            detail = f"no requested node depends on {edited.name!r}; edit one that they depend on"
             raise BadEdit(detail, name=edited.name)
         readers = list(value.users)
         factors = []
@@ -177,11 +177,11 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of one node for the rows of a request.
+    """The factors of a node for the rows of a request.
 
     Attributes:
-        scales, shifts: the different ones, ``[k, …]``, of shapes that can be broadcast to the value's.
-        of_rows: which of them is each row's, int64 ``[rows]``.
+        scales, shifts: the distinct factors, ``[k, …]``, with shapes that can be broadcast to the value.
+        of_rows: index into the factors for each row, int64 ``[rows]``.
     """
 
     scales: Tensor
@@ -189,7 +189,7 @@ class Factors:
     of_rows: Tensor
 
     def of(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return scale and shift of some rows, ``[n, …]``."""
+        """Return scale and shift for some rows, ``[n, …]``."""
         chosen = self.of_rows[rows]
         if len(self.scales) > 1:
             return self.scales[chosen], self.shifts[chosen]
@@ -198,21 +198,21 @@ class Factors:
 
 
 class PlannedFactors:
-    """The factors of one node, before they are computed.
+    """The factors of a node, before they are computed.
 
     Args:
-        node: that is edited.
-        edits: all edits of a request, whose indices errors name; those of other nodes are left out.
-        rows: how many rows the request has.
+        node: the edited node.
+        edits: all edits of a request, so that errors can give their indices; those of other nodes are ignored.
+        rows: number of rows of the request.
         dims: shape of the node's value for one image.
-        size: height and width of the model's input; None if they are not known.
-        dtype: of the graph.
+        size: height and width of the model's input; None if unknown.
+        dtype: dtype of the graph.
 
     Attributes:
-        bytes: that making the factors takes.
+        bytes: peak bytes of computing the factors.
 
     Raises:
-        BadEdit: an edit selects what the value does not have; ``edit`` is its index.
+        BadEdit: the edit with the index ``edit`` selects parts that the value does not have.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class PlannedFactors:
             if edit.node in (node.key, node.name):
                 with numbered(index):
                     self._edits.append(_Selected(node, edit, rows, self._full, size, dtype))
-        # Channels are always there, so that nearly all factors of a node have one shape, which a compiled graph takes.
+        # Always include channels, so that nearly all factors of a node have the same shape, as a compiled graph needs.
         there = {node.channel_dim}.union(*(one.where for one in self._edits))
         self._shape = [size if dim in there else 1 for dim, size in enumerate(self._full)]
         patterns: dict[tuple[int, ...], int] = {}
@@ -240,7 +240,7 @@ class PlannedFactors:
             active = tuple(at for at, one in enumerate(self._edits) if one.images is None or row in one.images)
             self._of_rows.append(patterns.setdefault(active, len(patterns)))
         self._patterns = list(patterns)
-        # They are made in float32 whatever the dtype is.
+        # Factors are computed in float32, whatever the dtype.
         itemsize = 4 if dtype == torch.float32 else 4 + dtype.itemsize
         self.bytes = 2 * len(self._patterns) * math.prod(self._shape[1:]) * itemsize
 
@@ -248,7 +248,7 @@ class PlannedFactors:
         """Compute the factors.
 
         Raises:
-            BadEdit: several edits together are beyond the dtype.
+            BadEdit: several edits together exceed the range of the dtype.
         """
         shape = (len(self._patterns), *self._shape[1:])
         scales, shifts = torch.ones(shape), torch.zeros(shape)
@@ -269,8 +269,8 @@ class _Selected:
     """A checked edit of a node.
 
     Attributes:
-        where: indices by dimension of a row.
-        images: the rows it is for; None for all.
+        where: selected indices by dimension of a row.
+        images: the rows that it applies to; None for all.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class _Selected:
             self.where.setdefault(node.channel_dim or 0, list(range(count)))
 
     def factors(self, shape: Sequence[int], channel_dim: int | None) -> tuple[Tensor, float | Tensor, float | Tensor]:
-        """Return where a factor of ``shape`` is changed, a mask that can be broadcast to it, its scale and its
+        """Return a mask of the changed elements, which can be broadcast to a factor of ``shape``, and scale and
         shift."""
         mask = torch.ones([1] * (len(shape) - 1), dtype=torch.bool)
         for dim, indices in self.where.items():
@@ -334,7 +334,7 @@ def numbered(index: int) -> Iterator[None]:
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """Return factors of several requests as one, broadcast to the shape of the largest."""
+    """Concatenate factors of several requests, broadcasting them to the largest shape."""
     if len(parts) == 1:
         return parts[0]
     row = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
@@ -342,7 +342,7 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _along(values: Tensor, dim: int, ndim: int) -> Tensor:
-    """Return ``values`` along dimension ``dim`` of a row, which has ``ndim`` with that of the rows."""
+    """Reshape ``values`` to lie along dimension ``dim`` of a value with ``ndim`` dimensions, without the first."""
     shape = [1] * (ndim - 1)
     shape[dim - 1] = len(values)
     return values.reshape(shape)
@@ -367,7 +367,7 @@ def _numbers(
     numbers = list(given) if isinstance(given, Sequence) else [given]
     for one in numbers:
         if isinstance(one, bool) or not isinstance(one, Real) or not abs(one) <= most:
-            raise BadEdit(f"its {what} {one!r:.40} is no finite number of {str(dtype).removeprefix('torch.')}")
+            raise BadEdit(f"its {what} {one!r:.40} is not a finite {str(dtype).removeprefix('torch.')} number")
     if several and node.channel_dim is None:
         raise BadEdit(f"{node.key!r} has no known channels: its {what} is one number")
     if several and len(numbers) != count:
@@ -378,7 +378,7 @@ def _numbers(
 def _box(
     node: EditedNode, box: Sequence[int], full: Sequence[int], size: tuple[int, int] | None
 ) -> dict[int, list[int]]:
-    """Return the indices by dimension that a box selects."""
+    """Return the indices that a box selects, by dimension."""
     if node.is_map:
         height, width = (full[node.axes.index(axis)] for axis in "HW")
     elif node.grid is not None and (found := node.grid.at(size or node.usual, node.usual, full[1])) is not None:

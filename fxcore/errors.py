@@ -1,6 +1,6 @@
 """The errors of fxcore.
 
-Each has a sentence for people (``detail``) and fields for programs (``extra``, for JSON). Other exceptions are bugs of
+Each has a sentence for people (``detail``) and fields for programs (``extra``, for JSON). Other exceptions are bugs in
 this library.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 
 class FxError(Exception):
-    """Base class: the caller passed something invalid. ``detail`` says what, and what would be valid.
+    """Base class of all errors: the caller passed an invalid value. ``detail`` says which, and what would be valid.
 
     >>> from fxcore import get_model
     >>> try:
@@ -28,7 +28,7 @@ class FxError(Exception):
         self.extra = extra
 
     def __copy__(self) -> Self:
-        """Return a copy without traceback, which would keep frames and their variables alive."""
+        """Return a copy without the traceback, which would keep frames and their variables alive."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other
@@ -51,7 +51,7 @@ class UnknownModel(FxError):
 
 
 class Unsupported(FxError):
-    """The installed libraries cannot run the model; ``field``, ``value`` and ``available``."""
+    """The installed libraries do not support the ``value`` of ``field``; ``available`` has supported values."""
 
 
 class UnknownWeights(FxError):
@@ -63,7 +63,7 @@ class WeightsUnavailable(FxError):
 
 
 class UnknownNode(FxError):
-    """There is no such node, or its value cannot be extracted; ``name`` and ``suggestions``."""
+    """There is no node ``name``, or its value cannot be extracted; ``suggestions`` has similar names."""
 
 
 class DuplicateKey(FxError):
@@ -75,23 +75,23 @@ class NotTraceable(FxError):
 
 
 class BadImage(FxError):
-    """Data that cannot be decoded to an image."""
+    """The data cannot be decoded to an image."""
 
 
 class BadBox(FxError):
-    """A box that is invalid or outside of its image; ``box`` is its index."""
+    """The box with the index ``box`` is invalid or outside its image."""
 
 
 class BadPoint(FxError):
-    """A point that is invalid or outside of its image; ``point`` is its index."""
+    """The point with the index ``point`` is invalid or outside its image."""
 
 
 class BadMask(FxError):
-    """A mask that is damaged, empty, or of another size than its image; ``mask`` is its index."""
+    """The mask with the index ``mask`` is damaged, empty, or does not have the size of its image."""
 
 
 class ImageTooLarge(FxError):
-    """By its header, an image has more ``pixels`` than the ``limit``."""
+    """According to its header, an image has more ``pixels`` than the ``limit``."""
 
 
 class BadTensor(FxError):
@@ -99,7 +99,7 @@ class BadTensor(FxError):
 
 
 def summarize(error: BaseException, limit: int = 300) -> str:
-    """Return the type of an exception and the first line of its message, at most ``limit`` characters of that."""
+    """Return the type of an exception and up to ``limit`` characters of the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:limit]}" if lines else type(error).__name__
 

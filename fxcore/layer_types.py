@@ -1,4 +1,4 @@
-"""torch's layers by kind: their common base classes are private."""
+"""torch's layers by kind, since their common base classes are private."""
 
 from __future__ import annotations
 

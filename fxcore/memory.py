@@ -12,21 +12,21 @@ import torch
 from torch.fx import graph_module
 
 LIVE_ACTIVATIONS = 3
-"""Estimated number of the largest activations that are alive at a time: an input, its output and a residual."""
+"""Estimated number of largest activations that are alive at the same time: an input, its output and a residual."""
 
 _SOURCES = 256
-"""Maximum generated sources that are kept, the latest ones."""
+"""Maximum number of generated sources to keep; the latest are kept."""
 
 _M_ARENA_MAX = -8
-"""mallopt's parameter of this name, from glibc's malloc.h."""
+"""The mallopt parameter of this name, from glibc's malloc.h."""
 
 
 def use_one_heap() -> None:
-    """Make all threads allocate from one heap; call it before a process starts threads that allocate.
+    """Make all threads allocate from one heap; call this before a process starts threads that allocate.
 
-    glibc has a heap (arena) for each of up to eight threads per core. Memory that is freed in one is not available to
-    other threads, and ``malloc_trim`` does not shrink the end of all but the first. With other C libraries nothing
-    changes.
+    glibc has a heap (arena) for each of up to eight threads per core. Memory that is freed in one arena is not
+    available to other threads, and ``malloc_trim`` shrinks only the end of the first. With other C libraries, do
+    nothing.
     """
     mallopt = _of_libc("mallopt")
     if mallopt is not None:
@@ -37,7 +37,7 @@ def give_back() -> None:
     """Collect reference cycles, such as modules and graphs, and return the allocator's free pages to the system.
 
     Each time a mapped block is freed, glibc raises the size from which it maps blocks (mallopt(3),
-    ``M_MMAP_THRESHOLD``, up to 32 MiB), so that most weights end up in the heap, of which it only returns the end.
+    ``M_MMAP_THRESHOLD``, up to 32 MiB). So most weights end up in the heap, and glibc by itself returns only its end.
     """
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -49,16 +49,17 @@ def give_back() -> None:
 
 
 def _of_libc(name: str) -> Callable[..., int] | None:
-    """Return a function of the C library; None if it has none of this name, as on musl and macOS."""
+    """Return a function of the C library; None if there is no such function, as on musl and macOS."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def _forget_sources() -> None:
     """Drop all but the latest sources that torch.fx keeps for tracebacks.
 
-    It keeps the source of every GraphModule, alive or not, so a process that builds extractors would grow forever.
+    torch.fx keeps the source of every GraphModule, alive or not, so a process that builds extractors would grow
+    forever.
     """
-    # Private: without it there is nothing to drop.
+    # The cache is private; without it there is nothing to drop.
     sources = getattr(getattr(graph_module, "_loader", None), "eval_cache", {})
     for name in list(sources)[:-_SOURCES]:
         sources.pop(name, None)

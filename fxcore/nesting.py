@@ -1,6 +1,6 @@
-"""Tensors in nested containers: in lists, tuples, dicts and what torch's pytree knows besides, such as dataclasses.
+"""Find and map tensors in nested containers: lists, tuples, dicts and others that torch's pytree supports.
 
-torch has no public module for it: without its private one, lists, tuples and mappings are looked into, and no others.
+torch's pytree module is private; without it, only lists, tuples and mappings are supported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Copy ``value`` with ``function(tensor)`` in place of each tensor.
+    """Copy ``value``, replacing each tensor by ``function(tensor)``.
 
     >>> import torch
     >>> map_tensors(lambda t: t.ndim, {"a": [torch.zeros(2), None]})
@@ -50,5 +50,5 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return {key: map_tensors(function, inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         copies = [map_tensors(function, inner) for inner in value]
-        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)  # a named tuple, or not
+        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)  # namedtuple or not
     return function(value) if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
-"""Random projections of long rows to short ones that nearly keep distances, as scikit-learn's SparseRandomProjection.
+"""Random projections of long rows to short rows that nearly keep distances, like scikit-learn's SparseRandomProjection.
 
-The matrices are scikit-learn's to the last bit, made without it: a row of ``n`` values has about ``sqrt(n)`` entries of
-one size and random sign.
+The matrices are bit-identical to scikit-learn's but generated without it: a row of ``n`` values has about ``sqrt(n)``
+entries of the same magnitude and random sign.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch import Tensor
 from fxcore.quiet import quiet
 
 _PERMUTED = (0.01, 0.99)
-"""Shares of chosen places between which scikit-learn takes the first of a permutation, and else draws one by one."""
+"""Range of the fraction of chosen places in which scikit-learn uses the start of a permutation; outside it, it draws
+places one by one."""
 
 
 def projection_matrix(values: int, components: int, seed: int) -> Tensor:
     """Return ``SparseRandomProjection(n_components=components, random_state=seed).fit(rows).components_``.
 
     Args:
-        values: of a row.
-        components: values of a projected row.
-        seed: from 0 to 2**32 - 1.
+        values: number of values in a row.
+        components: number of values in a projected row.
+        seed: seed from 0 to 2**32 - 1.
 
     Returns:
         Sparse CSR, float32 ``[components, values]``.
@@ -61,7 +62,7 @@ def project(rows: Tensor, matrix: Tensor) -> Tensor:
 
     Args:
         rows: floating-point ``[N, ...]``.
-        matrix: of :func:`projection_matrix`, on the same device.
+        matrix: a matrix from :func:`projection_matrix`, on the same device.
 
     Returns:
         float32 ``[N, components]``.
@@ -71,25 +72,25 @@ def project(rows: Tensor, matrix: Tensor) -> Tensor:
         projected: Tensor = torch.sparse.mm(matrix, flat.float().t()).t()
         return projected.contiguous()
     projected = torch.empty(len(flat), len(matrix))
-    for row, short in zip(flat.float(), projected, strict=True):  # a product of all takes longer
+    for row, short in zip(flat.float(), projected, strict=True):  # faster than a single matrix product
         torch.mv(matrix, row, out=short)
     return projected
 
 
 def matrix_bytes(values: int, components: int) -> int:
-    """Return about how many bytes :func:`projection_matrix` takes."""
+    """Return the approximate bytes of the result of :func:`projection_matrix`."""
     return components * (8 * math.isqrt(values) + 12)
 
 
 def _places(rng: np.random.RandomState, values: int, count: int) -> NDArray[np.int64]:
-    """Choose ``count`` of ``values`` places without replacement, as scikit-learn's ``sample_without_replacement``."""
+    """Choose ``count`` of ``values`` places without replacement, like scikit-learn's ``sample_without_replacement``."""
     low, high = _PERMUTED
     if low < count / values < high:
         return rng.permutation(values)[:count]
-    if count == values:  # or nearly, which has no probability
+    if count == values:  # nearly equal counts have negligible probability
         return np.arange(count)
     found = np.empty(0, np.int64)
-    while len(found) < count:  # what a draw for each place would give, but all at once
+    while len(found) < count:  # equivalent to drawing places one by one, but vectorized
         drawn = np.concatenate([found, rng.randint(values, size=count - len(found))])
         _, first = np.unique(drawn, return_index=True)
         found = drawn[np.sort(first)]

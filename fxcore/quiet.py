@@ -1,8 +1,8 @@
 """Silence the warnings of one thread.
 
-``warnings.catch_warnings`` saves and restores the filters of the whole process: of two threads in it at once, the one
-that leaves last brings back what the other had set, for good. Here one filter is shared by all threads, and matches
-only in those that asked for it.
+``warnings.catch_warnings`` saves and restores the filters of the whole process: if two threads use it at once, the one
+that leaves last permanently restores the filters that the other had set. Here, all threads share one filter, which
+matches only in threads that are quiet.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _ANY, _NONE = re.compile("").match, re.compile(r"(?!)").match
 
 
 class _Message(threading.local):
-    """A pattern of messages that matches all of them in a thread that is quiet, and none in others.
+    """A message pattern that matches all messages in a quiet thread, and none in others.
 
-    Its method is one of a compiled pattern, so that no other thread runs, and changes the filters, while ``warnings``
-    goes through them.
+    ``match`` is a method of a compiled pattern, so that no other thread can run, and change the filters, while
+    ``warnings`` iterates over them.
     """
 
     match = staticmethod(_NONE)
@@ -36,11 +36,11 @@ _quiet_threads = 0
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence all warnings of the calling thread. Other threads keep theirs; may be nested."""
+    """Silence all warnings of the calling thread only. May be nested."""
     global _quiet_threads
     with _LOCK:
         _quiet_threads += 1
-        if _FILTER not in _filters():  # ``catch_warnings`` elsewhere may have taken it out
+        if _FILTER not in _filters():  # ``catch_warnings`` elsewhere may have removed it
             _filters().insert(0, _FILTER)
     _MESSAGE.depth += 1
     _MESSAGE.match = _ANY
@@ -53,12 +53,12 @@ def quiet() -> Iterator[None]:
         with _LOCK:
             _quiet_threads -= 1
             if not _quiet_threads:
-                with contextlib.suppress(ValueError):  # it is not there any more
+                with contextlib.suppress(ValueError):  # raised once no copy is left
                     while True:
                         _filters().remove(_FILTER)
 
 
 def _filters() -> list[Any]:
-    """Return the list that ``warnings`` goes through; ``catch_warnings`` replaces it."""
+    """Return the current list of filters, which ``catch_warnings`` replaces."""
     filters: Any = warnings.filters
     return filters  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ RETURNED = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     }
 )
-"""The dtypes that outputs have. Complex numbers and floats of eight bits or less have no name in most formats."""
+"""The dtypes supported for outputs. Most formats have no complex numbers, and no floats of eight bits or less."""
 
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
@@ -26,8 +26,8 @@ def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which an extractor returns a node's values.
 
     Args:
-        made: of the values, in a graph that is annotated in float32.
-        dtype: of the extractor's parameters. Quantized values are dequantized.
+        made: dtype of the values in a graph that is annotated in float32.
+        dtype: dtype of the extractor's parameters. Quantized values are dequantized.
 
     >>> returned_dtype(torch.float32, torch.bfloat16), returned_dtype(torch.quint8, torch.float32)
     (torch.bfloat16, torch.float32)
@@ -39,11 +39,11 @@ def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input: its name, its layout, and its shape with None for dynamic sizes.
+    """An input: its name, layout, and shape with None for dynamic sizes.
 
     Attributes:
-        node: the inner node that it stands for; None for an input of the model.
-        usual: the sizes of one row where the image has its usual size, of an inner node.
+        node: the inner node that the input stands for; None for an input of the model.
+        usual: for an inner node, the shape of one row at the usual image size.
 
     >>> import fxcore
     >>> fxcore.model_graph("squeezenet1_1").inputs
@@ -64,14 +64,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return the row-major little-endian bytes of a CPU tensor; no copy if it is contiguous."""
-    # By NumPy: each call into torch releases the GIL and has to acquire it again.
+    # Use NumPy: each call into torch releases the GIL and has to reacquire it.
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")
 
 
 def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
-    """Return where blocks of ``sizes`` bytes begin, one after another, each at a multiple of ``alignment``; and the
-    bytes of all.
+    """Return the start of each of consecutive blocks of ``sizes`` bytes, aligned to ``alignment``, and the total bytes.
 
     >>> offsets([100, 0, 64], 64)
     [0, 128, 128, 192]

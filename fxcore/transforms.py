@@ -1,9 +1,9 @@
-"""All passes over graphs, those that serving needs (:mod:`fxcore.passes`) and others (:mod:`fxcore.toolbox`).
+"""All graph passes: those that serving needs (:mod:`fxcore.passes`) and others (:mod:`fxcore.toolbox`).
 
-A pass takes a ``torch.fx.GraphModule`` and returns another; the original is not changed. Parameters are shared; only
-changed ones are new. The values that the graph returns stay the same unless the pass says otherwise; a pass that cannot
-keep one raises. :func:`applied` lists the passes that a module went through; :func:`list_transforms` and
-:func:`apply_transforms` find and run passes by name.
+A pass takes a ``torch.fx.GraphModule`` and returns a new one; the original is not changed. Parameters are shared,
+except those that the pass changes. The values that the graph returns stay the same unless the pass documents otherwise;
+a pass that cannot keep a value raises. :func:`applied` lists the passes that were applied to a module;
+:func:`list_transforms` and :func:`apply_transforms` find and run passes by name.
 """
 
 from fxcore.passes.attention import attention_maps

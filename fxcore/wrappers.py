@@ -1,7 +1,7 @@
-"""Modules that only call another: compiled ones, those of data-parallel training, averages of weights.
+"""Remove wrappers, modules that only call another: compiled modules, data-parallel training, averages of weights.
 
-torch.compile's class and those of other packages are private or not always installed; they are recognised by name, so
-that nothing is imported, and a class that is not known stays as it is.
+The classes of torch.compile and of other packages are private or not always installed. They are recognised by name, so
+that nothing is imported; unknown classes are left alone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from fxcore.errors import NotTraceable
 
 PREFIXES = ("module.", "_orig_mod.")
-"""What paths in wrappers begin with."""
+"""Prefixes of paths in wrappers."""
 
 _CLASSES: tuple[type[nn.Module], ...] = (nn.DataParallel, DistributedDataParallel, AveragedModel)
 
@@ -27,13 +27,13 @@ _NAMES = {
     ("timm.utils.model_ema", "ModelEmaV3"): "module",
     ("ema_pytorch.ema_pytorch", "EMA"): "ema_model",
 }
-"""Module and name of further classes → the attribute that has the model."""
+"""The attribute that holds the model, by module and name of further classes."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model in ``module`` if that is a wrapper, or a wrapper of one, else ``module``.
+    """Return the model inside ``module`` if it is a (nested) wrapper, else ``module``.
 
-    Wrappers with hooks stay, and subclasses with a forward of their own: they compute something else.
+    Wrappers with hooks, and subclasses with their own forward, are kept, since they do more.
 
     >>> model = nn.Linear(2, 2)
     >>> unwrapped(nn.DataParallel(AveragedModel(model, use_buffers=True))).in_features, unwrapped(model) is model
@@ -45,8 +45,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def unwrap_parts(model: nn.Module) -> None:
-    """Replace wrappers in ``model`` by the models in them, and have it call what was compiled in place as it is
-    written."""
+    """Replace wrappers inside ``model`` by the models in them, and undo in-place compilation (``model.compile()``)."""
     for part in list(model.modules()):
         vars(part).pop("_compiled_call_impl", None)
         for name, child in part._modules.items():
@@ -55,7 +54,7 @@ def unwrap_parts(model: nn.Module) -> None:
 
 
 def without_prefix(path: str) -> str:
-    """``path`` in a wrapper as the model in it has it.
+    """Convert a path in a wrapper to the path in the model inside.
 
     >>> without_prefix("module._orig_mod.layer1.0"), without_prefix("layer1.0")
     ('layer1.0', 'layer1.0')
@@ -69,7 +68,7 @@ def check_python(module: Any) -> None:
     """Check that ``module`` runs Python code that can be traced.
 
     Raises:
-        NotTraceable: it is TorchScript, or a program of ``torch.export``.
+        NotTraceable: ``module`` is TorchScript, or a program of ``torch.export``.
     """
     if isinstance(module, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
         how, advice = "TorchScript", "pass the model that was given to torch.jit.script or torch.jit.trace"

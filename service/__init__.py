@@ -1,1 +1,1 @@
-"""The HTTP service around fxcore."""
+"""The HTTP service on top of fxcore."""

@@ -1,4 +1,4 @@
-"""Assemble the application: engine, routes and middleware."""
+"""The application: engine, routes and middleware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 # By default idle OpenMP threads spin, which on a shared core starves the very thread they wait for. OpenMP reads the
-# variable when torch is loaded, so it is set before that.
+# variable when torch is loaded, so set it before.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fastapi import FastAPI
@@ -75,7 +75,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         exempt_imports()
-        await state.engine.start()  # before all other threads: it decides where threads allocate
+        await state.engine.start()  # before all other threads: it sets up where threads allocate memory
         state.engine.threads.start_lookups()
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():
@@ -99,7 +99,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,  # FastAPI's pages load their scripts from other hosts
         redoc_url=None,
-        redirect_slashes=False,  # redirects would go to whatever Host the client sent
+        redirect_slashes=False,  # redirects would go to any Host sent by the client
         telemetry={
             "tracing": False,
             "metrics": False,
@@ -163,9 +163,9 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
 
 async def _sample(engine: Engine) -> None:
-    """Update this process's gauges regularly: ``/metrics`` of any process reports those of all.
+    """Update this process's gauges regularly, because ``/metrics`` of any process reports the gauges of all.
 
-    An update that fails, as on a full disk, is logged, once until one succeeds.
+    A failed update, for example on a full disk, is logged once until an update succeeds.
     """
     failing = False
     while True:
@@ -180,7 +180,7 @@ async def _sample(engine: Engine) -> None:
 
 
 def traces_type() -> type[Traces]:
-    """Import the class that sends spans.
+    """Import the class that creates spans.
 
     Raises:
         ValueError: OpenTelemetry is not installed.

@@ -1,4 +1,4 @@
-"""The values of options that take one of a few: of requests, of the client and of the commands."""
+"""The allowed values of options of requests, the client and the commands."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ MAX_TOP = 1000
 POOL_PATTERN = "^({0}|({1})(\\+({1}))*)$".format(
     "|".join(("none", *get_args(RegionPooling))), "|".join(get_args(VectorPooling))
 )
-"""What :func:`pooling` takes, but that no vector is named twice."""
+"""Pattern of the values accepted by :func:`pooling`, which also rejects repeated names."""
 
 
 def pooling(text: object) -> str:
-    """Return the value of the option ``pool``: ``none``, of regions, or to vectors joined by ``+``.
+    """Validate the option ``pool``: ``none``, a region pooling, or one or more vector poolings joined by ``+``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
 
     >>> pooling("cls+avg")
     'cls+avg'
@@ -46,15 +46,14 @@ def pooling(text: object) -> str:
     if text in ("none", *get_args(RegionPooling)) or (set(vectors) <= {*known} and 0 < len({*vectors}) == len(vectors)):
         return str(text)
     alone = ", ".join(("none", *get_args(RegionPooling)))
-    raise ValueError(f"pool is {alone}, or one or more of {', '.join(known)} joined by +, not {text!r:.100}")
+    raise ValueError(f"pool must be {alone}, or one or more of {', '.join(known)} joined by +, not {text!r:.100}")
 
 
 def reductions(text: object) -> str:
-    """Return the value of the option ``reduce``: one or more of ``mean``, ``std``, ``cov`` and ``top:N``, joined by
-    commas, in this order.
+    """Normalise the option ``reduce``: ``mean``, ``std``, ``cov`` and ``top:N``, joined by commas, in this order.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
 
     >>> reductions("top:9,mean")
     'mean,top:9'
@@ -70,7 +69,7 @@ def reductions(text: object) -> str:
         found[name] = f"top:{int(count)}" if is_top else one
     if not found:
         raise ValueError(
-            f"reduce is one or more of mean, std, cov and top:N, N up to {MAX_TOP}, separated by commas and each once, "
-            f"not {text!r:.100}"
+            f"reduce must be one or more of mean, std, cov and top:N (N up to {MAX_TOP}), separated by commas, each "
+            f"at most once,  not {text!r:.100}"
         )
     return ",".join(found[name] for name in get_args(Reduction) if name in found)

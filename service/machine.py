@@ -1,6 +1,6 @@
-"""Resources of the machine that this process may use: in a container, fewer than the machine has.
+"""The machine's resources available to this process; in a container, these are fewer than the machine has.
 
-psutil does not know the limits of control groups.
+psutil is not used, because it does not know the limits of control groups.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:
-    """Cores available to this process, by its CPU affinity and the CPU quota of its control group (cgroup v2).
+    """Return the cores available to this process: its CPU affinity, limited by the CPU quota of its cgroup (v2).
 
     ``cpu.max`` is ``QUOTA PERIOD`` in microseconds, or ``max PERIOD`` without a quota.
     """
@@ -26,15 +26,14 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Return bytes of memory available to this process: the machine's, or its control group's ``memory.max`` if
-    lower."""
+    """Return the bytes of memory available to this process: the machine's, or its cgroup's ``memory.max`` if lower."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _read(cgroup / "memory.max")
     return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_threads(cgroup: Path = _CGROUP) -> int | None:
-    """Maximum threads of this process and the others of its user or control group; None without a limit.
+    """Return the maximum threads of all processes of this user or cgroup together; None without a limit.
 
     ``ulimit -u`` does not apply to root.
     """
@@ -52,7 +51,7 @@ def available_threads(cgroup: Path = _CGROUP) -> int | None:
 
 
 def processor(info: Path = Path("/proc/cpuinfo")) -> str:
-    """Model name of the processor; may be empty."""
+    """Return the model name of the processor, which may be empty."""
     for line in _read(info).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "model name":

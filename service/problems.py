@@ -1,7 +1,7 @@
-"""Problems: the errors that a client of the service sees, in one tree for the engine, HTTP and the Python client.
+"""Problems: the errors that clients of the service see, in one tree for the engine, HTTP and the Python client.
 
-Each class has the slug that ends its ``type``, its status and its title (RFC 9457). An error of fxcore is the problem
-whose class has the same name. Groups, such as :class:`TooLarge`, have a status that their members share.
+Each class has a status, a title and the slug at the end of its ``type`` (RFC 9457). An error of fxcore becomes the
+problem whose class has the same name. Groups, such as :class:`TooLarge`, have a status shared by their members.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Problem(FxserveError):
     """An error response (RFC 9457).
 
     Attributes:
-        kinds: the class of each slug.
+        kinds: slug → class.
         slug: the end of ``type``.
-        type: such as ``/problems/unknown-node``.
+        type: the type, such as ``/problems/unknown-node``.
         title: short summary of the problem type.
         status: HTTP status.
-        detail: what was wrong and what would be right.
-        headers: headers that the response needs.
+        detail: explanation of the error and how to fix it.
+        headers: additional headers of the response.
         extra: the fields that this problem type adds, such as ``suggestions``.
-        retry_after: seconds after which to try again; None if that would change nothing.
-        request_id: identifies the request in the server's log; of a response that the client received.
+        retry_after: seconds after which to retry; None if a retry would not help.
+        request_id: id of the request in the server's log; set only on problems received by the Python client.
     """
 
     kinds: ClassVar[dict[str, type[Problem]]] = {}
@@ -82,15 +82,15 @@ class Problem(FxserveError):
 
 
 class NotFound(Problem, slug="not-found", status=404, title="Not found"):
-    """There is nothing at this path, or nothing of this name."""
+    """Nothing exists at this path or with this name."""
 
 
 class Invalid(Problem, status=422):
-    """The request itself is wrong: 400, 405, 406, 408, 409, 415, 421, 422, 431."""
+    """The request itself is invalid: 400, 405, 406, 408, 409, 415, 421, 422, 431."""
 
 
 class Unauthorized(Problem, slug="unauthorized", status=401, title="Unauthorized"):
-    """The key is missing or wrong (401), or does not allow this (403)."""
+    """The key is missing or invalid (401), or does not allow this (403)."""
 
 
 class Forbidden(Unauthorized, slug="forbidden", status=403, title="Forbidden"):
@@ -98,7 +98,7 @@ class Forbidden(Unauthorized, slug="forbidden", status=403, title="Forbidden"):
 
 
 class TooLarge(Problem, status=413):
-    """Something has more bytes or pixels than the server allows."""
+    """The request, an image or the response has more bytes or pixels than the server allows."""
 
 
 class Busy(Problem, status=503):
@@ -106,11 +106,11 @@ class Busy(Problem, status=503):
 
 
 class ServerError(Problem, status=500):
-    """Any other 5xx: not the request's fault."""
+    """Any other 5xx: an error of the server, not of the request."""
 
 
 class InvalidRequest(Invalid, slug="invalid-request", title="Invalid request"):
-    """A parameter or a field of the body is wrong; ``errors``."""
+    """A parameter or a field of the body is invalid; ``errors``."""
 
 
 class Misdirected(Invalid, slug="misdirected", status=421, title="Misdirected request"):
@@ -137,19 +137,19 @@ class HeadTooLarge(Invalid, slug="head-too-large", status=431, title="Head too l
 
 
 class MethodNotAllowed(Invalid, slug="method-not-allowed", status=405, title="Method not allowed"):
-    """The path has no such method."""
+    """The path does not support this method."""
 
 
 class NotAcceptable(Invalid, slug="not-acceptable", status=406, title="Not acceptable"):
-    """The response has none of the media types that are accepted; ``available``."""
+    """The response cannot have any of the accepted media types; ``available``."""
 
 
 class UnsupportedMediaType(Invalid, slug="unsupported-media-type", status=415, title="Unsupported media type"):
-    """The body has another media type or encoding than the route reads; ``available``."""
+    """The route does not support the body's media type or encoding; ``available``."""
 
 
 class UnknownModel(NotFound, slug="unknown-model", title="Unknown model"):
-    """There is no model of that name; ``suggestions``."""
+    """No model has that name; ``suggestions``."""
 
 
 class UnknownExtractor(NotFound, slug="unknown-extractor", title="Unknown extractor"):
@@ -157,27 +157,27 @@ class UnknownExtractor(NotFound, slug="unknown-extractor", title="Unknown extrac
 
 
 class UnknownWeights(Invalid, slug="unknown-weights", title="Unknown weights"):
-    """The model has no weights of that name; ``available`` and ``suggestions``."""
+    """The model has no weights with that name; ``available`` and ``suggestions``."""
 
 
 class UnknownNode(Invalid, slug="unknown-node", title="Unknown node"):
-    """There is no such node, or its value cannot be extracted; ``name`` and ``suggestions``."""
+    """The node does not exist, or its value cannot be extracted; ``name`` and ``suggestions``."""
 
 
 class OpenCut(Invalid, slug="open-cut", title="Open cut"):
-    """Outputs depend on the image beside the nodes to begin at; ``missing`` has nodes that would close the cut."""
+    """Outputs also depend on the image in other ways than through ``inputs``; ``missing`` would close the cut."""
 
 
 class UnneededInput(Invalid, slug="unneeded-input", title="Unneeded input"):
-    """No output depends on a node to begin at; ``name``."""
+    """No output depends on one of the ``inputs``; ``name``."""
 
 
 class BadTarget(Invalid, slug="bad-target", title="Bad target"):
-    """No such result can be attributed; ``target``."""
+    """The target of an attribution does not exist; ``target``."""
 
 
 class TooManyNodes(Invalid, slug="too-many-nodes", title="Too many nodes"):
-    """Groups of names are more nodes than the ``limit``; ``count``."""
+    """Groups of names expand to more nodes than the ``limit``; ``count``."""
 
 
 class DuplicateKey(Invalid, slug="duplicate-key", title="Duplicate key"):
@@ -196,7 +196,7 @@ class ImageProblem(Problem):
         return int(self.extra.get("index", 0))
 
     def shift_index(self, offset: int) -> None:
-        """Turn an index within a request into one within the call; the request's first image is number ``offset``."""
+        """Convert an index within a request, whose first image is number ``offset``, to one within the call."""
         index = self.index
         self.extra["index"] = index + offset
         self.detail = re.sub(rf"^image {index}\b", f"image {index + offset}", self.detail)
@@ -215,19 +215,19 @@ class BadPoint(ImageProblem, Invalid, slug="bad-point", title="Bad point"):
 
 
 class BadMask(ImageProblem, Invalid, slug="bad-mask", title="Bad mask"):
-    """A mask is damaged, empty or of another size than its image; ``mask`` is its index in the image's list."""
+    """A mask is damaged, empty or not of its image's size; ``mask`` is its index in the image's list."""
 
 
 class BadEdit(Invalid, slug="bad-edit", title="Bad edit"):
-    """An edit of a node that cannot be edited, or that selects what its value does not have; ``edit`` is its index."""
+    """An edit's node cannot be edited, or its value does not have the selected part; ``edit`` is its index."""
 
 
 class Overflow(ImageProblem, Invalid, slug="overflow", title="Values too large"):
-    """An image's output ``key`` has values that the dtype asked for cannot hold."""
+    """The output ``key`` of an image has values that overflow the requested dtype."""
 
 
 class ImageTooLarge(ImageProblem, TooLarge, slug="image-too-large", title="Image too large"):
-    """By its header, an image has more ``pixels`` than the ``limit``."""
+    """According to its header, an image has more ``pixels`` than the ``limit``."""
 
 
 class BadTensor(Invalid, slug="bad-tensor", title="Bad tensor"):
@@ -235,15 +235,15 @@ class BadTensor(Invalid, slug="bad-tensor", title="Bad tensor"):
 
 
 class Ragged(Invalid, slug="ragged", title="Images of different sizes"):
-    """With ``fit=native``, an output has different shapes for the images of one request; ``key``."""
+    """With ``fit=native``, an output has different shapes for different images of one request; ``key``."""
 
 
 class Unsupported(Invalid, slug="unsupported", title="Not available here"):
-    """A backend, precision or transform that is not served here; ``field``, ``value`` and ``available``."""
+    """A backend, precision or transform is not available here; ``field``, ``value`` and ``available``."""
 
     @classmethod
     def choice(cls, field: str, value: str, available: Sequence[str], why: str | None = None) -> Self:
-        """Build the problem of a ``field`` whose ``value`` is not ``available``."""
+        """Build the problem for a ``field`` whose ``value`` is not ``available``."""
         listed = ", ".join(available) if available else "none"
         reason = f" ({why})" if why else ""
         return cls(
@@ -255,19 +255,21 @@ class Unsupported(Invalid, slug="unsupported", title="Not available here"):
 
 
 class BackendRefused(Invalid, slug="backend-refused", title="Backend refused"):
-    """The ``backend`` that was asked for cannot run the model, or is too far from eager, and is not replaced by
-    another; ``instead`` says what to ask for."""
+    """The requested ``backend`` cannot run the model or is too far from eager.
+
+    It is not replaced by another one. ``instead`` says what to request.
+    """
 
     def __init__(self, detail: str, backend: str, instead: str, **figures: Any) -> None:
         super().__init__(f"{detail}; {instead}", backend=backend, **figures)
 
 
 class UnknownTransform(Invalid, slug="unknown-transform", title="Unknown transform"):
-    """There is no transform of that ``name``; ``suggestions``."""
+    """No transform has that ``name``; ``suggestions``."""
 
 
 class BadParameter(Invalid, slug="bad-parameter", title="Bad parameter"):
-    """A transform's parameter is wrong; ``transform`` and ``parameter``."""
+    """A transform's parameter is invalid; ``transform`` and ``parameter``."""
 
 
 class CannotTransform(Invalid, slug="cannot-transform", title="Cannot transform"):
@@ -283,11 +285,11 @@ class CannotExport(Invalid, slug="cannot-export", title="Cannot export"):
 
 
 class ExportUnavailable(Invalid, slug="export-unavailable", title="Export not available here"):
-    """An export to ``format`` needs packages that are ``missing``."""
+    """An export to ``format`` needs the packages in ``missing``."""
 
 
 class NoHeatMap(Invalid, slug="no-heat-map", title="No heat-map"):
-    """The node's value is no feature map."""
+    """The node's value is not a feature map."""
 
 
 class NameTaken(Invalid, slug="name-taken", status=409, title="Name taken"):
@@ -302,12 +304,12 @@ class NameTaken(Invalid, slug="name-taken", status=409, title="Name taken"):
 
 
 class StoreFull(Invalid, slug="store-full", status=409, title="Store full"):
-    """The store has ``stored`` extractors or names, as many as the ``limit`` allows."""
+    """The store has ``stored`` extractors or names, which is the ``limit``."""
 
     def __init__(self, kind: str, stored: int, limit: int) -> None:
         super().__init__(
-            f"the store has {stored:,} {kind} and may have {limit:,}; delete extractors that nobody uses, which GET "
-            "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+            f"the store has {stored:,} {kind} and the limit is {limit:,}; delete unused extractors (GET "
+            "/v1/extractors lists all) or raise FXSERVE_MAX_STORED_EXTRACTORS",
             stored=stored,
             limit=limit,
         )
@@ -318,12 +320,12 @@ class BodyTooLarge(TooLarge, slug="body-too-large", title="Body too large"):
 
 
 class RequestTooLarge(TooLarge, slug="request-too-large", title="Request too large"):
-    """One request needs more memory than all requests together may have; ``bytes`` and ``limit``."""
+    """A single request needs more memory than all requests together may use; ``bytes`` and ``limit``."""
 
     def __init__(self, bytes: int, limit: int) -> None:
         super().__init__(
-            f"the request would need {bytes:,} bytes of memory and the server gives all requests together "
-            f"{limit:,}; send fewer images at a time",
+            f"the request would need {bytes:,} bytes of memory, and all requests together may use {limit:,}; send "
+            "fewer images at a time",
             bytes=bytes,
             limit=limit,
         )
@@ -342,7 +344,7 @@ class ResponseTooLarge(TooLarge, slug="response-too-large", title="Response too 
 
 
 class AdmissionFull(Busy, slug="admission-full", status=429, title="Too many requests"):
-    """The server has as many requests, or bytes of requests, as it may."""
+    """The server is already processing the maximum number or bytes of requests."""
 
     def __init__(self, detail: str, retry_after: float) -> None:
         super().__init__(detail, retry_after=retry_after)
@@ -350,7 +352,7 @@ class AdmissionFull(Busy, slug="admission-full", status=429, title="Too many req
 
 
 class NotReady(Busy, slug="not-ready", title="Not ready"):
-    """The service cannot work now; ``reason`` says why."""
+    """The service cannot process requests now; ``reason`` says why."""
 
     def __init__(self, reason: str, retry_after: float = 5.0) -> None:
         super().__init__(f"the service is not ready: {reason}", reason=reason)
@@ -358,10 +360,10 @@ class NotReady(Busy, slug="not-ready", title="Not ready"):
 
 
 class Draining(NotReady, slug="draining", title="Shutting down"):
-    """The service is shutting down and takes no new work."""
+    """The service is shutting down and accepts no new work."""
 
     def __init__(self) -> None:
-        super().__init__("it is shutting down and takes no new work")
+        super().__init__("it is shutting down and accepts no new work")
 
 
 class OutOfMemory(Busy, slug="out-of-memory", title="Out of memory"):
@@ -382,15 +384,15 @@ class DeadlineExceeded(Problem, slug="deadline-exceeded", status=504, title="Dea
 
 
 class ComputeFailed(ServerError, slug="compute-failed", title="Compute failed"):
-    """The model raised while it computed this request; ``error`` is its message."""
+    """The model raised an exception while computing this request; ``error`` is its message."""
 
 
 class ExtractorFailed(ServerError, slug="extractor-failed", title="Extractor failed"):
-    """An extractor could not be built, for a reason other than the request; ``problem`` says which."""
+    """An extractor could not be built for a reason other than the request; ``problem`` has the details."""
 
 
 class Internal(ServerError, slug="internal", title="Internal error"):
-    """A defect of the server; only its log has the details."""
+    """A bug of the server; only its log has the details."""
 
     def __init__(self, headers: Mapping[str, str] | None = None) -> None:
         super().__init__("something went wrong in the server; its log has the details", headers)

@@ -16,21 +16,22 @@ MiB = 1024**2
 GiB = 1024**3
 
 SHARED_WEIGHTS = "FXSERVE_SHARED_WEIGHTS"
-"""Environment variable that `fxserve serve` sets for its processes if they are several: the folder of the files through
-which they share weights."""
+"""Environment variable that `fxserve serve` sets for several server processes: the folder of the files through which
+they share weights."""
 
 
 def cores_per_worker(settings: dict[str, Any]) -> int:
-    """Cores for each of the ``workers`` server processes."""
+    """Return the number of cores for each of the ``workers`` server processes."""
     return max(1, available_cores() // int(settings.get("workers", 1)))
 
 
 def default_max_batch(settings: dict[str, Any]) -> int:
-    """Default maximum rows per batch: 32 on a GPU; on a CPU four per core, between 8 and 32.
+    """Return the default maximum rows per batch: 32 on a GPU; four per core on a CPU, between 8 and 32.
 
-    Activations of larger batches do not fit in a CPU's caches: small models get slower, large ones no faster.
+    Activations of larger batches do not fit in a CPU's caches: small models get slower, and large ones do not get
+    faster.
     """
-    import torch  # slow to import, so not before settings are read
+    import torch  # slow to import, so not at module level
 
     device = str(settings.get("device", "auto"))
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
@@ -39,12 +40,12 @@ def default_max_batch(settings: dict[str, Any]) -> int:
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``."""
+    """Return ``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
 
 
 class Settings(BaseSettings):
-    """Settings of the service; each field is read from the environment variable ``FXSERVE_<FIELD>``.
+    """The settings of the service. Each field is read from the environment variable ``FXSERVE_<FIELD>``.
 
     Lists are separated by commas, extractors to preload by semicolons.
     """
@@ -112,8 +113,8 @@ class Settings(BaseSettings):
     )
     statistics: Path | None = Field(
         default=None,
-        description="Folder that `fxserve extract --reduce top:N` made: the page shows the images with the largest "
-        "values of a channel, to everyone who may read.",
+        description="Folder created by `fxserve extract --reduce top:N`. The page shows its images with the largest "
+        "values of each channel to everyone with read access.",
     )
     preload: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
@@ -128,12 +129,13 @@ class Settings(BaseSettings):
         "also across restarts. By default, the processes of one server share a temporary folder.",
     )
     max_nodes: int = Field(
-        default=64, ge=1, description="Maximum nodes that names with `*`, such as `blocks.*`, stand for."
+        default=64, ge=1, description="Maximum number of nodes that names with `*`, such as `blocks.*`, may stand for."
     )
     max_stored_extractors: int = Field(
         default=10_000,
         ge=1,
-        description="Maximum extractors in `FXSERVE_EXTRACTORS`; those made by one-step requests may be half of them.",
+        description="Maximum number of extractors in `FXSERVE_EXTRACTORS`; at most half may come from one-step "
+        "requests.",
     )
     weights_dir: Path | None = Field(
         default=None, description="Folder that weights `file:NAME` are loaded from; not available by default."
@@ -160,14 +162,14 @@ class Settings(BaseSettings):
     body_timeout: float = Field(
         default=20.0,
         gt=0,
-        description="Seconds that the server waits for a request's body; each 64 KiB received extend the deadline by a "
-        "second.",
+        description="Seconds that the server waits for a request's body; each 64 KiB received extends the deadline by "
+        "a second.",
     )
     preprocess: ServerPreprocess = Field(
         default="default",
         description="What `preprocess=default` means: `default`, the weights' own transform of the tensor that "
-        "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, but large JPEG files are decoded "
-        "at half or quarter size, with less exact colours.",
+        "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, except that large JPEG files are "
+        "decoded at half or quarter size, with less exact colours.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Maximum pixels of an image.")
     max_response_bytes: int = Field(

@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Callable
 
-# Read when torch is loaded: several processes test at a time, and idle threads of one would spin on the other's core.
+# Read when torch is loaded. Several test processes run at once, and idle threads of one would spin on another's core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import PIL.Image
@@ -22,9 +22,9 @@ from tests.decoding import decoded
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_others_left_is_exempt() -> None:
-    """Exempt what there is before the tests of a file from their collections; what they make is collected.
+    """Freeze existing objects before the tests of a file, so that garbage collections examine only new objects.
 
-    All that tests import is several times what a service imports.
+    Tests import several times as much as a service does.
     """
     gc.collect()
     gc.freeze()
@@ -46,10 +46,10 @@ Reference = Callable[..., torch.Tensor]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """What torchvision itself gives: ``reference(model, node, [photo, …])``.
+    """Compute reference values with torchvision itself: ``reference(model, node, [photo, …])``.
 
-    Its extractor is asked for one node at a time (HAZARDS 1), of a model made under seed 0 or loaded from ``state``,
-    over images preprocessed by the default weights' own transform. ``node`` is an exact node name.
+    torchvision's extractor is built for one node at a time (HAZARDS 1), for a model built with seed 0 or loaded from
+    ``state``, with images preprocessed by the default weights' own transform. ``node`` is an exact node name.
     """
     models: dict[str, torch.nn.Module] = {}
 

@@ -1,4 +1,4 @@
-"""Image files as torchvision decodes them, which is what references are computed from."""
+"""Decode image files with torchvision, for reference values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def decoded(data: bytes) -> Tensor:
-    """uint8 ``[3, H, W]`` by ``decode_image``, of an animation the first frame; by PIL what it does not take."""
+    """Decode to uint8 ``[3, H, W]`` with ``decode_image``, or with PIL if that fails; first frame of animations."""
     file = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     try:
         image = torchvision.io.decode_image(file, mode="RGB", apply_exif_orientation=True)

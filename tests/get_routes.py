@@ -1,4 +1,4 @@
-"""Every GET route of a model."""
+"""Request every GET route of a model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from service.http.graph_formats import GraphFormat
 
 
 def failures(get: Callable[[str], httpx.Response], openapi: dict[str, Any], name: str) -> dict[str, Any]:
-    """What the GET routes of the model ``name`` in ``openapi`` answer that is wrong, by URL.
+    """Return the wrong responses of the GET routes of the model ``name`` in ``openapi``, by URL.
 
-    A model that is not loaded is not ready, which is a 503. Statistics are of an operator's images.
+    A model that is not loaded is not ready, so the response is 503. Statistics need an operator's images and are left
+    out.
     """
     paths = [path for path, item in openapi["paths"].items() if "get" in item and "/statistics" not in path]
     asked = [path for path in paths if "{model}" in path or "{name}" in path]

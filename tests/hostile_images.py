@@ -1,6 +1,7 @@
-"""Images that were made to do harm, or that are only odd; as generators, because files of them do not belong here.
+"""Malicious or unusual images, as generators, because such files do not belong in a repository.
 
-Each is ``name: (make, right)``: what makes the bytes, and the status that a service with ``MAX_PIXELS`` answers.
+Each is ``name: (make, right)``: a function that returns the bytes, and the right status of a service with
+``MAX_PIXELS``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_PIXELS = 1_000_000
 
 
 def photo(mode: str = "RGB", size: tuple[int, int] = (120, 80)) -> PIL.Image.Image:
-    """A gradient with noise: nothing that compresses to nothing."""
+    """Make a gradient with noise, which does not compress to nothing."""
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 64, (size[1], size[0], 3)) + np.linspace(0, 190, size[0])[None, :, None]
     return PIL.Image.fromarray(pixels.astype(np.uint8)).convert(mode)
@@ -36,7 +37,7 @@ def grey16() -> PIL.Image.Image:
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes], depth: int = 8, color: int = 0) -> bytes:
-    """A PNG of any header and chunks, with right checksums."""
+    """Build a PNG with any header and chunks and valid checksums."""
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     parts = [b"\x89PNG\r\n\x1a\n"]
     for kind, data in ((b"IHDR", header), *chunks, (b"IEND", b"")):
@@ -45,21 +46,21 @@ def png(width: int, height: int, *chunks: tuple[bytes, bytes], depth: int = 8, c
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A few kilobytes that say they are ``width`` x ``height`` pixels, and are."""
+    """Build a file of a few kilobytes that really has ``width`` x ``height`` pixels."""
     packer = zlib.compressobj(9)
     rows = b"".join(packer.compress(bytes(width + 1)) for _ in range(height)) + packer.flush()
     return png(width, height, (b"IDAT", rows))
 
 
 def text_bomb() -> bytes:
-    """A PNG of one pixel whose comment unpacks to 50 MB."""
+    """Build a PNG of one pixel whose comment unpacks to 50 MB."""
     packer = zlib.compressobj(9)
     text = b"".join(packer.compress(bytes(10**6)) for _ in range(50)) + packer.flush()
     return png(1, 1, (b"zTXt", b"Comment\0\0" + text), (b"IDAT", zlib.compress(b"\0\0")))
 
 
 def profile_bomb() -> bytes:
-    """A PNG of one pixel whose colour profile unpacks to 50 MB."""
+    """Build a PNG of one pixel whose colour profile unpacks to 50 MB."""
     packer = zlib.compressobj(9)
     profile = b"".join(packer.compress(bytes(10**6)) for _ in range(50)) + packer.flush()
     return png(1, 1, (b"iCCP", b"profile\0\0" + profile), (b"IDAT", zlib.compress(b"\0\0")))
@@ -72,18 +73,18 @@ def exif(block: bytes) -> bytes:
 
 
 def exif_loop() -> bytes:
-    """A directory of tags whose successor is itself."""
+    """Build a directory of tags whose successor is itself."""
     return exif(b"MM\0*" + struct.pack(">I", 8) + struct.pack(">H", 0) + struct.pack(">I", 8))
 
 
 def exif_of_gigabytes() -> bytes:
-    """One tag that says it has four thousand million values."""
+    """Build a tag that claims to have four billion values."""
     entry = struct.pack(">HHII", 0x0112, 3, 0xFFFFFFFF, 0x10)
     return exif(b"MM\0*" + struct.pack(">I", 8) + struct.pack(">H", 1) + entry + struct.pack(">I", 0))
 
 
 def tiff_of_gigabytes() -> bytes:
-    """A header of a TIFF whose one strip is four gigabytes."""
+    """Build a TIFF header with a single strip of four gigabytes."""
     entries = [(256, 4, 1, 1000), (257, 4, 1, 1000), (258, 3, 1, 8 << 16), (259, 3, 1, 1 << 16), (262, 3, 1, 1 << 16)]
     entries += [(273, 4, 1, 8), (277, 3, 1, 1 << 16), (278, 4, 1, 1000), (279, 4, 1, 0xFFFFFFFF)]
     packed = b"".join(struct.pack(">HHII", *entry) for entry in entries)
@@ -96,7 +97,7 @@ def animated(format: str) -> bytes:
 
 
 def many_frames() -> bytes:
-    """A GIF of 3,000 frames, of which one is wanted."""
+    """Build a GIF of 3,000 frames, only the first of which is used."""
     first = PIL.Image.new("P", (16, 16))
     return saved(
         first, "GIF", save_all=True, append_images=[PIL.Image.new("P", (16, 16), i % 255) for i in range(3000)]
@@ -109,7 +110,7 @@ def with_profile() -> bytes:
 
 
 def scans(count: int = 2000) -> bytes:
-    """A progressive JPEG with one scan over and over, each of which costs a pass over the image for a few bytes."""
+    """Build a progressive JPEG that repeats one scan; each costs a pass over the image for a few bytes."""
     data = saved(PIL.Image.new("L", (400, 400), 128), "JPEG", progressive=True)
     starts = [at for at in range(len(data)) if data.startswith(b"\xff\xda", at)]
     first, second = starts[3:5]
@@ -117,7 +118,7 @@ def scans(count: int = 2000) -> bytes:
 
 
 def deep_png(color: int = 2, wrong_sum: int = 0, cut: int = 0, without_sum: bool = False) -> bytes:
-    """A PNG of 16 bits per sample, 4 x 4: libpng stops in the middle of those that are damaged, PIL goes on."""
+    """Build a 4 x 4 PNG with 16 bits per sample. If it is damaged, libpng stops in the middle, but PIL goes on."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color]
     lines = b"".join(b"\0" + bytes((7 * y + x) % 256 for x in range(8 * samples)) for y in range(4))
     packed = zlib.compress(lines[: len(lines) - cut])
@@ -128,13 +129,13 @@ def deep_png(color: int = 2, wrong_sum: int = 0, cut: int = 0, without_sum: bool
 
 
 def gif_over_its_canvas() -> bytes:
-    """A frame of 140 x 140 transparent pixels on a canvas of one, which leaves every pixel to the background."""
+    """Build a GIF with a frame of 140 x 140 transparent pixels on a canvas of one, so that only background shows."""
     data = saved(PIL.Image.new("P", (140, 140), 3), "GIF", transparency=3)
     return data[:6] + struct.pack("<HH", 1, 1) + data[10:]
 
 
 def gif_past_its_colours() -> bytes:
-    """Colour numbers up to 255, and a table of two."""
+    """Build a GIF with colour indices up to 255 and a table of two colours."""
     image = PIL.Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16), "L")
     data = saved(image, "GIF", optimize=False)
     flags = data[10]
@@ -142,7 +143,7 @@ def gif_past_its_colours() -> bytes:
 
 
 def frames_on_a_large_canvas(count: int = 100) -> bytes:
-    """A GIF of 1.5 KB whose frames, each on the whole canvas, would take 300 MB."""
+    """Build a GIF of 1.5 KB whose frames, each on the whole canvas, would take 300 MB."""
     data = saved(PIL.Image.new("P", (1, 1)), "GIF")
     frame = data[data.index(b",") : -1]
     return data[:6] + struct.pack("<HH", 1000, 1000) + data[10:-1] + frame * count + b";"

@@ -1,6 +1,6 @@
 """The peak of this process's resident memory, in bytes, on Linux.
 
-Not ``getrusage``'s: a process starts with the peak of the one that started it.
+``getrusage`` cannot be used: a process inherits the peak of the process that started it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def reset_peak() -> int:
-    """Let the peak begin anew at what is resident now, which is returned."""
+    """Reset the peak to the current resident memory, and return it."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 

@@ -11,7 +11,7 @@ import pytest
 
 
 class SmallDisk:
-    """256 KiB in memory, mounted at ``path``."""
+    """A file system of 256 KiB in memory, mounted at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +27,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path) -> Iterator[SmallDisk]:
-    """Mount one for the time of a test, which is skipped where that is not allowed."""
+    """Mount a small disk for the duration of a test; skip the test if mounting is not allowed."""
     path.mkdir()
     try:
         subprocess.run(

@@ -1,4 +1,4 @@
-"""What every peer serves: torchvision's own extractor, eager, over the weights' own transform."""
+"""The model that every peer serves: torchvision's own extractor, eager, with the weights' own transform."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_SECONDS = 0.01
 
 
 def arguments() -> tuple[str, dict[str, str], int]:
-    """The model, node → key, and the port, as :func:`benchmarks.servers.peer` gives them before the precision."""
+    """Return the model, the keys by node, and the port, from the command line of :func:`benchmarks.servers.peer`."""
     model, nodes, port = sys.argv[1:4]
     return model, dict(pair.split(":") for pair in nodes.split(",")), int(port)
 
@@ -38,7 +38,7 @@ class Features:
 
     @torch.inference_mode()
     def compute(self, batch: Tensor) -> list[dict[str, Tensor]]:
-        """``[N, 3, H, W]`` → the outputs of each image."""
+        """Compute the outputs of each image of a batch ``[N, 3, H, W]``."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
             outputs = self._module(batch)
         return [{key: value[i : i + 1] for key, value in outputs.items()} for i in range(len(batch))]

@@ -1,4 +1,4 @@
-"""What one writes without fxserve: a DataLoader over files, torchvision's extractor, and a file of pooled features.
+"""A typical script without fxserve: a DataLoader over files, torchvision's extractor, and a file of pooled features.
 
 python dataloader_script.py MODEL NODE:KEY FOLDER OUT WORKERS
 """
@@ -18,7 +18,7 @@ BATCH = 32
 
 
 class Photographs(Dataset[Tensor]):
-    """The JPEG files of a folder, as the model wants them."""
+    """The JPEG files of a folder, preprocessed for the model."""
 
     def __init__(self, folder: str, model: str) -> None:
         self._files = sorted(Path(folder).glob("*.jpg"))

@@ -1,4 +1,4 @@
-"""LitServe as its pages on file requests and on batching write it."""
+"""A LitServe server, following its documentation on file requests and on batching."""
 
 import common
 import litserve
@@ -11,7 +11,7 @@ class FeaturesAPI(litserve.LitAPI):
         model, nodes, _ = common.arguments()
         self.features = common.Features(model, nodes)
 
-    # The annotation is read at run time, so it must not be a string.
+    # The annotation is evaluated at run time, so it must not be a string.
     def decode_request(self, request: UploadFile) -> torch.Tensor:
         return self.features.decode(request.file.read())
 

@@ -1,4 +1,4 @@
-"""mosec as its PyTorch example writes it: a stage of preprocessing workers, then one that computes batches."""
+"""A mosec server, following its PyTorch example: a stage of preprocessing workers, then one that computes batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import common
 import torch
 from mosec import Server, Worker
 
-# mosec starts its workers with spawn: they import this file again and find the arguments here.
+# mosec spawns its workers: they import this file again and find the arguments here.
 if "BENCHMARK_PEER" in os.environ:
     sys.argv[1:] = os.environ["BENCHMARK_PEER"].split(" ")
 model, nodes, port = common.arguments()

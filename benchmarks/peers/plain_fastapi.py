@@ -1,4 +1,4 @@
-"""A FastAPI endpoint as the tutorial on file uploads writes it: ``def``, so it runs in the thread pool. No batching."""
+"""A FastAPI endpoint following its tutorial on file uploads: ``def``, so it runs in the thread pool. No batching."""
 
 from __future__ import annotations
 

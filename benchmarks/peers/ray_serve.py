@@ -1,4 +1,4 @@
-"""Ray Serve as its page on dynamic request batching writes it."""
+"""A Ray Serve application, following its documentation on dynamic request batching."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from starlette.responses import Response
 @serve.deployment(max_ongoing_requests=64, ray_actor_options={"num_cpus": 1, "runtime_env": {}})
 class Features:
     def __init__(self, model: str, nodes: dict[str, str]) -> None:
-        torch.set_num_threads(os.cpu_count() or 1)  # Ray gives an actor's OpenMP one thread for each of its CPUs
+        torch.set_num_threads(os.cpu_count() or 1)  # Ray limits an actor's OpenMP to one thread per CPU it reserves
         self.features = common.Features(model, nodes)
 
     @serve.batch(max_batch_size=common.MAX_BATCH, batch_wait_timeout_s=common.WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""What one writes without fxserve: a DataLoader over files, timm's model of one size, and a file of class tokens.
+"""A typical script without fxserve: a DataLoader over files, timm's model at one size, and a file of class tokens.
 
 python timm_script.py ARCHITECTURE HEIGHTxWIDTH FOLDER OUT WORKERS
 """
@@ -20,7 +20,7 @@ BATCH = 16
 
 
 class Photographs(Dataset[Tensor]):
-    """The JPEG files of a folder, resized to one size and normalised as the model's weights want."""
+    """The JPEG files of a folder, resized to one size and normalised for the model's weights."""
 
     def __init__(self, folder: str, architecture: str, size: list[int]) -> None:
         self._files = sorted(Path(folder).glob("*.jpg"))

@@ -1,4 +1,4 @@
-"""Backends that run extractors, a file for each, behind :class:`~fxcore.backends.backend.Backend`.
+"""Backends that run extractors, one per file. Each implements :class:`~fxcore.backends.backend.Backend`.
 
 >>> import torch
 >>> from fxcore import build_extractor, get_model, load_model, model_graph, verify
@@ -39,22 +39,22 @@ __all__ = [
 
 
 def first_choice(device: torch.device, precision: str) -> Backend:
-    """Return the backend to start with: eager, or for int8 OpenVINO where it is installed."""
+    """Return the backend to start with: OpenVINO for int8 if it is installed, otherwise eager."""
     openvino = BACKENDS["openvino"]
     return openvino if precision == "int8" and openvino.unavailable(device, precision) is None else BACKENDS["eager"]
 
 
 def faster_than_eager(device: torch.device, precision: str) -> list[Backend]:
-    """Backends that are available and likely faster than eager, the likeliest first.
+    """Return the available backends that are likely faster than eager, the most promising first.
 
-    On a CPU that is OpenVINO alone: inductor was not faster where both were measured, and compiles for minutes.
+    On a CPU only OpenVINO qualifies: inductor was not faster wherever both were measured, and compiles for minutes.
     """
     likely = [BACKENDS["openvino"]] if device.type == "cpu" else [BACKENDS["cudagraphs"]]
     return [backend for backend in likely if backend.unavailable(device, precision) is None]
 
 
 def why_bfloat16_is_slow(device: torch.device) -> str | None:
-    """Return why a CPU takes longer in bfloat16 than in float32, as a clause; None if it does not, and for GPUs."""
+    """Return a clause saying why bfloat16 is slower than float32 on ``device``; None if it is not, or on a GPU."""
     if device.type == "cpu" and not computes_bfloat16():
         return "this processor does not compute in bfloat16, which takes longer here than float32"
     return None

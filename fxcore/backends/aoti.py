@@ -1,6 +1,6 @@
-"""torch's ahead-of-time compiler, whose documented functions are in a private module.
+"""torch's ahead-of-time compiler (AOTInductor), whose documented functions are in a private module.
 
-The only file that uses it: where it is missing, the backend inductor is not available.
+Only this file uses it. If torch does not have it, the ``inductor`` backend is unavailable.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def available() -> bool:
 
 
 def compile_package(program: Any, path: Path, options: Mapping[str, Any]) -> None:
-    """Compile an exported program into the package ``path``."""
+    """Compile an exported program to a package at ``path``."""
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
 
 
 def load_package(path: str) -> Callable[..., Any]:
-    """Load a package to run it."""
+    """Load a package as a callable."""
     run: Callable[..., Any] = torch._inductor.aoti_load_package(path)
     return run

@@ -1,7 +1,7 @@
 """Compile in a child process, and cache the artifact.
 
-An artifact is a folder in the cache, named by a hash of everything that it depends on: the graph's code, the settings
-of its layers, all weights, the versions of the compilers, and the processor.
+An artifact is a folder in the cache, named by a hash of everything it depends on: the graph's code, the settings of its
+layers, all weights, the compiler versions, and the processor.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering, t
 
 
 class FromArtifact(Protocol):
-    """A lowered module that was loaded from an artifact.
+    """A lowered module loaded from an artifact.
 
     Attributes:
-        recalled: whether the artifact was in the cache. It may be damaged and still load.
+        recalled: whether the artifact came from the cache. A damaged artifact may still load.
     """
 
     recalled: bool
@@ -46,7 +46,7 @@ CACHE_BYTES = 4 * 1024**3
 """Maximum bytes of artifacts in the cache; the least recently used are deleted first."""
 
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs"})
-"""File systems of this machine."""
+"""Types of local file systems."""
 
 _COMMON_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
@@ -61,16 +61,16 @@ def compiled(
     load: Callable[[Path], T],
     **job: object,
 ) -> T:
-    """Compile ``module`` by :mod:`fxcore.backends.lowering_child`, or find its artifact in the cache, and load it.
+    """Compile ``module`` in :mod:`fxcore.backends.lowering_child`, or find its artifact in the cache; then load it.
 
     Args:
-        module: returns a tuple; see :func:`~fxcore.backends.backend.distinct_outputs`.
+        module: a module that returns a tuple; see :func:`~fxcore.backends.backend.distinct_outputs`.
         packages: distributions whose versions the artifact depends on.
-        load: folder of an artifact → lowered module.
-        job: further settings for the child, which can be written as JSON.
+        load: loads a lowered module from the folder of an artifact.
+        job: further settings for the child; must be JSON-serializable.
 
     Raises:
-        LoweringFailed: the child failed, took too long, or was cancelled; or the artifact cannot be loaded.
+        LoweringFailed: the child failed, timed out or was cancelled, or the artifact cannot be loaded.
     """
     settings: dict[str, Any] = {"backend": backend, "threads": options.threads, **job}
     calibration = options.calibration if options.precision == "int8" else ()
@@ -88,14 +88,14 @@ def compiled(
                 loaded = load(kept)
                 loaded.recalled = True
                 return loaded
-            except Exception:  # damaged: it is compiled again below
+            except Exception:  # damaged; recompiled below
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
         stack.callback(shutil.rmtree, fresh, True)
         process.save_module(fresh, module, example=example, calibration=list(calibration))
         (fresh / "job.json").write_text(json.dumps(settings))
         _lower(backend, fresh, options)
-        with contextlib.suppress(OSError):  # another process was faster
+        with contextlib.suppress(OSError):  # another process finished first
             fresh.rename(kept)
         loaded = load(kept)
         prune(home, CACHE_BYTES)
@@ -103,16 +103,16 @@ def compiled(
 
 
 def may_be_mapped(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Return whether the files of an artifact may be mapped, so that processes share their pages.
+    """Return whether the files of an artifact may be memory-mapped, so that processes share their pages.
 
-    Another process may delete an artifact. Local file systems keep what is mapped until it is not; of a network file
-    system, the pages that were not read yet are gone, and reading one kills the process.
+    Another process may delete an artifact. A local file system keeps a deleted file for as long as it is mapped. On a
+    network file system, pages that were not read yet are lost, and accessing one kills the process.
     """
     try:
         lines = [line.split() for line in mounts.read_text().splitlines()]
     except OSError:
         return False  # not Linux
-    # Spaces in paths are octal escapes.
+    # Spaces in paths are written as octal escapes.
     types = {Path(path.encode().decode("unicode_escape")): kind for _, path, kind, *_ in lines}
     place = folder.resolve()
     return next((types[path] in _LOCAL for path in (place, *place.parents) if path in types), False)
@@ -124,7 +124,7 @@ def prune(home: Path, limit: int) -> None:
     for folder in home.iterdir():
         with contextlib.suppress(OSError):
             if folder.name.startswith(".making-") and time.time() - folder.stat().st_mtime > 2 * process.LONGEST:
-                shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
             elif folder.is_dir() and not folder.name.startswith("."):
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
                 artifacts.append((folder.stat().st_mtime, size, folder))
@@ -137,7 +137,7 @@ def prune(home: Path, limit: int) -> None:
 
 
 def _lower(backend: str, folder: Path, options: Options) -> None:
-    # Inductor's package is complete; its cache is as large again and not needed.
+    # Inductor's package is self-contained; its cache is just as large and not needed afterwards.
     inductor_cache = folder / ".inductor"
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(inductor_cache)}
     try:
@@ -150,7 +150,7 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
 def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
     digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
-    for name, child in module.named_modules():  # the code, and what it calls: kernel sizes, epsilons, heads
+    for name, child in module.named_modules():  # the code, and settings of the modules it calls (kernel size, eps …)
         digest.update(f"{name} {_stable_repr(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
     for tensor in [*tensors_of(module), *inputs]:
         value = tensor.detach().cpu().contiguous()
@@ -160,14 +160,15 @@ def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tens
 
 
 def _configured(module: nn.Module) -> str:
-    """Return a module's settings as text: its attributes except tensors and submodules, or a GraphModule's code."""
+    """Return a module's settings as text: a GraphModule's code, or all attributes except tensors and submodules."""
     if isinstance(module, fx.GraphModule):
         return module.code
     return _stable_repr({name: value for name, value in vars(module).items() if name not in _COMMON_ATTRIBUTES})
 
 
 def _stable_repr(value: object) -> str:
-    """``value`` as text that is the same in every process: plain values and containers; of other objects the type."""
+    """Return text for ``value`` that is the same in every process: plain values and containers in full, other objects
+    by type only."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, enum.Enum):

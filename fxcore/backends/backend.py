@@ -1,4 +1,4 @@
-"""The protocol of backends: an extractor's module → a lowered module with the same outputs and call signature."""
+"""The backend protocol: lower an extractor's module to one with the same outputs and call signature."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Inputs = tuple[Tensor, ...]
 
 
 class LoweringFailed(FxError):
-    """A backend could not lower a module; ``backend`` says which."""
+    """A backend could not lower a module; ``backend`` is its name."""
 
 
 @contextlib.contextmanager
 def lowering(backend: str) -> Iterator[None]:
-    """Turn any exception in the block into a :class:`LoweringFailed` of ``backend``: compilers raise all kinds."""
+    """Convert any exception in the block to :class:`LoweringFailed`, since compilers raise all kinds."""
     try:
         yield
     except LoweringFailed:
@@ -35,15 +35,15 @@ def lowering(backend: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a lowering.
+    """Options for lowering a module.
 
     Attributes:
-        precision: ``float32``, ``bfloat16``, ``float16``; or ``int8``, for which the module itself is float32.
+        precision: ``float32``, ``bfloat16``, ``float16`` or ``int8``; for ``int8`` the module itself is float32.
         threads: CPU threads that one call may use.
-        cache: folder for compiled artifacts; None: they are not cached.
-        calibration: inputs, one row each, for the ranges of activations in int8.
-        reuse: whether an artifact in the cache may be loaded; otherwise it is compiled again.
-        cancelled: once set, a long lowering ends early with :class:`LoweringFailed`.
+        cache: folder for compiled artifacts; None to not cache them.
+        calibration: int8 calibration inputs, one row each.
+        reuse: whether to load an artifact from the cache; if False, compile again.
+        cancelled: when set, a long lowering stops early and raises :class:`LoweringFailed`.
     """
 
     precision: str = "float32"
@@ -55,20 +55,22 @@ class Options:
 
 
 class Lowered(Protocol):
-    """A lowered module. One thread calls it at a time."""
+    """A lowered module. Not thread-safe: only one thread may call it at a time."""
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        """Run it; returns the outputs by key, in memory that later calls do not overwrite."""
+        """Return the outputs by key, in memory that later calls do not overwrite."""
         ...
 
     def storages(self) -> dict[int, int]:
-        """Return bytes of the storages that it holds beside those of the original module, by address: storages that two
-        lowered modules share have one address. They stay the same as long as it is used."""
+        """Map the address of each storage held in addition to the original module's to its size in bytes.
+
+        Lowered modules that share a storage report the same address. The result is constant for the module's lifetime.
+        """
         ...
 
     @property
     def grown(self) -> int:
-        """Bytes that it has come to hold since it was lowered, beside :meth:`storages`."""
+        """Bytes acquired since lowering, in addition to :meth:`storages`."""
         ...
 
 
@@ -79,27 +81,27 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def unavailable(self, device: torch.device, precision: str) -> str | None:
-        """Return a clause that says why it cannot be used on ``device`` in ``precision``; None if it can."""
+        """Return a clause saying why the backend cannot run ``precision`` on ``device``; None if it can."""
         ...
 
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> Lowered:
-        """Lower ``module``, which is not changed.
+        """Lower ``module`` without changing it.
 
         Args:
-            module: out-of-place, in eval mode, returns a dict of tensors.
-            example: inputs of the usual size with at least two rows; calls may have any number of rows.
+            module: an out-of-place module in eval mode that returns a dict of tensors.
+            example: inputs of the usual size with at least two rows; later calls may have any number of rows.
 
         Raises:
-            LoweringFailed: it cannot be lowered.
+            LoweringFailed: the module cannot be lowered.
         """
         ...
 
 
 def distinct_outputs(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
-    """Copy ``module`` to return a tuple of its distinct values, and map each key to an index in it.
+    """Copy ``module`` so that it returns a tuple of distinct values, and map each key to its index in the tuple.
 
-    Compilers merge or reject outputs that are one tensor. A key whose value is an input has a negative index: -1 for
-    the first input, -2 for the second. (OpenVINO would read it from the uninitialised memory of the output.)
+    Compilers merge or reject outputs that are the same tensor. A key whose value is an input has a negative index: -1
+    for the first input, -2 for the second. (OpenVINO would return the output's uninitialised memory.)
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -116,15 +118,15 @@ def distinct_outputs(module: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, 
 
 
 def by_key(places: dict[str, int], values: Sequence[Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Convert the output of a module of :func:`distinct_outputs` to the original's dict; inputs are cloned."""
+    """Convert the output of a module from :func:`distinct_outputs` to the original's dict, cloning inputs."""
     return {key: values[at] if at >= 0 else inputs[-1 - at].clone() for key, at in places.items()}
 
 
 def tensors_of(module: torch.nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+    """Return the parameters and buffers of ``module``."""
     return [*module.parameters(), *module.buffers()]
 
 
 def storages_of(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return bytes of the storages of ``tensors`` by address."""
+    """Map the address of each storage of ``tensors`` to its size in bytes."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -1,10 +1,10 @@
-"""CUDA graphs: a forward pass captured once per batch size and replayed as one launch.
+"""CUDA graphs: capture a forward pass once per batch size and replay it as one launch.
 
-Graphs are captured for some sizes up to ``LARGEST`` rows (:func:`captured_size`), each at its first use; other batches
-are padded to the next of them. Larger batches, and other image sizes than the example's, run eagerly.
+Graphs are captured for certain batch sizes up to ``LARGEST`` rows (:func:`captured_size`), each at its first use; other
+batches are padded to the next captured size. Larger batches, and image sizes other than the example's, run eagerly.
 
-All graphs of a device compute in the same memory, as only one is replayed at a time and its outputs are copied. So one
-thread must call all graphs of a process, which captures need too.
+All graphs of a device share the same memory, since only one is replayed at a time and its outputs are copied.
+Therefore one thread must call all graphs of a process; capture requires this too.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fxcore.tracing.fake_tensors import fake_failure
 LARGEST = 64
 
 _ALIGNED = 256
-"""Bytes; kernels that read vectors need 16, and the allocator gives multiples of 512."""
+"""Alignment in bytes. Vectorized kernels need 16; the caching allocator aligns to 512."""
 
 
 class CudaGraphs:
-    """Eager's kernels without their launch overhead; on CUDA only."""
+    """The eager kernels without launch overhead; CUDA only."""
 
     name = "cudagraphs"
 
@@ -43,7 +43,7 @@ class CudaGraphs:
         with lowering(self.name):
             eager = EagerModule(module)
             failure = fake_failure(eager, example)
-            # A capture that fails leaves torch's allocator and random generator of the device unusable.
+            # A failed capture leaves the device's allocator and random generator in torch unusable.
             if failure is not None:
                 why = f"it reads values on the host, or has operations that torch does not know: {summarize(failure)}"
                 raise LoweringFailed(f"a CUDA graph cannot be captured of this model: {why}", backend=self.name)
@@ -51,7 +51,7 @@ class CudaGraphs:
 
 
 class Captured(NamedTuple):
-    """A graph, the tensors that it reads, those that it writes, and the memory that it computes in."""
+    """A captured graph with its static inputs and outputs and the memory it runs in."""
 
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
@@ -80,9 +80,9 @@ class GraphedModule:
         with torch.inference_mode():
             for place, value in zip(static, inputs, strict=True):
                 place[:rows].copy_(value, non_blocking=True)
-                place[rows:].zero_()  # else what another extractor's inputs are as this dtype
+                place[rows:].zero_()  # otherwise another extractor's inputs, reinterpreted as this dtype
             graph.replay()
-            # Padding rows are dropped; an output may have k rows an image.
+            # Drop the padding rows; an output may have k rows per image.
             return {key: value[: value.shape[0] // size * rows].clone() for key, value in outputs.items()}
 
     def storages(self) -> dict[int, int]:
@@ -96,7 +96,7 @@ class GraphedModule:
             x.zero_()
         scratch.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(scratch.stream):
-            for _ in range(3):  # libraries choose kernels and allocate workspaces in the first passes
+            for _ in range(3):  # warm up: libraries choose kernels and allocate workspaces in the first passes
                 values = self._eager(*inputs)
         torch.cuda.current_stream(device).wait_stream(scratch.stream)
         places = scratch.outputs.tensors([(tuple(value.shape), value.dtype) for value in values.values()], device)
@@ -110,21 +110,21 @@ class GraphedModule:
                 for key, value in self._eager(*inputs).items():
                     outputs[key].copy_(value)
         except BaseException:
-            torch.cuda.set_stream(current)  # which torch leaves at the capture's
+            torch.cuda.set_stream(current)  # torch leaves the capture stream current
             raise
         return Captured(graph, inputs, outputs, scratch)
 
 
 class Memory:
-    """Memory that the graphs of a device share, of the size that the largest so far needs."""
+    """Memory shared by the graphs of a device, as large as the largest graph so far needs."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def tensors(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
-        """Return tensors of these shapes and dtypes, which overlap with all that were returned before.
+        """Return tensors of these shapes and dtypes; they overlap with all tensors returned before.
 
-        Graphs that were captured before it grew go on in the smaller memory.
+        When the memory grows, graphs captured before keep using the old, smaller memory.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
         starts = offsets(sizes, _ALIGNED)
@@ -137,14 +137,14 @@ class Memory:
 
 
 class Scratch:
-    """What all graphs of a device compute in, for as long as there is one."""
+    """The memory, pool and stream of all graphs of a device, kept for as long as one of the graphs exists."""
 
     def __init__(self, device: torch.device) -> None:
         self.inputs = Memory()
         self.outputs = Memory()
         self.pool: Any = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Never replayed: a pool cannot be used again once no graph is left in it.
+        # Never replayed, but keeps the pool alive: a pool without graphs cannot be used again.
         self._first = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._first, self.pool, self.stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=device)
@@ -154,7 +154,6 @@ _scratches: WeakCache[Scratch] = WeakCache()
 
 
 def captured_size(rows: int) -> int:
-    """Return the smallest power of two, or three times one, that holds ``rows`` rows; at most a third of it is
-    padding."""
+    """Round ``rows`` up to a power of two, or to three times a power of two; at most a third is padding."""
     power = 1 << (rows - 1).bit_length()
     return power * 3 // 4 if rows <= power * 3 // 4 else power

@@ -1,6 +1,7 @@
-"""Eager PyTorch with optimisations that keep values up to rounding: batch norms folded into convolutions,
-channels_last, convolutions packed for oneDNN, and activations in place where no other node reads their input. In int8,
-torch.fx's graph mode.
+"""Eager PyTorch with optimisations that change values only by rounding.
+
+These are: batch norms folded into convolutions, channels_last, convolutions packed for oneDNN, and in-place activations
+where no other node reads their input. int8 uses FX graph mode quantization.
 
 All extractors over a model share the folded weights (:mod:`fxcore.backends.folds`).
 """
@@ -25,13 +26,13 @@ from fxcore.passes.memory_formats import ignore_memory_formats
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
 
-# Operations whose result is always new memory. Overwriting a view or an identity would overwrite its source.
+# Operations that always allocate their result. Overwriting a view or an identity would overwrite its source.
 _MAKE_NEW = (PackedConv2d, *ALL_CONVOLUTIONS, *BATCH_NORMS, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
 
 class Eager:
-    """Runs the graph operation by operation: all models, devices and precisions; int8 on CPUs only."""
+    """Run the graph operation by operation: all models, devices and precisions, but int8 on CPUs only."""
 
     name = "eager"
 
@@ -55,7 +56,7 @@ class EagerModule:
         folded = with_shared_folds(module)
         try:
             self.module = fuse_conv_bn(folded)
-        except CannotTransform:  # functions in train mode, as in models that apply dropout in eval mode too
+        except CannotTransform:  # e.g. functions in train mode, in models that apply dropout in eval mode too
             self.module = finish(fork(folded))
         ignore_memory_formats(self.module.graph, {})
         self.module.recompile()
@@ -79,7 +80,7 @@ class EagerModule:
 
 
 class EagerInt8:
-    """A :class:`~fxcore.backends.backend.Lowered` of torch's int8 kernels.
+    """A :class:`~fxcore.backends.backend.Lowered` that runs torch's int8 kernels.
 
     Attributes:
         module: the int8 graph.
@@ -93,7 +94,7 @@ class EagerInt8:
         self.layers = found.layers
         self.module = found.module
         self._channels_last = has_2d_convolutions(module)
-        packed = found.module.state_dict().values()  # weights are packed in memory that is not a tensor's
+        packed = found.module.state_dict().values()  # packed weights are not in a tensor's memory
         self._bytes = sum(value.nbytes for value in packed if isinstance(value, Tensor))
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
@@ -117,8 +118,7 @@ def has_2d_convolutions(module: nn.Module) -> bool:
 
 
 def sums_in_place(module: fx.GraphModule) -> None:
-    """Make packed convolutions write their sum into the memory of the other operand, where that is new memory that no
-    later node reads."""
+    """Make packed convolutions write their sum into the other operand, where that is new memory no later node reads."""
     modules = dict(module.named_modules(remove_duplicate=False))
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in order:
@@ -132,10 +132,10 @@ def sums_in_place(module: fx.GraphModule) -> None:
 
 
 def activations_in_place(module: fx.GraphModule) -> int:
-    """Make activations in-place where their input is new memory that nothing else reads and that is not an output.
+    """Make activations in-place where their input is new memory that no other node reads and is not an output.
 
     Returns:
-        Number of activations that are in-place now.
+        Number of activations that were changed.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     made: dict[int, nn.Module] = {}
@@ -146,7 +146,7 @@ def activations_in_place(module: fx.GraphModule) -> int:
             continue
         path = str(node.target)
         if node.op == "call_module" and type(modules.get(path)) in _ACTIVATIONS and not hooked(modules[path]):
-            # A copy: other extractors over this model call the original, and may return its input.
+            # Copy it: other extractors over this model call the original, and may return its input.
             if id(modules[path]) not in made:
                 made[id(modules[path])] = copy.copy(modules[path])
                 made[id(modules[path])].inplace = True  # type: ignore[assignment]
@@ -166,5 +166,5 @@ def activations_in_place(module: fx.GraphModule) -> int:
 def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         called = modules.get(str(node.target))
-        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may return another tensor, or keep this
+        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may replace the result, or keep it
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class WeakCache(Generic[T]):
-    """Values by key, each kept for as long as something else refers to it.
+    """A cache that keeps each value only for as long as something else refers to it.
 
-    Threads that ask for one key at the same time get one value: only one thread makes values at a time.
+    Threads that ask for the same key at the same time get the same value: only one thread makes values at a time.
 
     >>> cache: WeakCache[nn.Module] = WeakCache()
     >>> relu = cache.get_or_make("relu", nn.ReLU)
@@ -42,7 +42,7 @@ class WeakCache(Generic[T]):
         return len(self._values)
 
     def get_or_make(self, key: Hashable, make: Callable[[], T | None]) -> T | None:
-        """Return the value of ``key``, from ``make()`` where there is none. A None from ``make`` is not kept."""
+        """Return the value of ``key``, calling ``make()`` if it is missing. A None from ``make`` is not cached."""
         with self._lock:
             value = self._values.get(key)
             if value is None:
@@ -52,17 +52,17 @@ class WeakCache(Generic[T]):
             return value
 
 
-# Keys are weak references to the modules that were folded: they keep none of a dropped model, and, unlike ids, a
-# reference to a module that is gone never equals one to a module that is new at its address.
+# Keys are weak references to the folded modules. They do not keep a dropped model alive, and, unlike ids, a dead
+# reference never equals the reference to a new module at the same address.
 _folds: WeakCache[nn.Module] = WeakCache()
-# Keys are a hash of the values, shape, dtype and device.
+# Keys are (hash of the values, shape, dtype, device).
 _parameters: WeakCache[nn.Parameter] = WeakCache()
 
 
 def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
     """Copy ``module`` with its batch norms folded into convolutions that all extractors over the model share.
 
-    Only pairs of modules are folded, which are nearly all; :func:`~fxcore.passes.fuse_conv_bn.fuse_conv_bn` finds
+    This handles pairs of modules, which are nearly all cases; :func:`~fxcore.passes.fuse_conv_bn.fuse_conv_bn` handles
     the rest.
     """
     graph = fx.Graph()
@@ -85,7 +85,7 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
-    """Pack, in place, the convolutions of ``module`` that it shares with ``of``: those without a batch norm."""
+    """Pack the convolutions that ``module`` shares with ``of`` (those without a batch norm), in place."""
     shared = set(of.modules())
     for node in module.graph.nodes:
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -96,10 +96,10 @@ def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
 
 
 def share_new_tensors(module: nn.Module, own: set[int]) -> None:
-    """Replace parameters of ``module`` by equal ones of other modules. Convolution weights become channels_last.
+    """Replace parameters of ``module`` by equal parameters of other modules; make convolution weights channels_last.
 
     Args:
-        own: addresses of storages whose parameters stay as they are.
+        own: addresses of storages whose parameters are left alone.
     """
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -108,7 +108,7 @@ def share_new_tensors(module: nn.Module, own: set[int]) -> None:
 
 
 def _retarget(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -> None:
-    """Let ``node`` call another module, if there is one."""
+    """Make ``node`` call ``called``, unless that is None."""
     if called is not None:
         target = f"folded_{str(node.target).replace('.', '_')}_{node.name}"
         module.add_module(target, called)
@@ -116,7 +116,7 @@ def _retarget(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -
 
 
 def _shared_fold(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
-    """Return the one module that replaces ``first``, and ``norm`` after it; None if nothing can be folded or packed."""
+    """Return the shared module that replaces ``first`` and ``norm``; None if nothing can be folded or packed."""
     sources = (first,) if norm is None else (first, norm)
     return _folds.get_or_make(tuple(map(weakref.ref, sources)), lambda: _fold(first, norm))
 
@@ -135,7 +135,7 @@ def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:
 
 
 def _channels_last(module: nn.Module) -> nn.Module:
-    """``module``, its 2D weights channels_last; ``to`` raises where it has 3D ones too."""
+    """Make the 2D convolution weights of ``module`` channels_last. ``module.to`` raises if it has 3D ones too."""
     for parameter in module.parameters():
         if parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -146,7 +146,7 @@ def _shared_parameter(tensor: Tensor) -> nn.Parameter | None:
     if tensor.ndim == 4:
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     channels_at_the_end = [0, *range(2, tensor.ndim), 1] if tensor.ndim > 1 else [0]
-    raw = tensor.cpu().permute(channels_at_the_end).contiguous()  # no copy: this is the order of channels_last memory
+    raw = tensor.cpu().permute(channels_at_the_end).contiguous()  # no copy: channels_last memory is in this order
     digest = hashlib.sha256(raw.flatten().view(torch.uint8).numpy().data).digest()
     key = (digest, tuple(tensor.shape), tensor.dtype, tensor.device)
     return _parameters.get_or_make(key, lambda: nn.Parameter(tensor, requires_grad=False))

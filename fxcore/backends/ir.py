@@ -1,4 +1,4 @@
-"""Convert modules to OpenVINO's intermediate representation, in float or, by NNCF, in int8."""
+"""Convert modules to OpenVINO's intermediate representation, in float, or in int8 with NNCF."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
-    """Convert ``module`` to an ``openvino.Model``, whose inputs and outputs have the module's dtypes.
+    """Convert ``module`` to an ``openvino.Model`` whose inputs and outputs have the module's dtypes.
 
     Args:
-        module: returns a tuple.
-        export: makes a ``torch.export.ExportedProgram`` of a module and its inputs.
+        module: a module that returns a tuple.
+        export: exports a module with example inputs as a ``torch.export.ExportedProgram``.
     """
     from fxcore.backends.openvino_package import openvino
 
     if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):
         return openvino.convert_model(export(module, example))
-    # Conversion folds batch norms in the dtype of the weights: a narrow one loses digits and divides by zero.
+    # Conversion folds batch norms in the weights' dtype: a narrow one loses precision and divides by zero.
     wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)
     try:
         program = export(copy.deepcopy(module).float(), wide)
         with torch.no_grad():
             outputs = module(*example)
-    except Exception:  # its code has a narrow dtype of its own
+    except Exception:  # the code hard-codes a narrow dtype
         return openvino.convert_model(export(module, example))
     return _with_dtypes(openvino.convert_model(program), [x.dtype for x in example], [x.dtype for x in outputs])
 
@@ -42,9 +42,8 @@ def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any
     """Quantize a float ``openvino.Model`` to int8.
 
     Args:
-        calibration: inputs, one row each, from which the ranges are taken.
-        overflows: whether the result is for processors that add pairs of products in 16 bits. Its weights have one bit
-            less then.
+        calibration: calibration inputs, one row each.
+        overflows: whether the target processor adds pairs of products in 16 bits; weights then use one bit less.
     """
     import nncf
 
@@ -55,15 +54,15 @@ def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any
         nncf.Dataset([[x.numpy() for x in row] for row in calibration]),
         subset_size=len(calibration),
         model_type=nncf.ModelType.TRANSFORMER if attention else None,
-        # The fast correction leaves EfficientNet-Lite0 a cosine of 0.976 to float32, the slow one 0.991. A ViT gains
-        # nothing by the slow one, and takes twice as long.
+        # EfficientNet-Lite0 has a cosine similarity to float32 of 0.976 with the fast correction, 0.991 with the slow
+        # one. A ViT gains nothing from the slow one, which takes twice as long.
         fast_bias_correction=attention,
         advanced_parameters=nncf.AdvancedQuantizationParameters(overflow_fix=fix),
     )
 
 
 def _is_attention(op: Any) -> bool:
-    """Return whether an operation weights tokens by each other, and not channels, as split attention of CNNs does."""
+    """Return whether ``op`` is attention over tokens, not over channels as the split attention of CNNs is."""
     if op.get_type_name() == "ScaledDotProductAttention":
         return True
     if op.get_type_name() != "Softmax":
@@ -74,7 +73,7 @@ def _is_attention(op: Any) -> bool:
 
 
 def _with_dtypes(model: Any, inputs: Sequence[torch.dtype], outputs: Sequence[torch.dtype]) -> Any:
-    """``model``, which computes in float32, with inputs and outputs that are narrow where these dtypes are."""
+    """Give the inputs and outputs of ``model``, a float32 model, the narrow dtypes among ``inputs`` and ``outputs``."""
     from fxcore.backends.openvino_package import openvino
 
     types = {torch.bfloat16: openvino.Type.bf16, torch.float16: openvino.Type.f16}

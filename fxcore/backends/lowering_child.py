@@ -32,13 +32,13 @@ def work(folder: Path) -> None:
 
 
 _ANY_SIZE_SECONDS = 20.0
-"""CPU seconds for an export for any height and width. Most models take less than ten. Shifted windows, as in Swin and
-MaxViT, compute so much with their sizes that SymPy takes many minutes."""
+"""CPU seconds allowed for an export with dynamic height and width. Most models take less than ten. Shifted windows
+(Swin, MaxViT) do so much arithmetic on their sizes that SymPy takes many minutes."""
 
 
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block once this process has computed for ``seconds``, where the system can."""
+    """Raise TimeoutError in the block after ``seconds`` of CPU time of this process, if the system supports that."""
     if not hasattr(signal, "setitimer"):
         yield
         return
@@ -47,7 +47,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         raise TimeoutError(f"more than {seconds:g} s of CPU time")
 
     signal.signal(signal.SIGVTALRM, expire)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # again and again, since torch may catch one
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # repeated, since torch may catch the exception
     try:
         yield
     finally:
@@ -55,7 +55,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def exported(module: nn.Module, example: Inputs) -> Any:
-    """Export ``module`` for any number of rows, and any height and width if the model takes them."""
+    """Export ``module`` with a dynamic batch size, and dynamic height and width if the model supports them."""
     sizes: tuple[dict[int, Any], ...] = tuple(
         {0: torch.export.Dim.DYNAMIC} | {d: torch.export.Dim.AUTO for d in range(x.ndim - 2, x.ndim)} for x in example
     )
@@ -63,7 +63,7 @@ def exported(module: nn.Module, example: Inputs) -> Any:
         try:
             with _cpu_limit(_ANY_SIZE_SECONDS):
                 return torch.export.export(module, example, dynamic_shapes=sizes)
-        except Exception:  # a model that computes with its sizes may still be exported for a fixed one
+        except Exception:  # a model that computes with its sizes may still export with a fixed size
             fixed = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
             return torch.export.export(module, example, dynamic_shapes=fixed)
 
@@ -80,7 +80,7 @@ def _to_openvino(
 
 
 def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder: Path) -> None:
-    torch.set_num_threads(job["threads"])  # is written into the generated code
+    torch.set_num_threads(job["threads"])  # built into the generated code
     program = exported(module, example)
     with torch.no_grad():
         aoti.compile_package(program, folder / "model.pt2", {"freezing": True})

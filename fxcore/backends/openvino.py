@@ -1,6 +1,6 @@
-"""OpenVINO on the CPU: float32, bfloat16 where the processor has it, and int8 through NNCF.
+"""OpenVINO on the CPU: float32, bfloat16 where the processor supports it, and int8 through NNCF.
 
-OpenVINO reads inputs from and writes outputs to torch's memory, without a copy.
+OpenVINO reads inputs from torch's memory and writes outputs to it without a copy.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _MAX_KNOWN_SHAPES = 64
 _FIXED_ROWS = 8
 _FIXED_WEIGHTS = 32 * 1024**2
 _FIXED_BYTES = 256 * 1024**2
-"""Batches of at most ``_FIXED_ROWS`` rows get a compiled model of fixed size, if the weights have at most
-``_FIXED_WEIGHTS`` bytes and all fixed models together at most ``_FIXED_BYTES``.
+"""Limits for models compiled for a fixed shape. Batches of at most ``_FIXED_ROWS`` rows get one if the weights have at
+most ``_FIXED_WEIGHTS`` bytes and all fixed-shape models together at most ``_FIXED_BYTES``.
 
-OpenVINO prepares a model of dynamic size again whenever the batch size changes, and cannot choose kernels for one size.
-Fixed models of small networks take a few per cent less time, and up to a third less after a batch of another size. Each
-has its own packed weights, which is too much memory for large networks, where the gain is smaller too.
+OpenVINO prepares a dynamic-shape model again whenever the batch size changes, and cannot choose kernels for one size.
+For small networks a fixed-shape model is a few per cent faster, and up to a third faster after a batch of another size.
+Each has its own packed weights, which take too much memory for large networks, where the gain is smaller too.
 """
 
 _CACHED = 8 * 1024**2
-"""Bytes of the largest value for each thread, up to which a batch is computed at once.
+"""Maximum bytes per thread of the largest value of a batch that is computed at once.
 
-A larger batch is computed in parts by fixed models. Where its values leave the cache, a row takes longer:
-mobilenet_v3_large takes 2.8 ms a row for 4 rows and 3.2 for 8, on two cores with 32 MB of cache.
+A larger batch is split and computed by fixed-shape models, because rows take longer when values do not fit the cache:
+mobilenet_v3_large takes 2.8 ms per row for 4 rows and 3.2 ms for 8, on two cores with 32 MB of cache.
 """
 
 _PACKED = 5 / 4
-"""Estimated bytes of packed weights, in the formats for several batch sizes, per byte of the stored weights, which
-OpenVINO keeps as well."""
+"""Estimated bytes of packed weights (in the formats for several batch sizes) per byte of stored weights. OpenVINO keeps
+the stored weights as well."""
 
 THREADS_EACH = 2
-"""Threads that OpenVINO starts for each compiled model that computes on several."""
+"""Threads that OpenVINO starts for each compiled model that computes on more than one thread."""
 
 _OBJECTS = 512 * 1024
-"""Estimated bytes of a compiled model beside weights and values: its graph, generated code, stacks of threads."""
+"""Estimated bytes of a compiled model besides weights and values: its graph, generated code, and thread stacks."""
 
 _X86 = ("x86_64", "AMD64")
 
@@ -93,7 +93,7 @@ class OpenVINO:
             options,
             packages,
             lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
-            conversion=2,  # to raise when it changes: older artifacts are not used then
+            conversion=2,  # increment when conversion changes, to invalidate older artifacts
             int8=int8,
             overflows=int8 and not adds_int8_products_exactly(),
         )
@@ -101,7 +101,7 @@ class OpenVINO:
 
 @dataclass
 class _Compiled:
-    """A compiled model, the shape and dtype of each output, and bytes of intermediate values for one size."""
+    """A compiled model, and for one input size the shape and dtype of each output and the bytes of intermediates."""
 
     resident: Resident
     outputs: list[tuple[tuple[int, ...], np.dtype[Any]]]
@@ -111,20 +111,20 @@ class _Compiled:
         return [np.empty(shape, dtype) for shape, dtype in self.outputs]
 
     def has_rows_of(self, rows: int) -> bool:
-        """Return whether each output has as many rows, or several for each of them."""
+        """Return whether the number of rows of each output is a multiple of ``rows``."""
         return all(shape and shape[0] % rows == 0 for shape, _ in self.outputs)
 
 
 class OpenVINOModule:
-    """A :class:`~fxcore.backends.backend.Lowered` of dynamic size, with fixed models for small networks.
+    """A :class:`~fxcore.backends.backend.Lowered` of dynamic shape, with fixed-shape models for small networks.
 
-    Rows are taken to be independent of each other.
+    Rows are assumed to be independent of each other.
 
     Args:
-        path: of the model in OpenVINO's format.
+        path: file of the model in OpenVINO's format.
         places: see :func:`~fxcore.backends.backend.distinct_outputs`.
-        usual: shape of one row of each input; fixed models are compiled for such rows only.
-        settings: of the compiler.
+        usual: shape of one row of each input; fixed-shape models are compiled for this row shape only.
+        settings: compiler settings.
     """
 
     recalled = False
@@ -159,7 +159,7 @@ class OpenVINOModule:
         self._seen: dict[Shapes, _Compiled] = {}
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        given = self._arrays(inputs)  # OpenVINO does not keep the memory that it is given
+        given = self._arrays(inputs)  # keep a reference: OpenVINO does not keep this memory alive
         shapes = tuple(x.shape for x in inputs)
         parts = self._parts(shapes)
         known = self._seen.get(shapes)
@@ -182,12 +182,12 @@ class OpenVINOModule:
     @property
     def grown(self) -> int:
         fixed = self._fixed.compiled()
-        # Fixed models share the stored weights, and have their own packed ones.
+        # Fixed-shape models share the stored weights but have their own packed ones.
         scratch = self._any_size.scratch + sum(one.resident.scratch for one in fixed)
         return scratch + len(fixed) * (int(self._bytes * _PACKED) + _OBJECTS)
 
     def _parts(self, shapes: Shapes) -> list[tuple[range, _Compiled]]:
-        """Return the batch in one or several parts: their rows, and the fixed model of each; empty if one has none."""
+        """Split the batch into parts of (rows, fixed-shape model); return an empty list if a part has no such model."""
         rows = shapes[0][0]
         if rows <= self._part or any(shape[0] != rows for shape in shapes):
             fixed = self._fixed.get(shapes)
@@ -215,15 +215,15 @@ class OpenVINOModule:
         return arrays
 
     def _run_known(self, known: _Compiled, given: list[NDArray[Any]], arrays: list[NDArray[Any]]) -> None:
-        """Run a model whose outputs' sizes are known, so that it writes them to ``arrays``."""
+        """Run a model with known output shapes; it writes its outputs to ``arrays``."""
         request = known.resident.request
         self._share(request.set_input_tensor, given, self._input_types)
         self._share(request.set_output_tensor, arrays, self._output_types)
-        request.infer(share_outputs=True)  # otherwise it returns copies of all outputs
+        request.infer(share_outputs=True)  # without this it returns copies of all outputs
         RESIDENTS.ran(known.resident, known.scratch)
 
     def _run(self, shapes: Shapes, given: list[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Run the model of dynamic size, copy its outputs, and remember their sizes unless they depend on values."""
+        """Run the dynamic-shape model, copy its outputs, and record their shapes unless they depend on values."""
         request = self._compiled.create_infer_request()
         self._share(request.set_input_tensor, given, self._input_types)
         request.infer(share_outputs=True)
@@ -237,8 +237,8 @@ class OpenVINOModule:
         return arrays
 
     def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
-        """Return the inputs as the model takes them, in torch's memory where it has that layout."""
-        # By NumPy: each call into torch releases the GIL and has to wait for it again.
+        """Return the inputs in the model's layout, sharing torch's memory where it already has that layout."""
+        # Use NumPy: each call into torch releases the GIL and has to reacquire it.
         arrays = []
         for x, type_ in zip(inputs, self._input_types, strict=True):
             if type_ == self._openvino.Type.bf16:
@@ -251,22 +251,22 @@ class OpenVINOModule:
     def _share(
         self, set_tensor: Callable[[int, Any], None], arrays: Sequence[NDArray[Any]], types: Sequence[Any]
     ) -> None:
-        """Make ``arrays`` the inputs or outputs of a request, without a copy; ``types`` are the model's."""
+        """Set ``arrays`` as inputs or outputs of a request without a copy; ``types`` are the model's types."""
         tensor, bf16 = self._openvino.Tensor, self._openvino.Type.bf16
         for place, (array, type_) in enumerate(zip(arrays, types, strict=True)):
-            if type_ == bf16:  # of arrays of float16, which have no other type
+            if type_ == bf16:  # the arrays are float16, since NumPy has no bfloat16
                 set_tensor(place, tensor(array, self._openvino.Shape(array.shape), bf16))
             else:
                 set_tensor(place, tensor(array, shared_memory=True))
 
 
 class _FixedModels:
-    """Compiled models of fixed size, each made when the first batch of its size runs, within the limits above.
+    """Fixed-shape models, each compiled when the first batch of its size runs, within the limits above.
 
     Args:
-        core: OpenVINO's.
-        model: what to compile, which is reshaped; None for no fixed models.
-        settings: of the compiler.
+        core: the ``openvino.Core``.
+        model: the model to reshape and compile; None for no fixed-shape models.
+        settings: compiler settings.
         usual: shape of one row of each input.
         stored: bytes of the model's weights.
     """
@@ -280,12 +280,11 @@ class _FixedModels:
         self._compiled: dict[Shapes, _Compiled] = {}
 
     def get(self, shapes: Shapes) -> _Compiled | None:
-        """Return the model for inputs of ``shapes``, compiled now if it is not yet; None where a limit does not allow
-        it."""
+        """Return the model for inputs of ``shapes``, compiling it if necessary; None if a limit does not allow it."""
         return self._compiled.get(shapes) or self._compile(shapes)
 
     def compiled(self) -> list[_Compiled]:
-        """Return a list of its own: another thread may compile meanwhile."""
+        """Return a new list, since another thread may compile meanwhile."""
         return list(self._compiled.values())
 
     def _compile(self, shapes: Shapes) -> _Compiled | None:
@@ -312,10 +311,10 @@ class _FixedModels:
 
 
 def _rows_of_a_part(row_bytes: int, threads: int) -> int:
-    """Rows of the parts that larger batches are computed in, if there are enough for all ``threads``.
+    """Return the number of rows above which batches are split; ``sys.maxsize`` if parts had too few for ``threads``.
 
     Args:
-        row_bytes: of the largest value for one row.
+        row_bytes: bytes of the largest value for one row.
     """
     cached = threads * _CACHED // max(1, row_bytes)
     rows = min(_FIXED_ROWS, 1 << cached.bit_length() >> 1)
@@ -330,12 +329,12 @@ def _settings(options: Options) -> CompilerSettings:
         "ENABLE_CPU_PINNING": False,  # decoders share these cores
     }
     if options.threads == 1:
-        settings["NUM_STREAMS"] = 0  # computes on the calling thread alone, and starts no other
+        settings["NUM_STREAMS"] = 0  # compute on the calling thread and start no other
     return settings
 
 
 def _with_images_channels_last(model: Any) -> Any:
-    """``model`` for images that are channels last, as they are decoded, in which its first convolution is fastest."""
+    """Make ``model`` accept channels-last images: they are decoded that way, and the first convolution is fastest."""
     from fxcore.backends.openvino_package import openvino
 
     layouts = openvino.preprocess.PrePostProcessor(model)
@@ -359,7 +358,7 @@ def _reshape(model: Any, shapes: Sequence[torch.Size]) -> None:
 
 
 def _largest(model: Any) -> int:
-    """Return bytes of the largest value that ``model`` computes; 0 if its sizes are dynamic."""
+    """Return the bytes of the largest value that ``model`` computes; 0 if its shapes are dynamic."""
     computed = (op for op in model.get_ops() if op.get_type_name() not in ("Constant", "Parameter"))
     values = (output for op in computed for output in op.outputs())
     return max((value.tensor.size for value in values if value.partial_shape.is_static), default=0)

@@ -1,12 +1,12 @@
-"""The package OpenVINO, without its telemetry.
+"""The ``openvino`` package without its telemetry.
 
-At each import it would tell Google Analytics that it is used, from a fork of the process that imports it, and leave a
-client's number in the home directory. It is imported from here, inside functions, since that takes a second.
+At each import, OpenVINO would report to Google Analytics from a fork of the importing process, and leave a client id in
+the home directory. Import it from here, and inside functions, since the import takes a second.
 """
 
 import sys
 
-# OpenVINO and NNCF have stubs for where the package is not installed.
+# OpenVINO and NNCF fall back to stubs if the telemetry package is not installed.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 import openvino as openvino  # noqa: E402

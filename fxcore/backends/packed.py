@@ -1,8 +1,8 @@
 """Convolutions with weights prepacked for oneDNN and a fused activation or sum (oneDNN's post-ops).
 
 torch's own convolution packs its weights at every call, and for one image on one thread often uses a slower matrix
-multiplication. The operations used here are those that torch.compile freezes convolutions into
-(torch/_inductor/fx_passes/mkldnn_fusion.py). They are private: where one is missing, nothing is packed.
+multiplication. This module uses the operations that torch.compile freezes convolutions into
+(torch/_inductor/fx_passes/mkldnn_fusion.py). They are private: if one is missing, nothing is packed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fxcore.passes.base import hooked
 
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
 _SHAPES = 64
-"""Maximum input shapes for which a convolution keeps the best weight format."""
+"""Maximum number of input shapes for which a convolution keeps the best weight format."""
 
 
 class Activation(NamedTuple):
-    """oneDNN's parameters of an activation, and torch's function."""
+    """The oneDNN parameters of an activation, and the torch function."""
 
     numbers: list[float]
     function: Callable[[Tensor], Tensor]
@@ -73,8 +73,8 @@ class _Prepared(NamedTuple):
 class PackedConv2d(nn.Module):
     """``activation(conv(x))`` or ``activation(conv(x) + other)``.
 
-    It holds the weight in the formats that oneDNN chooses for the input shapes and numbers of threads that it has run
-    with, and, once it has run, in no other. Few convolutions have more than one for images of one size.
+    Once it has run, it holds the weight only in the formats that oneDNN chose for the input shapes and thread counts
+    seen so far. Few convolutions need more than one format for images of one size.
 
     Args:
         conv: a convolution that :func:`can_be_packed`; its bias is shared.
@@ -119,20 +119,22 @@ class PackedConv2d(nn.Module):
         return made
 
     def storages(self) -> dict[int, int]:
-        """Return bytes of the weight by address. Packed, it takes as many but for padding, and a few weights take a
-        second format."""
+        """Map the address of the weight to its size in bytes.
+
+        The packed weight has the same size apart from padding; a few weights need a second format.
+        """
         return {id(self): self._bytes}
 
     def _unfused(self, x: Tensor, other: Tensor | None, activation: str) -> Tensor:
-        """Return the same by torch's public operations, for inputs that oneDNN's do not take, and for their error
+        """Compute the same with torch's public operations, for inputs that oneDNN does not support, and for their error
         messages."""
         padding, stride, dilation, groups = self._geometry
         made = F.conv2d(x, self._dense(), self.bias, stride, padding, dilation, groups)
         return ACTIVATIONS[activation].function(made if other is None else made + other)
 
     def _prepare(self, x: Tensor) -> _Prepared | None:
-        """Pack the weight for inputs like ``x`` and the calling thread's number of threads; None if oneDNN's operation
-        does not take ``x``."""
+        """Pack the weight for inputs like ``x`` and the current number of threads; None if oneDNN does not support
+        ``x``."""
         key = (x.shape, torch.get_num_threads())
         ready = self._seen.get(key)
         if ready is None:
@@ -142,7 +144,7 @@ class PackedConv2d(nn.Module):
             with self._guard:  # extractors over one model share it
                 if len(self._seen) < _SHAPES:
                     ready = self._seen[key] = _Prepared(self._pack(x.shape), shape)
-                else:  # all formats are correct; another shape's may be slower
+                else:  # any format is correct, but may be slower
                     near = min(self._seen, key=lambda seen: abs(seen[0].numel() - x.numel()))
                     ready = _Prepared(self._seen[near].weight, shape)
         return ready if x.dtype == torch.float32 else None
@@ -169,15 +171,15 @@ class PackedConv2d(nn.Module):
 
 
 def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Return whether ``other`` is a tensor of this dtype and shape, which needs no broadcasting or conversion to be
-    added."""
+    """Return whether ``other`` is a tensor of this dtype and shape, so that adding it needs no broadcasting or
+    conversion."""
     return isinstance(other, Tensor) and other.dtype == dtype and other.shape == shape
 
 
 def fuse_post_ops(module: fx.GraphModule) -> None:
-    """Fuse each packed convolution of ``module``, which is out-of-place, with the activation or sum that follows it.
+    """Fuse each packed convolution of an out-of-place ``module`` with the activation or sum that follows it.
 
-    Only if the convolution's value has no other readers and is not an output.
+    A convolution is fused only if its value has no other readers and is not an output.
     """
     for node in list(module.graph.nodes):
         if (activation := _activation(module, node)) is not None:
@@ -193,7 +195,7 @@ def fuse_post_ops(module: fx.GraphModule) -> None:
 
 
 def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """oneDNN's name of the activation that the node applies; None if it applies none."""
+    """Return oneDNN's name for the activation that the node applies; None if it is not an activation."""
     if len(node.args) != 1 or node.kwargs.keys() - {"inplace"}:
         return None
     if node.op == "call_module":

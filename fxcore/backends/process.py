@@ -1,7 +1,7 @@
 """Work on a module in a child process.
 
-torch.export patches ``nn.Module`` and torch's dispatcher for the whole process while it traces, so that modules in
-other threads fail; and it holds the GIL for seconds.
+While torch.export traces, it patches ``nn.Module`` and torch's dispatcher for the whole process, which breaks modules
+in other threads; and it holds the GIL for seconds.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ LONGEST = 900.0
 """Seconds after which a process is killed."""
 
 _CHILD_THREADS = 16
-"""Threads that must be available to start a child: OpenVINO spins forever if it cannot start its threads."""
+"""Threads that must be available before a child is started: OpenVINO spins forever if it cannot start its threads."""
 
 _FILE = "module.pt"
 """Name of an empty file that marks a module with torch's int8 layers."""
 
 
 class ProcessFailed(Exception):
-    """The process failed, took too long or was cancelled; the message is a clause that says which."""
+    """The process failed, timed out or was cancelled; the message is a clause that says which."""
 
 
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     """Save ``module``, and tensors ``beside`` it, in ``folder`` for :func:`load_module` in another process."""
-    # Tensors and code, from which the other process makes an ordinary module without tracing.
+    # Save tensors and code: the other process builds an ordinary module from them without tracing.
     _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
 
@@ -52,8 +52,11 @@ def holds_int8(module: nn.Module) -> bool:
 
 
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Load and delete the files of :func:`save_module`: returns the module, in eval mode on the CPU, and the tensors
-    beside it."""
+    """Load, and delete, the file of :func:`save_module`.
+
+    Returns:
+        The module, in eval mode on the CPU, and the tensors beside it.
+    """
     file = folder / _FILE
     # Safe to unpickle: the parent process wrote it to a private folder.
     saved = torch.load(file, weights_only=False, map_location="cpu")
@@ -71,11 +74,11 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
     """Run ``python -m program folder`` with one thread; its output goes to ``folder/log``.
 
     Args:
-        environment: environment variables beside those of this process.
-        cancelled: once set, the process is killed.
+        environment: environment variables in addition to those of this process.
+        cancelled: when set, the process is killed.
 
     Raises:
-        ProcessFailed: it failed, with the last line of its output as the reason, took too long, or was cancelled.
+        ProcessFailed: the process failed (the last line of its output is the reason), timed out, or was cancelled.
         OSError, RuntimeError: the system cannot start a process, or enough threads.
     """
     check_threads(_CHILD_THREADS)
@@ -85,11 +88,11 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-m", program, str(folder)],
-            stdin=subprocess.PIPE,  # closed when this process ends, see _end_with_parent
+            stdin=subprocess.PIPE,  # closes when this process ends, see _end_with_parent
             stdout=log,
             stderr=subprocess.STDOUT,
             env=variables,
-            start_new_session=True,  # a process group, with the compilers that it runs
+            start_new_session=True,  # a process group that includes the compilers it runs
         )
     assert child.stdin is not None
     with child.stdin:
@@ -113,7 +116,7 @@ def check_threads(count: int) -> None:
     """Check that the system can start ``count`` threads, by starting them; they end at once.
 
     Raises:
-        RuntimeError: it cannot.
+        RuntimeError: the system cannot start that many.
     """
     gate = _thread.allocate_lock()
     with gate:
@@ -127,8 +130,7 @@ def _pass(gate: _thread.LockType) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Wait for the end of the parent process, however it ends; then delete ``folder``, and kill this process and those
-    that it started."""
+    """Wait until the parent process ends, for whatever reason; then delete ``folder`` and kill this process group."""
     while os.read(sys.stdin.fileno(), 1024):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,10 +138,10 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def main(work: Callable[[Path], None]) -> None:
-    """Entry point of the program that :func:`run` starts: call ``work`` with the folder on the command line.
+    """Call ``work`` with the folder on the command line. This is the entry point of programs that :func:`run` starts.
 
-    If that fails, the last line of the output is the reason, and the exit status is 1. If the parent process ends, this
-    one does too, and deletes the folder.
+    If ``work`` fails, the last line of the output is the reason and the exit status is 1. If the parent process ends,
+    this process deletes the folder and ends too.
     """
     os.nice(10)  # the parent may be serving requests
     folder = Path(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The arithmetic that this machine's processor has."""
+"""Detect the arithmetic that this machine's processor supports."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from pathlib import Path
 import torch
 
 _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Instructions that multiply in bfloat16, of Intel and AMD, of Intel, and of ARM, by the names of Linux and torch."""
+"""Names that Linux and torch use for bfloat16 multiplication: Intel and AMD, Intel, and ARM."""
 
 _INT8 = frozenset({"avx512_vnni", "avx_vnni", "dot", "asimddp"})
-"""Instructions that multiply in int8 and add in 32 bits, of Intel and AMD, and of ARM."""
+"""Names for int8 multiplication with 32-bit accumulation: Intel and AMD (first two), and ARM."""
 
 CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def computes_bfloat16() -> bool:
-    """Return whether the processor computes in bfloat16, as Intel's since Sapphire Rapids and AMD's since Zen 4 do."""
+    """Return whether the processor computes in bfloat16, as Intel does since Sapphire Rapids and AMD since Zen 4."""
     return not _BFLOAT16.isdisjoint(_instructions())
 
 
 @cache
 def adds_int8_products_exactly() -> bool:
-    """Return whether the processor adds products of int8 in 32 bits (VNNI). Others of x86 add pairs in 16, which
-    overflow."""
+    """Return whether the processor accumulates int8 products in 32 bits (VNNI).
+
+    Other x86 processors add pairs of products in 16 bits, which overflows.
+    """
     return not _INT8.isdisjoint(_instructions())
 
 
 def _instructions() -> set[str]:
-    capabilities = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has none
+    capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.11
     if capabilities is not None:
         return {name for name, has in capabilities().items() if has}
     try:

@@ -9,27 +9,27 @@ from collections.abc import Callable
 from typing import Any
 
 FIXED_MODELS = 14
-"""Maximum fixed models. OpenVINO starts two threads for each compiled model that runs on several threads: with the
-service's usual 16 extractors, under 64 in all."""
+"""Maximum number of fixed-shape models. OpenVINO starts two threads for each compiled model that runs on several
+threads; with the service's usual 16 extractors that is under 64 threads in all."""
 
 SCRATCH_BYTES = 512 * 1024**2
 """Maximum bytes of intermediate values that idle models keep for their next pass."""
 
 IDLE_SECONDS = 10.0
-"""A fixed model is dropped for another only if it was idle for longer: else models in use would replace each other."""
+"""Seconds that a fixed-shape model must be idle before another may replace it, so that models in use stay."""
 
 
 class Resident:
-    """One compiled model.
+    """A compiled model that stays in memory between passes.
 
     Args:
         model: an ``openvino.CompiledModel``.
-        drop: removes a fixed model from its extractor; None for a model that the extractor needs.
+        drop: removes a fixed-shape model from its extractor; None for a model that the extractor needs.
 
     Attributes:
-        request: the inference request of this model.
-        scratch: bytes of intermediate values that it holds.
-        used: ``time.monotonic()`` of its last pass.
+        request: the model's inference request.
+        scratch: bytes of intermediate values that the model holds.
+        used: ``time.monotonic()`` of the last pass.
     """
 
     def __init__(self, model: Any, drop: Callable[[], object] | None = None) -> None:
@@ -43,7 +43,7 @@ class Resident:
         """Free the intermediate values of the last pass."""
         try:
             self._model.release_memory()
-        except RuntimeError:  # it is running
+        except RuntimeError:  # the model is running
             return
         self.scratch = 0
 
@@ -51,8 +51,8 @@ class Resident:
 class Residents:
     """All compiled models of a process, which share the limits. Thread-safe.
 
-    Models run one after another, so the intermediate values of all but the running one are only kept for reuse; those
-    of the least recently used are freed first.
+    Models run one after another, so all models but the running one keep their intermediate values only for reuse. Those
+    of the least recently used model are freed first.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Residents:
             self._known.add(resident)
 
     def reserve_fixed(self) -> bool:
-        """Return whether one more fixed model is allowed; one that was idle for long may be dropped for it."""
+        """Return whether one more fixed-shape model is allowed, dropping one that was idle for long if necessary."""
         with self._guard:
             fixed = [resident for resident in self._known if resident.drop is not None]
             if len(fixed) < FIXED_MODELS:
@@ -79,9 +79,9 @@ class Residents:
         return True
 
     def ran(self, resident: Resident, scratch: int) -> None:
-        """Record that ``resident`` ran and holds ``scratch`` bytes; free those of others where that is too much."""
+        """Record that ``resident`` ran and holds ``scratch`` bytes; free those of others if the total is too large."""
         resident.used = time.monotonic()
-        if scratch <= resident.scratch:  # it holds what its largest pass needed
+        if scratch <= resident.scratch:  # a model holds the memory of its largest pass
             return
         resident.scratch = scratch
         with self._guard:

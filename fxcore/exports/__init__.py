@@ -1,6 +1,6 @@
 """Export extractors to files that run without this package: Python, torch.export, ONNX, OpenVINO.
 
-Exports take any number of rows; their outputs have the extractor's keys, in its order.
+Exports accept any number of rows; their outputs have the extractor's keys, in the same order.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ExportFormat:
 
     Attributes:
         name: key in :data:`FORMATS`.
-        suffix: of the file, with its dot.
-        media_type: of the file.
-        packages: distributions that are needed to write it, beside torch.
-        named_outputs: whether the format names outputs, each of which must be a distinct tensor.
+        suffix: file name suffix, with its dot.
+        media_type: media type of the file.
+        packages: distributions that are needed to write it, in addition to torch.
+        named_outputs: whether the format names outputs, so that each must be a distinct tensor.
 
     >>> [name for name, format in FORMATS.items() if not format.packages]
     ['fx', 'torch_export']
@@ -62,7 +62,7 @@ FORMATS = {
         ExportFormat("openvino", ".zip", "application/zip", ("openvino",), named_outputs=True),
     )
 }
-"""By name. ``fx`` and ``openvino`` are zips of several files."""
+"""All formats by name. ``fx`` and ``openvino`` are zips of several files."""
 
 
 def export(
@@ -73,28 +73,28 @@ def export(
     *,
     example_inputs: Inputs | None = None,
 ) -> bytes:
-    """Export ``extractor`` to the bytes of one file. It does not change, and other threads may run it meanwhile.
+    """Export ``extractor`` to the bytes of one file. It is not changed, and other threads may run it meanwhile.
 
-    All formats but ``fx`` are written in a child process (:mod:`fxcore.backends.process`), which takes seconds to
+    All formats except ``fx`` are written in a child process (:mod:`fxcore.backends.process`), which takes seconds to
     start.
 
     Args:
-        extractor: an extractor, or a graph module of tensors, such as
-            :func:`~fxcore.module_extractor.create_extractor` and :func:`~fxcore.tracing.tracer.trace` return. Outputs
-            of a module that returns no dict get the key ``output`` for a single tensor, or ``0``, ``1``… for a tuple.
+        extractor: an extractor, or a graph module of tensors as returned by
+            :func:`~fxcore.module_extractor.create_extractor` or :func:`~fxcore.tracing.tracer.trace`. If the module
+            does not return a dict, a single tensor gets the key ``output``, and a tuple the keys ``0``, ``1``….
         format: a key of :data:`FORMATS`.
-        cancelled: once set, a long export ends early with :class:`CannotExport`.
-        calibration: for ``openvino``: inputs of one row each (:func:`fxcore.photos.calibration_rows`), with which NNCF
-            quantizes the file to int8.
+        cancelled: when set, a long export stops early and raises :class:`CannotExport`.
+        calibration: for ``openvino``, inputs of one row each (:func:`fxcore.photos.calibration_rows`), with which NNCF
+            quantizes the model to int8.
         example_inputs: arguments of one call of a graph module. If their first dimension is over 1, it is the number of
-            rows, and dynamic in the file.
+            rows, which is dynamic in the file.
 
     Raises:
         UnknownFormat: there is no such format.
         ExportUnavailable: a package that the format needs is not installed.
         CannotExport: this model cannot be exported to the format.
         NotAGraph: ``extractor`` is neither an extractor nor a graph module.
-        BadTensor: a graph module is given without inputs, or does not take them.
+        BadTensor: a graph module is given without inputs, or does not accept them.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> graph = model_graph("resnet18")

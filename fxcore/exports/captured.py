@@ -25,11 +25,11 @@ class Captured:
 
     Attributes:
         model: the model's name.
-        module: on the CPU; returns a dict, or, for formats with named outputs, a tuple of distinct tensors.
+        module: the module, on the CPU; returns a dict, or a tuple of distinct tensors for formats with named outputs.
         inputs: example inputs with two rows or more, in the extractor's dtype.
         input_names, keys: names of inputs and outputs, in order.
         description: JSON, see :meth:`fxcore.exports.subject.Subject.description`.
-        calibration: inputs, one row each, to quantize with; empty otherwise.
+        calibration: int8 calibration inputs, one row each; empty to export in float.
     """
 
     model: str
@@ -48,15 +48,15 @@ def written(
     cancelled: threading.Event | None = None,
     calibration: Sequence[tuple[Tensor, ...]] = (),
 ) -> bytes:
-    """Export ``subject`` in a child process (:mod:`fxcore.exports.export_child`); returns the file.
+    """Export ``subject`` in a child process (:mod:`fxcore.exports.export_child`) and return the file.
 
     Args:
-        named_outputs: whether the format names outputs and takes no dict.
-        cancelled: once set, the process is killed.
+        named_outputs: whether the format names outputs, and does not support dicts.
+        cancelled: when set, the process is killed.
         calibration: see :func:`fxcore.exports.export`.
 
     Raises:
-        CannotExport: the child refused or failed.
+        CannotExport: the child rejected the model or failed.
     """
     job = {
         "format": format,
@@ -81,7 +81,7 @@ def written(
 
 
 def load(folder: Path) -> tuple[str, Captured]:
-    """In the child: the format, and the extractor that :func:`written` saved in ``folder``."""
+    """Load the format and the extractor that :func:`written` saved in ``folder``. Called in the child process."""
     job = json.loads((folder / _JOB).read_text())
     module, beside = process.load_module(folder)
     description = (folder / _DESCRIPTION).read_bytes()
@@ -91,17 +91,17 @@ def load(folder: Path) -> tuple[str, Captured]:
 
 
 def finish(folder: Path, result: bytes) -> None:
-    """In the child: save the exported file for the parent process."""
+    """Save the exported file for the parent process. Called in the child process."""
     (folder / _RESULT).write_bytes(result)
 
 
 def refuse(folder: Path, error: CannotExport) -> None:
-    """In the child: save the error for the parent process."""
+    """Save the error for the parent process. Called in the child process."""
     (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
 
 
 def as_tuple(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy a module that returns a dict to return a tuple of distinct tensors.
+    """Copy a module that returns a dict so that it returns a tuple of distinct tensors.
 
     Formats with named outputs merge or reject two names for one tensor, and outputs that are inputs.
     """
@@ -112,7 +112,7 @@ def as_tuple(module: fx.GraphModule) -> fx.GraphModule:
     for node in returned.values():
         twice = node in seen or node.op in ("placeholder", "get_attr")
         seen.add(node)
-        # A copy that exporters keep; OpenVINO removes clone().
+        # Copy with cat(), which exporters keep; OpenVINO removes clone().
         values.append(graph.call_function(torch.cat, ((node,),)) if twice else node)
     graph.output(tuple(values))
     return fx.GraphModule(module, graph).eval()

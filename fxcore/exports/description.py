@@ -1,4 +1,4 @@
-"""Functions that several formats use: the check for int8, the description, the zip."""
+"""Functions shared by export formats: the check for int8, the description, the zip."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fxcore.exports.subject import CannotExport, Subject
 
 
 class UnknownFormat(FxError):
-    """There is no export format of that name; ``format`` and ``available``."""
+    """There is no export format ``format``; ``available`` has all formats."""
 
 
 class ExportUnavailable(FxError):
-    """Packages that the ``format`` needs are not installed; ``missing``."""
+    """The packages ``missing``, which the ``format`` needs, are not installed."""
 
 
 def require_float(subject: Subject, format: str) -> None:
     """Check that ``subject`` has no torch int8 layers, which no format can contain.
 
     Raises:
-        CannotExport: it has.
+        CannotExport: ``subject`` has int8 layers.
     """
     if holds_int8(subject.module):
         raise CannotExport(
@@ -40,7 +40,7 @@ def description_json(subject: Subject, int8: bool = False) -> bytes:
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-    """Return a reproducible zip of ``files``, not compressed: weights do not compress."""
+    """Return a reproducible zip of ``files``, stored without compression since weights do not compress."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sorted(files.items()):

@@ -1,4 +1,4 @@
-"""Export to a Python package: the generated code of the graph, its layers, and the weights as safetensors.
+"""Export to a Python package with the graph's generated code, its layers, and the weights as safetensors.
 
 The package imports torch and safetensors (and torchvision, if the graph calls a function of it), but not this library.
 """
@@ -27,7 +27,7 @@ from fxcore.tensors import dtype_name
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Inputs
 
-# Arguments of layers whose values are not attributes of the same name: argument → function of the layer.
+# Arguments of layers that are not attributes of the same name, with a function that reads the value from the layer.
 _FROM_LAYER = {
     "bias": lambda m: next((getattr(m, n) for n in ("bias", "in_proj_bias") if hasattr(m, n)), None) is not None,
     "add_bias_kv": lambda m: m.bias_k is not None,
@@ -133,13 +133,14 @@ Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
 
 
 def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_inputs: Inputs | None = None) -> None:
-    """Write the package ``path``: ``__init__.py``, ``module.py``, ``weights.safetensors``, ``extractor.json`` and a
-    README. ``from name import load`` imports it.
+    """Write a Python package to ``path``; ``from name import load`` imports it.
+
+    It contains ``__init__.py``, ``module.py``, ``weights.safetensors``, ``extractor.json`` and a README.
 
     Args:
         extractor: an extractor, or a graph module of tensors.
-        path: the folder; its name is the package's.
-        example_inputs: of a graph module, see :func:`fxcore.exports.export`.
+        path: the folder; its name is the package's name.
+        example_inputs: inputs of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
         CannotExport: a layer or function cannot be imported without this library.
@@ -178,7 +179,7 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     title = f"Features of {subject.name}{weights}: {', '.join(o.key for o in subject.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
     code = module.graph.python_code("self", verbose=False)
-    # torch.fx marks functions for its own tracer at the head of the code; inside a class that is an error.
+    # torch.fx marks functions for its tracer at the top of the code, which would be an error inside a class.
     forward = re.sub(r"^torch\.fx\._symbolic_trace\.wrap\(.*\)\n", "", code.src, flags=re.MULTILINE)
     classes: dict[str, type] = {}
     layers = _layers(module, classes)
@@ -230,7 +231,7 @@ def _indented(forward: str) -> str:
 
 
 def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
-    """Copies of the tensors that the graph uses: safetensors rejects two names for one storage."""
+    """Return copies of the tensors that the graph uses, since safetensors rejects two names for one storage."""
     names = set(_attributes(module))
     for target, layer in called_modules(module).items():
         names |= {f"{target}.{name}" for name in layer.state_dict()}
@@ -238,15 +239,14 @@ def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
 
 
 def _attributes(module: fx.GraphModule) -> list[str]:
-    """Targets of tensors that the graph reads itself, except those of layers that it also calls."""
+    """Return the targets of tensors that the graph reads itself, except those of layers that it also calls."""
     called = tuple(f"{target}." for target in called_modules(module))
     targets = dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "get_attr")
     return [target for target in targets if not target.startswith(called)]
 
 
 def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
-    """Return a line of ``__init__`` for each layer and tensor; classes that are not torch.nn's are added to
-    ``classes``."""
+    """Return a line of ``__init__`` for each layer and tensor; add classes that are not torch.nn's to ``classes``."""
     called = called_modules(module)
     lines = [f"_place(self, {target!r}, {_made(target, layer, classes)})" for target, layer in called.items()]
     for target in _attributes(module):
@@ -262,11 +262,11 @@ def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
 
 
 def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
-    """Return an expression that makes a layer like ``layer``, without its weights.
+    """Return an expression that creates a layer like ``layer``, without its weights.
 
     Raises:
-        CannotExport: its class cannot be imported without this library, it has attributes that are not plain values, or
-            it has hooks or a forward of its own.
+        CannotExport: the layer's class cannot be imported without this library, it has attributes that are not plain
+            values, or it has hooks or its own ``forward``.
     """
     kind = type(layer)
     if hooked(layer):
@@ -287,7 +287,7 @@ def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any] | None:
-    """Return the arguments that a layer of torch.nn was made with; None if its attributes do not show them."""
+    """Return the arguments that a torch.nn layer was created with; None if its attributes do not show them."""
     kind = type(layer)
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind).parameters.items():
@@ -327,7 +327,7 @@ def _assembled(target: str, layer: nn.Module, children: dict[str, str], classes:
         for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     }
     parts = ", ".join(f"{name!r}: {made}" for name, made in {**children, **tensors}.items())
-    # A name without dots: torchvision.ops.stochastic_depth the module is hidden by the function of that name.
+    # Use a name without dots: the module torchvision.ops.stochastic_depth is hidden by the function of that name.
     name = f"{kind.__module__}.{kind.__name__}".replace(".", "_")
     classes[name] = kind
     return f"_assemble({name}, {plain!r}, {{{parts}}})"
@@ -345,7 +345,7 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
     """Return the import statements of the generated code.
 
     Raises:
-        CannotExport: it uses something of this library, or something that cannot be imported by name.
+        CannotExport: the code uses an object of this library, or one that cannot be imported by name.
     """
     used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
     lines = {"import torch", "from torch import nn"}
@@ -357,7 +357,7 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
             lines.add(f"from math import {name}")
         elif name == "NoneType":
             lines.add("from types import NoneType")
-        elif isinstance(value, str):  # an annotation of the model's that was never evaluated
+        elif isinstance(value, str):  # an unevaluated annotation of the model
             lines.add(f"{name} = {value!r}")
         elif isinstance(value, types.ModuleType):
             lines.add(f"import {value.__name__} as {name}")

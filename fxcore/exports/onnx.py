@@ -1,4 +1,4 @@
-"""Export to ONNX with a dynamic number of rows, and verify it in onnxruntime where that is installed."""
+"""Export to ONNX with a dynamic number of rows, and verify the file with onnxruntime if it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
 
 def export_onnx(extractor: Captured) -> bytes:
-    """Return the bytes of an ``.onnx`` file; its outputs have the extractor's keys as names.
+    """Return the bytes of an ``.onnx`` file whose outputs are named by the extractor's keys.
 
     Raises:
         CannotExport: onnxruntime's outputs differ from the extractor's.
@@ -57,7 +57,7 @@ def _check(extractor: Captured, data: bytes) -> None:
     limit = _TOLERANCE.get(extractor.inputs[0].dtype, _TOLERANCE[torch.float32])
     rows = rows_of(extractor.inputs)
     one = tuple(x[:1] if free else x for x, free in zip(extractor.inputs, rows, strict=True))
-    # With one row and with two: the number of rows is dynamic.
+    # Check with one row and with two, since the number of rows is dynamic.
     for given in (extractor.inputs, one) if any(rows) else (extractor.inputs,):
         found = verify(extractor.module, run, given)
         if not found.relative <= limit:

@@ -17,12 +17,12 @@ def export_openvino(extractor: Captured) -> bytes:
 
     model = converted(extractor.module, extractor.inputs, exported)
     if extractor.calibration:
-        model = quantized(model, extractor.calibration, overflows=True)  # it may run on any processor
+        model = quantized(model, extractor.calibration, overflows=True)  # the file may run on any processor
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
-        openvino.save_model(model, path, compress_to_fp16=False)  # halving the weights is the user's choice
+        openvino.save_model(model, path, compress_to_fp16=False)  # compressing the weights is the user's choice
         files = {name: (Path(folder) / name).read_bytes() for name in ("model.xml", "model.bin")}
     return zipped({**files, "extractor.json": extractor.description})

@@ -1,4 +1,4 @@
-"""The subject of an export, made of an extractor or any graph module, and its description."""
+"""The subject of an export, created from an extractor or any graph module, and its description."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fxcore.tracing.names import public_name
 
 
 class CannotExport(FxError):
-    """This model cannot be exported to that ``format``."""
+    """The model cannot be exported to ``format``."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Subject:
     """The subject of an export.
 
     Attributes:
-        name: of the model.
-        module: takes tensors by position and returns a dict of tensors with the keys of ``outputs``.
-        dtype: its floating-point dtype.
-        inputs, outputs: in order; a size of None is dynamic.
+        name: the model's name.
+        module: a module that takes positional tensors and returns a dict of tensors with the keys of ``outputs``.
+        dtype: the module's floating-point dtype.
+        inputs, outputs: descriptions of the inputs and outputs, in order; a size of None is dynamic.
         about: weights, fingerprint and preprocessing, for JSON; empty for a graph module.
         examples: returns example inputs, with two rows or more.
     """
@@ -50,7 +50,7 @@ class Subject:
         """Return a description for users of the file, for JSON: inputs, preprocessing, outputs and their nodes.
 
         Args:
-            int8: whether the export quantizes it.
+            int8: whether the export quantizes the module.
         """
         dtype = dtype_name(self.dtype)
         return {
@@ -66,15 +66,15 @@ class Subject:
 
 
 def subject_of(source: Extractor | fx.GraphModule, example_inputs: Inputs | None) -> Subject:
-    """Make the subject of an export.
+    """Return the subject of an export.
 
     Args:
-        example_inputs: of a graph module, see :func:`fxcore.exports.export`.
+        example_inputs: inputs of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
         NotAGraph: ``source`` is neither an extractor nor a graph module.
-        BadTensor: a graph module is given without inputs, or does not take them.
-        CannotExport: it takes or returns something else than tensors.
+        BadTensor: a graph module is given without inputs, or does not accept them.
+        CannotExport: the module takes or returns values other than tensors.
     """
     if isinstance(source, Extractor):
         return _of_extractor(source)
@@ -88,7 +88,7 @@ def _of_extractor(extractor: Extractor) -> Subject:
     graph = extractor.graph
 
     def photographs() -> tuple[Tensor, ...]:
-        """Two photographs as inputs of the nominal size, in the extractor's precision."""
+        """Return two photographs as inputs of the nominal size, in the extractor's dtype."""
         rows = check_rows(graph.preprocessing, graph.inputs, photos()[:2], graph.input_size)
         return extractor.entered(tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True)))
 
@@ -120,7 +120,7 @@ def _of_module(module: fx.GraphModule, inputs: tuple[Any, ...]) -> Subject:
     wrong = [key for key, n in found.items() if not isinstance(n, fx.Node) or not isinstance(n.meta["value"], Tensor)]
     if wrong or not found:
         raise CannotExport(
-            f"{name} returns {'something else than a tensor as ' + wrong[0] if wrong else 'nothing'}; choose tensors "
+            f"{name} returns {'a value that is not a tensor as ' + wrong[0] if wrong else 'nothing'}; choose tensors "
             "with create_extractor"
         )
     output.args = (found,)
@@ -142,7 +142,7 @@ def _output(key: str, node: fx.Node, rows: int) -> OutputInfo:
 
 
 def _free(value: Tensor, rows: int) -> tuple[int | None, ...]:
-    """Return the shape of ``value`` with None for a first dimension of ``rows``, which is dynamic."""
+    """Return the shape of ``value``, with None for a first dimension of ``rows``, which is dynamic."""
     shape: list[int | None] = list(value.shape)
     if shape and rows > 1 and shape[0] == rows:
         shape[0] = None

@@ -1,8 +1,8 @@
 """Quantization by torch.ao's FX graph mode. No other module imports torch.ao.
 
-Only :mod:`fxcore.int8.quantize` imports it, where :mod:`fxcore.models.torch_ao` says that torch.ao is available. Graph
-mode works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on ResNets ("Input partition has more than
-one output node"), and without a compiler is slower than float32.
+Only :mod:`fxcore.int8.quantize` imports this module, if :mod:`fxcore.models.torch_ao` reports that torch.ao is
+available. Graph mode works from torch 2.11 to 2.15. Its successor PT2E (torchao 0.18) fails on ResNets ("Input
+partition has more than one output node"), and is slower than float32 without a compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fxcore.tracing.names import public_name
 
 Inputs = tuple[Tensor, ...]
 
-# torch warns on every call. Filtered once for the process, since ``catch_warnings`` is not thread-safe.
+# torch warns on every call. Filter once for the process, since ``catch_warnings`` is not thread-safe.
 warnings.filterwarnings("ignore", message=r"\s*torch\.ao\.quantization is deprecated", category=DeprecationWarning)
 warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are deprecated", category=UserWarning)
 
@@ -40,14 +40,14 @@ def converted(
     """Quantize ``module`` to torch's int8 kernels.
 
     Args:
-        batches: inputs to calibrate on.
+        batches: calibration inputs.
         keep: names of nodes that stay in float32.
 
     Returns:
         The int8 module, and the rounding of inputs and of each layer's value, by public name.
 
     Raises:
-        UnknownNode: ``keep`` names no node.
+        UnknownNode: a name in ``keep`` matches no node.
     """
     with torch.no_grad():
         observed, kept = observe(module, batches[0], keep)
@@ -65,7 +65,7 @@ def converted(
 
 
 def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
-    """Return the rounding that the observer called by ``node`` has calibrated; None if it calls no observer."""
+    """Return the rounding that the observer called by ``node`` found; None if ``node`` does not call an observer."""
     observer = observed.get_submodule(str(node.target)) if node.op == "call_module" else None
     if not isinstance(observer, ObserverBase) or observer.dtype != torch.quint8:
         return None
@@ -75,10 +75,10 @@ def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
 
 
 def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tuple[fx.GraphModule, set[str]]:
-    """Copy ``module``, fuse its batch norms and insert observers; returns it with the names of nodes that stay float.
+    """Copy ``module``, fuse its batch norms and insert observers; return it and the names of nodes that stay float.
 
-    ``prepare_fx`` would trace the module again, which patches nn.Module for all threads; so its other two steps are
-    called here.
+    ``prepare_fx`` would trace the module again, which patches nn.Module for all threads, so only its other two steps
+    are called.
     """
     private = inline_leaves(copy.deepcopy(fork(module)).eval())
     mapping = get_default_qconfig_mapping(ranges(private))
@@ -93,21 +93,23 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:
-    """Return the kinds of nodes to which torch gives fixed ranges, without observers: sigmoid, tanh, softmax."""
+    """Return the kinds of nodes that torch assigns fixed ranges without observers: sigmoid, tanh, softmax."""
     configs = mapping.object_type_qconfigs.items()
     return {target for target, config in configs if config and isinstance(config.activation(), FixedQParamsObserver)}
 
 
 def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
-    """Observe the inputs of sigmoid, tanh and softmax that come from float layers: torch gives them the fixed range of
-    the output, such as 0 to 1, and clips the rest."""
+    """Observe the inputs of sigmoid, tanh and softmax that come from float layers.
+
+    torch assigns them the fixed range of the output, such as 0 to 1, and clips the rest.
+    """
     assert mapping.global_qconfig is not None
     known = _of_known_range(mapping)
     returned, read = set(), []
     for node in observed.graph.nodes:
         if node.op == "call_module" and issubclass(class_of(observed, node), FixedQParamsObserver):
             if kind_of(observed, node.args[0]) in known:
-                returned.add(observed.get_submodule(node.target))  # a reshape after it may have the same one
+                returned.add(observed.get_submodule(node.target))  # a reshape after it may share the observer
             else:
                 read.append(node.target)
     for path in read:
@@ -116,8 +118,10 @@ def _range_inputs(observed: fx.GraphModule, mapping: QConfigMapping) -> None:
 
 
 def _range_before_relu6(observed: fx.GraphModule) -> None:
-    """Observe what ReLU6 leaves of values that only it reads: torch gives both the range of the wider one, in which few
-    of the integers are between 0 and 6."""
+    """Observe values that only ReLU6 reads as clipped to its range.
+
+    torch would assign both the wider range, in which few of the integers are between 0 and 6.
+    """
     for node in observed.graph.nodes:
         if not str(node.target).startswith("activation_post_process") or not node.users:
             continue
@@ -127,8 +131,11 @@ def _range_before_relu6(observed: fx.GraphModule) -> None:
 
 
 def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
-    """Make all readers of an int8 layer read its rounded value: if a float layer and an int8 layer read it, torch's
-    lowering erases the unrounded value although it is still used (`Tried to erase Node`)."""
+    """Make all readers of an int8 layer read its rounded value.
+
+    If both a float layer and an int8 layer read it, torch's lowering erases the unrounded value although it is still
+    used (`Tried to erase Node`).
+    """
     for node in list(observed.graph.nodes):
         seen_by = [user for user in node.users if str(user.target).startswith("activation_post_process")]
         if seen_by and public_name(computed_by(observed, node)) not in kept:
@@ -137,7 +144,7 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
 
 
 def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:
-    """Exclude nodes named in ``keep``, and those without correct int8 kernels, from ``mapping``; their names."""
+    """Exclude nodes named in ``keep``, and those without correct int8 kernels, from ``mapping``; return their names."""
     layer = {node: computed_by(module, node) for node in module.graph.nodes}
     kept = set()
     for name in keep:
@@ -152,8 +159,8 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
     for node in list(module.graph.nodes):
         if node in kept and kind_of(module, node) in known:
-            # torch quantizes these before an int8 layer, whatever the mapping says, unless an operation without an int8
-            # kernel is in between: an identity.
+            # Regardless of the mapping, torch quantizes these before an int8 layer unless an operation without an int8
+            # kernel is in between. Insert an identity.
             with module.graph.inserting_after(node):
                 between = module.graph.call_function(torch.positive, (node,))
             node.replace_all_uses_with(between)

@@ -1,7 +1,7 @@
-"""Limits of torch's int8 kernels: the ranges that they need, and the layers that they compute wrongly.
+"""Limits of torch's int8 kernels: the ranges that they need, and the layers that they compute incorrectly.
 
 The rules were found by comparing the kernels of torch 2.15 with float values, on CPUs with and without VNNI.
-``torch.backends.quantized.engine`` decides which kernels run: ``x86`` uses oneDNN's if the CPU has VNNI, and FBGEMM's
+``torch.backends.quantized.engine`` determines which kernels run: ``x86`` uses oneDNN if the CPU has VNNI, and FBGEMM
 otherwise and for more than 100 groups.
 """
 
@@ -19,24 +19,24 @@ TRANSPOSED = (
     *TRANSPOSED_CONVOLUTIONS,
     *(nn.functional.conv_transpose1d, nn.functional.conv_transpose2d, nn.functional.conv_transpose3d),
 )
-"""Transposed convolutions. oneDNN's are wrong where the numbers of input and output channels differ, FBGEMM's for
-kernels with two rows; and torch packs the arguments of the functions in a wrong order."""
+"""Transposed convolutions. oneDNN's results are wrong if the numbers of input and output channels differ, FBGEMM's for
+kernels with two rows; and torch packs the arguments of the functions in the wrong order."""
 
 _PRELU = (nn.PReLU, nn.functional.prelu, torch.prelu, "prelu")
-"""torch's int8 kernel applies the slope to positive values, too."""
+"""PReLU. torch's int8 kernel applies the slope to positive values, too."""
 
 _CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 _MAX_GROUPS = 100
-"""Maximum groups of a convolution for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
+"""Maximum number of groups for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
 
 
 def ranges(module: fx.GraphModule) -> str:
     """Return the engine whose default ranges of activations ``module`` needs.
 
     Without VNNI, x86 kernels add two products in 16 bits, so their default ranges use seven of eight bits to avoid
-    overflow. oneDNN's use all eight, if its kernels with VNNI compute all of ``module``; FBGEMM's depthwise kernels
-    never use VNNI.
+    overflow. oneDNN's ranges use all eight bits, which is safe if its VNNI kernels compute all of ``module``; FBGEMM's
+    depthwise kernels never use VNNI.
     """
     engine = torch.backends.quantized.engine
     if engine not in ("x86", "onednn"):
@@ -46,11 +46,11 @@ def ranges(module: fx.GraphModule) -> str:
 
 
 def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx.Node]:
-    """Return the nodes that this CPU's kernels compute wrongly, or whose values make the next kernel overflow.
+    """Return the nodes that this CPU's kernels compute incorrectly, or whose values make the next kernel overflow.
 
     Args:
         module: the module to quantize.
-        of_known_range: classes, functions and methods whose values use all eight bits whatever :func:`ranges` says,
+        of_known_range: classes, functions and methods whose values use all eight bits regardless of :func:`ranges`,
             such as sigmoids.
     """
     overflowing = of_known_range if ranges(module) in ("x86", "fbgemm") else ()
@@ -64,7 +64,7 @@ def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[
 
 
 def kind_of(module: fx.GraphModule, node: fx.Node) -> Any:
-    """Return the class of the module that a node calls; of other nodes the target."""
+    """Return the class of the module that a node calls; for other nodes, the target."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else node.target
 
 
@@ -75,14 +75,17 @@ def _is_fbgemms(groups: int) -> bool:
 
 
 def _has_vnni() -> bool:
-    """Return whether the CPU has AVX-512 VNNI, which torch requires; False where torch is too old to say."""
+    """Return whether the CPU has AVX-512 VNNI, which torch requires; False if torch is too old to tell."""
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_f") and capabilities.get("avx512_vnni"))
 
 
 def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether FBGEMM would write past the end of a convolution's packed weights: it packs groups of two or four
-    channels eight or four at a time with AVX-512, and allocates too little for the last, incomplete pack."""
+    """Return whether FBGEMM would write past the end of a convolution's packed weights.
+
+    With AVX-512 it packs groups of two or four channels eight or four at a time, and allocates too little memory for an
+    incomplete last pack.
+    """
     groups = _groups(module, node)
     if groups == 1 or not _is_fbgemms(groups):
         return False
@@ -94,8 +97,7 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a convolution or linear layer reads the value of ``node``, directly or through pooling or
-    reshaping."""
+    """Return whether a convolution or linear layer reads ``node``, directly or through pooling or reshaping."""
     for user in node.users:
         reader = kind_of(module, user)
         if reader in (*_CONVOLUTIONS, nn.functional.linear):
@@ -108,7 +110,7 @@ def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _groups(module: fx.GraphModule, node: fx.Node) -> int:
-    """Groups of the convolution that ``node`` calls; 1 for other nodes."""
+    """Return the number of groups of the convolution that ``node`` calls; 1 for other nodes."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return int(called.groups) if isinstance(called, ALL_CONVOLUTIONS) else 1

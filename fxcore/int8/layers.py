@@ -17,9 +17,9 @@ WEIGHTED = (*ALL_CONVOLUTIONS, nn.Linear)
 
 
 def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace calls of leaves that are not torch.nn's (containers, squeeze-and-excitation, …) by their operations.
+    """Replace calls to leaves that are not torch.nn's (containers, squeeze-and-excitation, …) by their operations.
 
-    The last node of each has the name of the leaf. ``module`` is edited; the result is a copy of it.
+    The last node of each gets the name of the leaf. ``module`` is modified; the result is a copy of it.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -31,10 +31,10 @@ def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
         try:
             inner, _ = record(called, leaf_modules=[_NoModule])
         except NotTraceable:
-            continue  # it stays a leaf, in float32
+            continue  # stays a leaf, in float32
         inputs = [n for n in inner.nodes if n.op == "placeholder"]
         if any(str(n.target).startswith("*") for n in inputs):
-            continue  # several arguments are one node
+            continue  # one node stands for several arguments
         given = dict(zip((n.target for n in inputs), node.args, strict=False)) | node.kwargs
         # Other inputs have a default value.
         copies: dict[fx.Node, Any] = {n: given.get(n.target, *n.args) for n in inputs}
@@ -56,12 +56,14 @@ def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
 
 
 class _NoModule(nn.Module):
-    """A class without instances: with it as the only leaf class, all modules are traced into."""
+    """A class without instances. With it as the only leaf class, all modules are traced into."""
 
 
 def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """Return the layer that ``node`` belongs to: a batch norm, ReLU or ReLU6 belongs to the layer before it, which
-    fuses it, or for ReLU6 rounds to its range."""
+    """Return the layer that ``node`` belongs to.
+
+    A batch norm, ReLU or ReLU6 belongs to the layer before it, which fuses it or, for ReLU6, rounds to its range.
+    """
     while len(node.all_input_nodes) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
@@ -84,5 +86,5 @@ def is_relu6(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def class_of(module: fx.GraphModule, node: fx.Node) -> type:
-    """Return the class of the module that a node calls; for other nodes that of ``module``."""
+    """Return the class of the module that a node calls; for other nodes, the class of ``module``."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)

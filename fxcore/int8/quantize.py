@@ -1,7 +1,7 @@
 """Static post-training quantization to torch's int8 kernels, with the error of each layer.
 
-The kernels (``torch.backends.quantized.engine``) exist on CPUs only. torch.ao's graph mode makes the module
-(:mod:`fxcore.int8.graph_mode`), as long as torch has it.
+The kernels (``torch.backends.quantized.engine``) exist only on CPUs. torch.ao's graph mode, if torch has it, converts
+the module (:mod:`fxcore.int8.graph_mode`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WANTED = "int8 is calibrated on a tensor, a tuple of tensors, or an iterable of
 
 
 class CannotQuantize(FxError):
-    """The module cannot be quantized, or torch has no graph mode or int8 kernels here."""
+    """The module cannot be quantized, or this torch has no graph mode or int8 kernels."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Quantized:
     """An int8 module, and the error of each of its layers.
 
     Attributes:
-        module: on the CPU; takes and returns float32 like the original.
+        module: the module, on the CPU; accepts and returns float32 like the original.
         layers: the quantized layers, the one with the largest error first.
     """
 
@@ -47,7 +47,7 @@ class Quantized:
 
 
 def missing() -> str | None:
-    """Why torch's int8 is not available here; None if it is."""
+    """Return why torch's int8 is not available; None if it is."""
     if not torch_ao.available():
         return torch_ao.MISSING
     return "torch has no int8 kernels for this machine" if torch.backends.quantized.engine == "none" else None
@@ -56,20 +56,20 @@ def missing() -> str | None:
 def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence[str] = ()) -> Quantized:
     """Copy ``module`` with int8 layers wherever torch has a kernel.
 
-    Weights have a scale per output channel, activations one per tensor, from histograms over the calibration inputs.
-    Transposed convolutions stay in float32: torch's int8 kernels compute them wrongly.
+    Weights are quantized per output channel, activations per tensor, from histograms over the calibration inputs.
+    Transposed convolutions stay in float32, because torch's int8 kernels compute them incorrectly.
 
     Args:
-        module: in eval mode, on the CPU, float32.
+        module: a float32 module in eval mode, on the CPU.
         calibration: a tensor or a tuple of positional arguments, or any iterable of those, such as a data loader.
-            :func:`fxcore.photos.calibration_rows` makes some of photographs.
-        keep: names of nodes to leave in float32, beside those marked by
+            :func:`fxcore.photos.calibration_rows` returns rows made from photographs.
+        keep: names of nodes to leave in float32, in addition to those marked by
             :func:`~fxcore.passes.keep_float.keep_float`; a path means all nodes under it.
 
     Raises:
         UnknownNode: ``keep`` names a node that does not exist.
-        CannotQuantize: torch fails, or ``calibration`` is empty or has other arguments than the module.
-        BadTensor: the module does not take tensors of that shape or dtype.
+        CannotQuantize: torch fails, or ``calibration`` is empty or does not match the module's arguments.
+        BadTensor: the module does not accept tensors of that shape or dtype.
         CannotTransform: the module is not a graph module in eval mode.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
@@ -102,10 +102,10 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
 
 
 def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """Return the positional inputs of each calibration call; calls with a single row are batched.
+    """Return the positional inputs of each calibration call, batching calls with a single row.
 
     Raises:
-        CannotQuantize: there are none, or they do not match the arguments of ``module``.
+        CannotQuantize: there are no calls, or they do not match the arguments of ``module``.
     """
     calls = _calls(module, calibration)
     if not calls or any(part.numel() == 0 for part in calls[0]):
@@ -125,7 +125,7 @@ def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
 
 
 def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
-    """Return the positional inputs of each calibration call, checked."""
+    """Check the calibration calls, and return the positional inputs of each."""
     single = isinstance(calibration, Tensor) or (
         isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
     )
@@ -148,6 +148,6 @@ def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
 
 
 def _rows(call: Sequence[Tensor]) -> int | None:
-    """Return the size of the first dimension of all tensors of a call; None if they differ."""
+    """Return the common size of the first dimension of a call's tensors; None if they differ."""
     sizes = {part.shape[0] if part.ndim else None for part in call}
     return sizes.pop() if len(sizes) == 1 else None

@@ -1,7 +1,7 @@
-"""The error of each layer in int8, by simulated quantization: float operations between roundings (fake quantization).
+"""The int8 error of each layer, measured by fake quantization: float operations between roundings.
 
 The output of a layer is rounded after its batch norm and ReLU. Weights are rounded symmetrically per output channel;
-rounding them before a batch norm is folded in is the same, since that scales whole channels.
+rounding before a batch norm is folded in gives the same result, since folding scales whole channels.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class LayerError:
     """The error of one layer in int8.
 
     Attributes:
-        name: of its node, for ``keep`` of :func:`~fxcore.int8.quantize.quantize`; fused operations are included.
-        sqnr: signal-to-quantization-noise ratio in decibels of the layer alone: its inputs are the float model's values
-            rounded to int8, and its output is rounded to int8. Infinite if there is no error.
-        relative, cosine: the same error as norm of the difference over norm of the float value, and as cosine
+        name: name of the node, for ``keep`` of :func:`~fxcore.int8.quantize.quantize`; includes fused operations.
+        sqnr: signal-to-quantization-noise ratio of the layer alone, in decibels: its inputs are the float model's
+            values rounded to int8, and its output is rounded to int8. Infinite if there is no error.
+        relative, cosine: the same error as norm of the difference divided by the norm of the float value, and as cosine
             similarity.
-        accumulated: the relative error of its value if all layers before it are int8 too.
+        accumulated: the relative error of the layer's value if all layers before it are int8 too.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Rounding:
 
     @classmethod
     def between(cls, least: float, most: float) -> Rounding:
-        """Eight bits for the values from ``least`` to ``most``, zero included."""
+        """Return the eight-bit rounding for values from ``least`` to ``most``, including zero."""
         least, most = min(least, 0.0), max(most, 0.0)
         scale = max((most - least) / 255, _SMALLEST_SCALE)
         return cls(scale, round(-least / scale))
@@ -84,13 +84,13 @@ class Rounding:
 def layer_errors(
     module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
 ) -> list[LayerError]:
-    """Return the error of each layer that is rounded, the largest first.
+    """Return the error of each rounded layer, the largest first.
 
     Args:
-        module: in eval mode, float32. It does not change.
+        module: a float32 module in eval mode; it is not changed.
         rows: inputs to measure errors on, a few rows.
-        roundings: of inputs and of the value of each int8 layer, by public name.
-        per_channel: whether weights have a scale per output channel, or one per tensor.
+        roundings: roundings of the inputs and of the value of each int8 layer, by public name.
+        per_channel: whether weights have a scale per output channel instead of one per tensor.
     """
     graph = inline_leaves(fork(module))
     floats = _Values(graph)
@@ -114,15 +114,15 @@ def layer_errors(
 
 
 def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> list[LayerError]:
-    """Return the error of each layer of ``module`` in int8, the largest first; ranges are those of ``calibration``.
+    """Return the error of each layer of ``module`` in int8, the largest first, with the ranges of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
     :func:`~fxcore.passes.keep_float.keep_float`.
 
     Args:
-        module: in eval mode, float32.
-        calibration: inputs, one row each.
-        rows: how many of them errors are measured on.
+        module: a float32 module in eval mode.
+        calibration: calibration inputs, one row each.
+        rows: number of calibration rows to measure errors on.
 
     >>> from fxcore import trace
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -156,7 +156,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
 
 
 def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
-    """Return whether ``node`` is the output of ``layer``, an int8 layer or an input."""
+    """Return whether ``node`` is the output of ``layer``, and ``layer`` is an int8 layer or an input."""
     if all(computed_by(module, user) is layer for user in node.users):
         return False
     kind = kind_of(module, layer)
@@ -170,7 +170,7 @@ def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
 
 
 class _Values(Interpreter):
-    """Runs a module and keeps all floating-point values by node name."""
+    """An interpreter that keeps all floating-point values by node name."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -184,11 +184,11 @@ class _Values(Interpreter):
 
 
 class _Rounded(Interpreter):
-    """Runs a module with the values and weights of int8 layers rounded, and measures their errors.
+    """An interpreter that rounds the values and weights of int8 layers, and measures their errors.
 
     Args:
         floats: values of the float module by node name.
-        alone: whether the inputs of each layer are the float module's values, or those of the layers before it.
+        alone: whether each layer gets the float module's values as inputs, instead of those of the layers before it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Passes over graphs that serving needs, one a file, and how passes are defined and found by name.
+"""Graph passes that serving needs, one per file, and the means to define passes and find them by name.
 
-Others are in :mod:`fxcore.toolbox`, which nothing here imports; :mod:`fxcore.transforms` has all.
+Other passes are in :mod:`fxcore.toolbox`, which is not imported here. :mod:`fxcore.transforms` has all passes.
 """

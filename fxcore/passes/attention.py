@@ -1,8 +1,8 @@
 """Add nodes for attention weights.
 
-The weights of ViT's and Swin's attention, and of fused attention such as timm's, exist inside one call only. The pass
-adds a node after each such call that computes the same weights. The call itself stays, so every other node keeps its
-value to the bit; an extractor prunes weights that are not extracted.
+The weights of ViT's and Swin's attention, and of fused attention such as timm's, exist only inside a single call. The
+pass adds a node after each such call that computes the same weights. The call itself stays, so every other node keeps
+its exact value; an extractor prunes weights that are not extracted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fxcore.passes.base import transform
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.names import MODULE, PATH
 
-#: key in ``node.meta`` of nodes that make attention weights
+#: key in ``node.meta`` of nodes that return attention weights
 ATTENTION = "attention"
 
 # Positional arguments of nn.MultiheadAttention after query, key, value and key_padding_mask.
@@ -30,7 +30,7 @@ _MIXES = {"matmul", "einsum", "bmm"}
 
 
 class _Softmax(TorchFunctionMode):
-    """Keeps the result of the softmax that a function calls: its attention weights."""
+    """A mode that captures the result of the softmax that a function calls, its attention weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,23 +45,23 @@ class _Softmax(TorchFunctionMode):
 
 @one_node
 def window_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Swin's attention weights ``[N, windows, heads, L, L]`` for the arguments of ``shifted_window_attention``.
+    """Return Swin's attention weights ``[N, windows, heads, L, L]`` for the arguments of ``shifted_window_attention``.
 
-    torchvision's own function computes them. Windows are those of the padded and rolled map, row by row; positions that
-    the roll brought together from opposite borders are masked out.
+    torchvision's own function computes them. Windows are those of the padded and rolled map, row by row; pairs of
+    positions that the roll brought together from opposite borders are masked out.
     """
     return _captured(shifted_window_attention, *args, **kwargs)
 
 
 @one_node
 def window_attention_3d(*args: Any, **kwargs: Any) -> Tensor:
-    """Video Swin's attention weights, as :func:`window_attention`."""
+    """Return Video Swin's attention weights, like :func:`window_attention`."""
     return _captured(shifted_window_attention_3d, *args, **kwargs)
 
 
 @one_node
 def attention_weights(weights: Tensor) -> Tensor:
-    """``weights`` itself, as another node."""
+    """Return ``weights`` unchanged, as a separate node."""
     return weights
 
 
@@ -76,7 +76,7 @@ def scaled_dot_product_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention weights ``[N, …, L queries, S keys]`` for the arguments of ``scaled_dot_product_attention``."""
+    """Return attention weights ``[N, …, L queries, S keys]`` for the arguments of ``scaled_dot_product_attention``."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -99,7 +99,7 @@ def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tenso
 
 @transform
 def attention_maps(module: fx.GraphModule) -> int:
-    """Add a node ``<module>.attention`` for the weights of each attention layer, one row per image, per head.
+    """Add a node ``<module>.attention`` with the weights per image and head for each attention layer.
 
     ============================  ============================================================
     ``nn.MultiheadAttention``     ``[N, heads, L, L]`` (ViT)
@@ -108,13 +108,13 @@ def attention_maps(module: fx.GraphModule) -> int:
     MViT                          ``[N, heads, L queries, L keys]``
     fused attention (timm's)      in the shape of query and key: ``[N, heads, L, L]``
     talking heads (CaiT)          ``[N, heads, L, L]``, before the heads are mixed
-    XCiT, DaViT                   between channels: ``[N, heads, C, C]``
+    XCiT, DaViT                   over channels: ``[N, heads, C, C]``
     timm's Swin                   ``[N * windows, heads, L, L]``, the windows of an image consecutive
     ============================  ============================================================
 
-    ``L`` includes the tokens before the patches (class token, registers): see
-    :func:`fxcore.graph.tokens.token_grid.token_grid`. The last dimension sums to one. The outputs of the graph stay
-    the same.
+    ``L`` includes the tokens before the patches (class token, registers); see
+    :func:`fxcore.graph.tokens.token_grid.token_grid`. The last dimension sums to one. The outputs of the graph do not
+    change.
 
     >>> import torch
     >>> from fxcore import trace
@@ -145,7 +145,7 @@ def attention_maps(module: fx.GraphModule) -> int:
 
 
 def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Add a node for the attention weights that ``node`` computes, if it does."""
+    """Add a node for the attention weights that ``node`` computes; return None if it computes none."""
     graph = module.graph
     if _calls(module, node, nn.MultiheadAttention):
         with graph.inserting_after(node):
@@ -163,7 +163,7 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
         with graph.inserting_after(node):
             return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
-    # Attention whose steps are nodes: MaxViT's and MViT's weights are there already, under other names.
+    # Attention whose steps are nodes: MaxViT's and MViT's weights already exist under other names.
     called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
     if (called or _calls(module, node, nn.Softmax)) and _mixes(module, node):
         with graph.inserting_after(node):
@@ -180,8 +180,10 @@ def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bo
 
 
 def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
-    """Return whether ``weights``, the result of a softmax, are multiplied with values, perhaps after a dropout, or
-    after a linear layer over the heads, which are permuted to the last dimension for it."""
+    """Return whether ``weights``, the result of a softmax, are multiplied with values.
+
+    Between the two there may be dropout, or a linear layer over the heads after a permute to the last dimension.
+    """
     permuted = _permutes(weights)
     for user in weights.users:
         if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):

@@ -1,8 +1,8 @@
-"""Define passes: functions GraphModule → GraphModule that leave the original unchanged.
+"""Define passes: functions from GraphModule to GraphModule that leave the original unchanged.
 
 A pass is written as a function that edits a module in place and returns the number of changes. :func:`transform` runs
 it on a copy of the graph, checks that the output keeps its structure, lints, recompiles, and sets eval mode. Parameters
-are shared with the original; only those that a pass changes are new.
+are shared with the original, except those that the pass changes.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fxcore.wrappers import check_python
 #: key in ``GraphModule.meta`` of the passes that a module went through
 APPLIED = "transforms"
 
-# Key in ``GraphModule.meta`` of the attributes that a running pass has added: (path, the path that it was added for).
+# Key in ``GraphModule.meta`` of the attributes that the running pass added: (path, path of the attribute it replaces).
 _ADDED = "added"
 
 P = ParamSpec("P")
 
 
 class CannotTransform(FxError):
-    """A pass does not apply to this module; ``transform`` names it."""
+    """The pass ``transform`` cannot be applied to this module."""
 
 
 class CannotKeep(CannotTransform):
-    """A pass would change or lose a value that the graph returns; ``transform`` and ``node``.
+    """The pass ``transform`` would change or lose a value that the graph returns, that of ``node``.
 
     >>> from fxcore.transforms import replace_op
     >>> model = fx.symbolic_trace(lambda x: {"double": torch.add(x, x)}).eval()
@@ -54,16 +54,16 @@ class CannotKeep(CannotTransform):
 
 
 class UnknownTransform(FxError):
-    """No pass of that name; ``name`` and ``suggestions``."""
+    """There is no pass called ``name``; ``suggestions`` has similar names."""
 
 
 class BadParameter(FxError):
-    """A pass does not have this parameter or does not take its value; ``transform``, ``parameter``."""
+    """The pass ``transform`` has no parameter ``parameter``, or its value is invalid."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """One pass that a module went through, with its number of changes.
+    """A pass that was applied to a module, with its number of changes.
 
     >>> from fxcore.transforms import apply_transforms
     >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(), nn.Dropout()).eval())
@@ -81,13 +81,13 @@ class Transform:
     """A pass that can be run by name.
 
     Attributes:
-        name: for :func:`~fxcore.passes.registry.get_transform`.
+        name: name for :func:`~fxcore.passes.registry.get_transform`.
         description: one sentence.
-        parameters: JSON Schema of each parameter by name; one without a ``default`` is required.
+        parameters: JSON Schema of each parameter by name; a parameter without a ``default`` is required.
         run: the pass itself.
-        exact: the outputs stay the same, up to rounding.
-        changes_input: the new module takes another input than the original.
-        adds_nodes: it adds nodes that can be extracted, so it must run before nodes are chosen.
+        exact: whether the outputs stay the same up to rounding.
+        changes_input: whether the new module expects a different input from the original.
+        adds_nodes: whether it adds nodes that can be extracted, so that it must run before nodes are chosen.
 
     >>> from fxcore.transforms import list_transforms
     >>> [t.name for t in list_transforms() if not t.exact], [t.name for t in list_transforms() if t.changes_input]
@@ -106,11 +106,11 @@ class Transform:
 def transform(
     edit: Callable[Concatenate[fx.GraphModule, P], int],
 ) -> Callable[Concatenate[fx.GraphModule, P], fx.GraphModule]:
-    """Decorate a function that edits a module in place and returns the number of changes, to make it a pass.
+    """Make a pass from a function that edits a module in place and returns the number of changes.
 
     The pass raises:
         CannotTransform: the module is not a GraphModule in eval mode.
-        CannotKeep: the edit changed the structure of what the graph returns.
+        CannotKeep: the edit changed the structure of the graph's return value.
 
     >>> @transform
     ... def swap_signs(module: fx.GraphModule) -> int:
@@ -138,13 +138,13 @@ def transform(
         result.meta[APPLIED] = (*applied(module), Applied(name, changes))
         return result
 
-    # functools.wraps makes the pass look like the edit; it returns a module, whatever the edit returned.
+    # functools.wraps copies the annotations of the edit, but the pass returns a module.
     run.__annotations__ = {**edit.__annotations__, "return": fx.GraphModule}
     return run
 
 
 def applied(module: nn.Module) -> tuple[Applied, ...]:
-    """Return the passes that ``module`` went through, in order.
+    """Return the passes that were applied to ``module``, in order.
 
     >>> from fxcore.transforms import out_of_place, remove
     >>> model = fx.symbolic_trace(nn.Sequential(nn.ReLU(inplace=True), nn.Dropout()).eval())
@@ -159,8 +159,8 @@ def applied(module: nn.Module) -> tuple[Applied, ...]:
 def fork(module: fx.GraphModule) -> fx.GraphModule:
     """Copy the graph of ``module`` into a new module with the same submodules, parameters and buffers.
 
-    Not ``copy.deepcopy``: that copies every parameter, and sets torchvision's GraphModule to train mode. Of that one it
-    is the graph of the current mode, whose calls of modules get the names that torchvision gave them.
+    ``copy.deepcopy`` would copy every parameter, and set torchvision's DualGraphModule to train mode. For a
+    DualGraphModule, the graph of the current mode is copied, and its module calls get torchvision's names.
     """
     graph = fx.Graph(tracer_cls=module.graph._tracer_cls)
     copies: dict[fx.Node, fx.Node] = {}
@@ -176,14 +176,14 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def finish(module: fx.GraphModule) -> fx.GraphModule:
-    """Lint, drop submodules and tensors that no node uses, recompile, and set eval mode; the result is a copy."""
+    """Lint ``module``, drop unused submodules and tensors, recompile, and set eval mode; return the result, a copy."""
     module.graph.lint()
     _restore_names(module)
     made = fork(module)
     made.meta.pop(_ADDED, None)
     made.training = False
     for part in made.modules():
-        if type(part) is nn.Module:  # a container made by GraphModule; others are shared, and in eval mode already
+        if type(part) is nn.Module:  # a container made by GraphModule; others are shared and already in eval mode
             part.training = False
     made.recompile()
     return made
@@ -195,11 +195,11 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
     Functions count too: ``F.dropout(x)`` is in train mode by default.
 
     Args:
-        name: of the pass, for the error.
+        name: name of the pass, for the error.
 
     Raises:
-        CannotTransform: it is not.
-        NotTraceable: it is TorchScript or exported, and cannot be traced or set to eval mode.
+        CannotTransform: ``module`` is not a GraphModule in eval mode.
+        NotTraceable: ``module`` is TorchScript or exported, and cannot be traced or set to eval mode.
 
     >>> model = fx.symbolic_trace(lambda x: nn.functional.dropout(x, 0.5))
     >>> try:
@@ -214,7 +214,7 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
             f"{name} works on a torch.fx.GraphModule, not on a {type(module).__name__}; trace the model first",
             transform=name,
         )
-    # The GraphModule's own flag does not matter: the modules that its graph calls run.
+    # The GraphModule's own flag does not matter, only those of the modules that its graph calls.
     for target in called_modules(module):
         if any(m.training for m in module.get_submodule(target).modules() if next(m.children(), None) is None):
             raise CannotTransform(
@@ -232,7 +232,7 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
 
 
 def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
-    """Modules that the graph calls, by target."""
+    """Return the modules that the graph calls, by target."""
     return {str(n.target): module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"}
 
 
@@ -240,7 +240,7 @@ def constant(module: fx.GraphModule, argument: Any) -> Any:
     """Return the value of an argument that does not depend on the input: a parameter, a buffer or a literal.
 
     Raises:
-        LookupError: it depends on the input.
+        LookupError: the argument depends on the input.
     """
     if isinstance(argument, fx.Node):
         if argument.op != "get_attr":
@@ -256,15 +256,15 @@ def add(module: fx.GraphModule, near: str, value: nn.Module | Tensor) -> str:
         near: path of the attribute that it replaces or belongs to.
 
     Returns:
-        Its path: under the parent of ``near`` if that parent is a container of this GraphModule, and not shared with
-        the original; else at the root.
+        The new path: under the parent of ``near`` if that parent is a container of this GraphModule that is not shared
+        with the original; otherwise at the root.
     """
-    near = dict(module.meta.get(_ADDED, ())).get(near, near)  # what the replaced one has replaced itself
+    near = dict(module.meta.get(_ADDED, ())).get(near, near)  # the attribute that ``near`` itself replaced, if any
     *prefix, leaf = near.split(".")
     parent: nn.Module = module
     for item in prefix:
         child = getattr(parent, item, None)
-        # Containers made by GraphModule are bare Modules and private; anything else is shared with the original.
+        # Containers made by GraphModule are plain Modules and private; anything else is shared with the original.
         if type(child) is not nn.Module:
             parent, prefix, leaf = module, [], near.replace(".", "_")
             break
@@ -290,7 +290,7 @@ def _register(parent: nn.Module, name: str, value: nn.Module | Tensor) -> None:
 
 
 def _restore_names(module: fx.GraphModule) -> None:
-    """Rename each added attribute to the one that it has replaced, so that state dicts keep their keys."""
+    """Rename each added attribute to the one it replaced, so that state dicts keep their keys."""
     for path, near in module.meta.get(_ADDED, ()):
         used = {str(n.target) for n in module.graph.nodes if n.op in ("call_module", "get_attr")}
         if path == near or path not in used or any(u == near or u.startswith((near + ".", path + ".")) for u in used):
@@ -307,7 +307,7 @@ def _restore_names(module: fx.GraphModule) -> None:
 
 
 def bare_copy(module: nn.Module) -> nn.Module:
-    """Copy a module without its parameters and submodules, which are shared; its attributes can be set."""
+    """Shallow-copy a module: parameters and submodules are shared, and attributes can be set on the copy."""
     made = copy.copy(module)
     for key in ("_parameters", "_buffers", "_modules"):
         made.__dict__[key] = copy.copy(module.__dict__[key])
@@ -315,15 +315,14 @@ def bare_copy(module: nn.Module) -> nn.Module:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Return whether ``module`` has forward hooks or a forward of its own, and so may compute something else than its
-    class does."""
+    """Return whether ``module`` has forward hooks or its own ``forward``, and so may differ from its class."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
-    """Erase ``nodes`` without users, then those of their inputs that have no other users.
+    """Erase those of ``nodes`` that have no users, then their inputs that have no other users, and so on.
 
-    Not ``eliminate_dead_code``: that also drops in-place operations whose result is unused (pytorch#68301).
+    Unlike ``eliminate_dead_code``, this keeps in-place operations whose result is unused (pytorch#68301).
     """
     waiting = list(nodes)
     while waiting:
@@ -341,7 +340,7 @@ def source_of(node: fx.Node) -> Any:
 
 
 def _output_structure(module: fx.GraphModule) -> Any:
-    """Keys and nesting of what the graph returns."""
+    """Return the keys and nesting of the graph's return value."""
     returned = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
     return _structure(returned)
 

@@ -1,4 +1,4 @@
-"""Views between a convolution and a batch norm, and whether they keep its channels where they are, in dimension 1."""
+"""Detect views between a convolution and a batch norm, and whether they keep the channels in dimension 1."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fxcore.passes.base import hooked, source_of
 
 
 def reads_shape(node: fx.Node) -> bool:
-    """Return whether ``node`` reads the shape of its input only, which a batch norm does not change."""
+    """Return whether ``node`` reads only the shape of its input, which a batch norm does not change."""
     return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
         node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
     )
 
 
 def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether ``node`` reshapes its input in a way that may keep channels apart, or passes it on."""
+    """Return whether ``node`` reshapes its input in a way that may keep channels separate, or returns it unchanged."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
@@ -54,8 +54,10 @@ def _module_keeps_channels(called: nn.Module) -> bool:
 
 
 def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
-    """Return whether ``size`` is a node for the convolution's output size in ``dim`` (for the batch, or its
-    input's)."""
+    """Return whether ``size`` is a node for the convolution's output size in ``dim``.
+
+    For the batch dimension, the size of the convolution's input counts too.
+    """
     if not isinstance(size, fx.Node):
         return False
     sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}

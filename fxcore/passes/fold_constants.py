@@ -1,10 +1,10 @@
 """Constant folding.
 
-Swin's relative position biases and ViT's reshaped parameters are computed again for every batch; the pass computes them
+Swin's relative position biases and ViT's reshaped parameters are recomputed for every batch; the pass computes them
 once.
 
-``torch.fx.experimental.const_fold`` is not used: it computes at the first forward pass (so that two threads may do it
-at once), makes parameters of the results, renames every module, and loses node names.
+``torch.fx.experimental.const_fold`` is not used: it folds at the first forward pass (so two threads may do so at once),
+stores results as parameters, renames every module, and loses node names.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fxcore.tracing.writes import mutated_argument
 
 @transform
 def fold_constants(module: fx.GraphModule) -> int:
-    """Compute once what depends on parameters and buffers only, and keep the results as buffers.
+    """Compute values that depend only on parameters and buffers once, and store them as buffers.
 
-    Nodes that are overwritten in place stay (run ``out_of_place`` first), and so do random ones, and devices and
-    dtypes, which change when a module is moved or cast.
+    These nodes are not folded: nodes that are overwritten in place (run ``out_of_place`` first), random nodes, and
+    devices and dtypes, which change when a module is moved or cast.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -53,7 +53,7 @@ def fold_constants(module: fx.GraphModule) -> int:
 
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
-    """Value of each node that depends on no input and is deterministic."""
+    """Return the value of each deterministic node that does not depend on an input."""
     overwritten = _overwritten(module)
     values: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
@@ -71,16 +71,16 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
                 with watch:
                     values[node] = _run(module, node, values)
             except Exception:
-                # The node stays in the graph, and what it would have written to is not constant.
+                # The node stays in the graph, and values that it would have written to are not constant.
                 values = {n: v for n, v in values.items() if watch.written.isdisjoint(_memory(v))}
     return values
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises on random operations, and before a write to the memory of given values, which may be parameters.
+    """A mode that raises on random operations, and before writes to the memory of given values (maybe parameters).
 
     Attributes:
-        written: numbers of the storages that would have been written to.
+        written: ids of the storages that would have been written to.
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
@@ -102,7 +102,7 @@ def _memory(value: Any) -> set[int]:
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
-    """Return nodes that are overwritten, and all nodes that may share memory with them."""
+    """Return the nodes that are overwritten, and all nodes that may share memory with them."""
     modules = dict(module.named_modules())
     found = set()
     for node in module.graph.nodes:
@@ -138,7 +138,7 @@ def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> A
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:
-    """Replace ``node`` by its ``value``; False if a graph cannot hold such a value."""
+    """Replace ``node`` by its ``value``; return False if a graph cannot hold such a value."""
     inputs = node.all_input_nodes
     if isinstance(value, Tensor):
         target = add(module, f"folded_{node.name}", value.detach())

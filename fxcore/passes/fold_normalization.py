@@ -2,8 +2,8 @@
 
 Without padding, a convolution of normalised images is a convolution of raw images with other weights. Zero padding of
 normalised images corresponds to padding raw images with the mean, which costs one copy instead of the two passes of a
-normalisation. Where the first operation is not a convolution, or images have other readers too, the images are
-normalised by an operation in the graph.
+normalisation. If the first operation is not a convolution, or the images have other readers, they are normalised by a
+node in the graph.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fxcore.passes.base import BadParameter, CannotTransform, add, bare_copy, ho
 from fxcore.passes.channel_views import reads_shape
 from fxcore.tracing.leaves import one_node
 
-#: key in ``GraphModule.meta`` of the mean and standard deviation that a module normalises with itself
+#: key in ``GraphModule.meta`` of the mean and standard deviation of the normalisation folded into a module
 NORMALIZED = "normalization"
 
 
 @one_node
 def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """``(images - mean) / std`` per channel, channels in dimension 1; in the dtype of floating-point images."""
+    """Normalise ``images`` per channel (dimension 1) as ``(images - mean) / std``; keep a floating-point dtype."""
     shape = (1, -1, *[1] * (images.ndim - 2))
     made = (images - mean.view(shape)) / std.view(shape)
     return made.to(images.dtype) if images.is_floating_point() else made
@@ -35,7 +35,7 @@ def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @one_node
 def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:
-    """Pad ``images`` with ``mean``; ``sides`` has the padding before and after each spatial dimension."""
+    """Pad ``images`` with ``mean``; ``sides`` gives the padding before and after each spatial dimension."""
     spatial = images.shape[2:]
     size = [s + sides[2 * i] + sides[2 * i + 1] for i, s in enumerate(spatial)]
     made = mean.to(images.dtype).view(1, -1, *[1] * len(spatial)).expand(images.shape[0], -1, *size).contiguous()
@@ -51,18 +51,18 @@ def fold_normalization(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
 ) -> int:
-    """Make a module for images that are normalised with ``mean`` and ``std`` take images in [0, 1].
+    """Make a module that expects images normalised with ``mean`` and ``std`` accept images in [0, 1] instead.
 
-    Exact up to rounding, and free where the first convolution does not pad. A convolution that pads gets images padded
+    Exact up to rounding, and free if the first convolution does not pad. A convolution that pads gets images padded
     with ``mean``. If the images are also read elsewhere or returned, they are normalised in the graph, and all readers
     get the same values as before.
 
     Args:
-        mean, std: per channel of the input, for values in [0, 1]; ImageNet's by default.
+        mean, std: values per input channel, for images in [0, 1]; by default ImageNet's.
 
     Raises:
-        BadParameter: ``mean`` and ``std`` differ in length, or a ``std`` is not positive.
-        CannotTransform: the graph has no input, or its normalisation is folded in already.
+        BadParameter: ``mean`` and ``std`` differ in length, or an element of ``std`` is not positive.
+        CannotTransform: the graph has no input, or a normalisation is already folded in.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -103,8 +103,8 @@ def _finite(values: Any) -> bool:
 
 
 def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Module] | None:
-    """Return the modules from the one that ``reader`` calls down to the first convolution in it; None if that is not
-    the first operation."""
+    """Return the modules from the one that ``reader`` calls down to the convolution in it that runs first; None if its
+    first operation is not a convolution."""
     if reader.op != "call_module" or len(reader.all_input_nodes) != 1:
         return None
     found = [module.get_submodule(str(reader.target))]
@@ -128,7 +128,7 @@ def _fold(
     assert isinstance(made, ALL_CONVOLUTIONS)
     weight = convolution.weight.double()
     groups, per_group = convolution.groups, weight.shape[1]
-    # Output channels read the input channels of their own group.
+    # Each output channel reads the input channels of its own group.
     group = torch.arange(weight.shape[0], device=weight.device) // (weight.shape[0] // groups)
     channels = group[:, None] * per_group + torch.arange(per_group, device=weight.device)
     shape = (*channels.shape, *[1] * (weight.ndim - 2))
@@ -137,7 +137,7 @@ def _fold(
     bias = shift if convolution.bias is None else convolution.bias.double() + shift
     made.weight = nn.Parameter(torch.empty_like(convolution.weight).copy_(new_weight), requires_grad=False)
     made.bias = nn.Parameter(bias.to(convolution.weight.dtype), requires_grad=False)
-    # Padding by repeating the images' own values commutes with normalising them; padding by zeros does not.
+    # Padding with the images' own values commutes with normalisation; zero padding does not.
     sides = _sides(convolution) if convolution.padding_mode == "zeros" else [0]
     if any(sides):
         made.padding = (0,) * len(convolution.kernel_size)
@@ -155,8 +155,8 @@ def _fold(
 
 
 def _sides(convolution: Any) -> list[int]:
-    """Padding before and after each spatial dimension, as the convolution itself adds it."""
-    reversed_sides = list(convolution._reversed_padding_repeated_twice)  # last dimension first, as F.pad wants it
+    """Return the convolution's padding before and after each spatial dimension."""
+    reversed_sides = list(convolution._reversed_padding_repeated_twice)  # last dimension first, as in F.pad
     return [p for i in range(len(reversed_sides) - 2, -1, -2) for p in reversed_sides[i : i + 2]]
 
 

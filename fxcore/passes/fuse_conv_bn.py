@@ -2,7 +2,7 @@
 
 In eval mode a batch norm is a scale and a shift per channel, which the weight and bias of a convolution can include.
 
-``torch.fx.experimental.optimization.fuse`` is not used: it handles module pairs of three classes only, is wrong for
+``torch.fx.experimental.optimization.fuse`` is not used: it handles module pairs of only three classes, is wrong for
 modules that are called more than once, loses node names, copies every parameter, and returns torchvision's extractors
 in train mode. ``torch.nn.utils.fusion`` is not used either: it scales grouped transposed convolutions along the wrong
 axis, and rounds in the model's own precision.
@@ -37,7 +37,7 @@ _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output
 
 @dataclass(frozen=True)
 class Affine:
-    """A batch norm in eval mode, ``x * scale + shift``: each float64 ``[C]``."""
+    """A batch norm in eval mode, ``x * scale + shift``, both float64 ``[C]``."""
 
     scale: Tensor
     shift: Tensor
@@ -48,10 +48,10 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
     """Fold each batch norm into the convolution before it.
 
     Convolutions may have one to three dimensions, be transposed, and be modules or functions; batch norms may be
-    modules (frozen ones too) or ``F.batch_norm``. Between the two there may be dropout, identity, or views that keep
-    dimensions 0 and 1. Pairs inside sequential leaf modules such as ``Conv2dNormActivation`` are folded too. A
-    convolution whose value has other readers, the output included, stays. The fused node has the batch norm's names;
-    the convolution's names are gone, as its value is.
+    modules (including frozen ones) or ``F.batch_norm``. Between the two there may be dropout, identity, or views that
+    keep dimensions 0 and 1. Pairs inside sequential leaf modules such as ``Conv2dNormActivation`` are folded too. A
+    convolution whose value has other readers, or is an output, is not fused. The fused node has the batch norm's names;
+    the convolution's names disappear with its value.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval())
@@ -98,7 +98,7 @@ def affine_of_module(module: nn.Module) -> Affine | None:
     """Return the scale and shift of ``module`` if it is a batch norm with fixed statistics, else None."""
     if type(module) not in _NORMS or hooked(module):
         return None
-    # Without running statistics a batch norm uses the batch's own, in eval mode too.
+    # Without running statistics, a batch norm uses the batch's statistics even in eval mode.
     if module.training and not isinstance(module, ops.FrozenBatchNorm2d):
         return None
     mean, var = getattr(module, "running_mean", None), getattr(module, "running_var", None)
@@ -119,15 +119,15 @@ def _affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | Non
 def scaled(
     weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Weight and bias of a convolution followed by ``affine``, in the dtype of ``weight``."""
-    if transposed:  # [in, out / groups, ...], where each group of inputs makes its own outputs
+    """Return weight and bias of a convolution followed by ``affine``, in the dtype of ``weight``."""
+    if transposed:  # [in, out / groups, ...]: each group of inputs computes its own outputs
         grouped = weight.double().view(groups, -1, *weight.shape[1:])
         per_output = affine.scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))
         new_weight = (grouped * per_output).flatten(0, 1)
     else:
         new_weight = weight.double() * affine.scale.view(-1, *[1] * (weight.ndim - 1))
     new_bias = affine.shift if bias is None else bias.double() * affine.scale + affine.shift
-    # Casting may change the memory format; it is kept, so that channels_last models stay so.
+    # Casting may change the memory format; copy into a tensor like ``weight`` to keep channels_last.
     new_weight = torch.empty_like(weight).copy_(new_weight)
     return nn.Parameter(new_weight, requires_grad=False), nn.Parameter(new_bias.to(weight.dtype), requires_grad=False)
 
@@ -143,13 +143,12 @@ def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Return whether ``module`` is one of torch's convolutions itself: not a subclass, not parametrised, without
-    hooks."""
+    """Return whether ``module`` is exactly one of torch's convolutions: no subclass, no parametrisation, no hooks."""
     return type(module) in ALL_CONVOLUTIONS and not hooked(module)
 
 
 def _fuse_inside_leaves(module: fx.GraphModule) -> int:
-    """Fold pairs inside sequential modules that the graph calls as leaves; the number of pairs."""
+    """Fold pairs inside sequential modules that the graph calls as leaves; return the number of pairs."""
     count = 0
     targets: dict[int, str] = {}
     for node in module.graph.nodes:
@@ -166,7 +165,7 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
 
 
 def fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
-    """Copy ``module`` with the pairs in it folded if it is sequential; returns it with the number of pairs."""
+    """Copy ``module`` with the pairs in it folded if it is sequential; return the copy and the number of pairs."""
     if (
         not isinstance(module, nn.Sequential)
         or type(module).forward is not nn.Sequential.forward
@@ -206,8 +205,8 @@ def _channels(convolution: nn.Module) -> int:
 
 
 def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -> list[fx.Node] | None:
-    """Return nodes from the one before ``norm`` back to a convolution with ``channels`` outputs, in that order; None if
-    there is none, or a node between the two has other readers."""
+    """Return the nodes from the one before ``norm`` back to a convolution with ``channels`` output channels, in that
+    order; None if there is no such convolution, or a node on the way has other readers."""
     path: list[fx.Node] = []
     node = source_of(norm)
     while isinstance(node, fx.Node):
@@ -225,7 +224,7 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
-    """Output channels of ``node`` if it is a convolution with fixed weights, else None."""
+    """Return the output channels of ``node`` if it is a convolution with fixed weights, else None."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return _channels(called) if is_convolution(called) else None
@@ -243,7 +242,7 @@ def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call of ``F.batch_norm`` or of a convolution function, by name."""
+    """Return the arguments of a call to ``F.batch_norm`` or to a convolution function, by name."""
     names: tuple[str, ...] = _NORM_ARGUMENTS
     if node.target in _FUNCTIONS:
         names = _TRANSPOSED_ARGUMENTS if _FUNCTIONS[node.target] else _CONV_ARGUMENTS
@@ -251,7 +250,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def operation_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return a key of the node's operation and fixed arguments: equal for two calls that differ in their input only."""
+    """Return a key of the node's operation and fixed arguments; it is equal for calls that differ only in the input."""
     given = {} if node.op == "call_module" else _arguments(node)
     values = {k: str(v.target) if isinstance(v, fx.Node) else repr(v) for k, v in given.items() if k != "input"}
     return (node.op, str(node.target), *sorted(values.items()))
@@ -260,7 +259,7 @@ def operation_of(node: fx.Node) -> tuple[Any, ...]:
 def _scale_convolution(
     module: fx.GraphModule, node: fx.Node, affine: Affine, made: dict[tuple[Any, ...], str], key: tuple[Any, ...]
 ) -> bool:
-    """Fold ``affine`` into the convolution ``node``. A pair that is called several times, with one ``key``, is folded
+    """Fold ``affine`` into the convolution ``node``. A pair called several times, with the same ``key``, is folded
     once."""
     if node.op == "call_module":
         if key not in made:
@@ -286,11 +285,11 @@ def _scale_convolution(
 
 
 def replace_norm(module: fx.GraphModule, norm: fx.Node, path: Sequence[fx.Node]) -> None:
-    """Replace ``norm`` by the node before it, which computes its value now and gets its names.
+    """Replace ``norm`` by the node before it, which now computes its value and gets its names.
 
     Args:
-        path: the nodes from the one before ``norm`` back to the convolution. All but the first have values that the
-            original has not, and get names below the batch norm's.
+        path: the nodes from the one before ``norm`` back to the convolution. All but the first have values that do not
+            exist in the original, and get names below the batch norm's.
     """
     before = path[0]
     statistics = [n for n in norm.all_input_nodes if n is not before]

@@ -1,4 +1,4 @@
-"""Mark nodes that quantization leaves in float32. The marks are kept in the module's ``meta``."""
+"""Mark nodes that quantization leaves in float32, in the module's ``meta``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ KEPT = "keep_float"
 
 @transform
 def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
-    """Mark nodes that :func:`fxcore.int8.quantize.quantize` leaves in float32; the graph does not change.
+    """Mark nodes for :func:`fxcore.int8.quantize.quantize` to leave in float32; the graph does not change.
 
     Args:
         nodes: names; a path means all nodes under it. A module inside a leaf, such as the convolution of a
             Conv2dNormActivation, may be named too.
 
     Raises:
-        CannotTransform: no node has one of these names.
+        CannotTransform: one of the names matches no node.
 
     >>> from torch import fx, nn
     >>> marked = keep_float(fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()), nodes=["_0"])

@@ -1,6 +1,6 @@
 """Make a graph compute the same for tensors of any memory format.
 
-Images and convolutions are channels_last where that is faster, but models are written for contiguous tensors:
+Images and convolutions are channels_last where this is faster, but models are written for contiguous tensors:
 ``x.view(x.size(0), -1)`` fails after a channels_last convolution, and ``x.as_strided(...)`` returns other elements.
 """
 
@@ -16,18 +16,18 @@ from fxcore.tracing.writes import ON_COPY, is_view, mutated_argument, viewed
 # Operations whose result depends on strides.
 _STRIDED = {"as_strided", "is_contiguous", "storage_offset", "stride", "view_as_complex"}
 _RESHAPED = {"view": "reshape", "view_as": "reshape_as"}
-# Packages whose modules and functions take any memory format.
+# Packages whose modules and functions support any memory format.
 _ANY_FORMAT = ("torch", "torchvision", "timm", "fxcore", "builtins", "math", "_operator")
 
 
 def ignore_memory_formats(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
     """Rewrite operations of ``graph`` that depend on the memory format, as if all tensors were contiguous.
 
-    ``view`` becomes ``reshape``, unless its result is written to. Other operations get contiguous tensors. So do
-    functions and modules that are neither torch's nor traced into, where the graph is annotated.
+    ``view`` becomes ``reshape``, unless its result is written to. Other such operations get contiguous tensors. In an
+    annotated graph, leaf functions and leaf modules that are not torch's get contiguous tensors too.
 
     Args:
-        graph: without in-place operations, but for those on copies; it should be a copy.
+        graph: a graph without in-place operations, except those on copies; it is modified, so pass a copy.
         modules: the traced model's modules by path.
 
     >>> model = fx.symbolic_trace(lambda x: x.view(x.size(0), -1))
@@ -66,7 +66,7 @@ def _is_written(node: fx.Node) -> bool:
 
 
 def _is_foreign(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Return whether ``node`` calls code that is neither torch's nor of a library that takes any memory format."""
+    """Return whether ``node`` calls code outside the libraries that support any memory format."""
     if node.op == "call_function":
         homes = [str(getattr(node.target, "__module__", None) or "torch")]
     else:
@@ -76,7 +76,7 @@ def _is_foreign(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
 
 
 def _stride_base(graph: fx.Graph, node: fx.Node) -> None:
-    """Let ``as_strided`` read the contiguous tensor that its argument is a view of, from the same offset."""
+    """Make ``as_strided`` read the contiguous tensor that its argument is a view of, at the same offset."""
     given: dict[str, Any] = dict(zip(("input", "size", "stride", "storage_offset"), node.args, strict=False)) | dict(
         node.kwargs
     )
@@ -91,7 +91,7 @@ def _stride_base(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _pin(graph: fx.Graph, node: fx.Node, argument: fx.Node) -> None:
-    """Pass ``argument`` to ``node`` as a contiguous tensor, if it is one in the model as it is written."""
+    """Pass ``argument`` to ``node`` as a contiguous tensor, if it is contiguous in the original model."""
     value = argument.meta.get("value")
     known = isinstance(value, Tensor) and value.is_contiguous() and not value.is_quantized and value.ndim > 1
     guessed = "value" not in argument.meta and viewed(argument) is argument and node.target in _STRIDED

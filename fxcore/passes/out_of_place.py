@@ -1,8 +1,8 @@
-"""In-place operations → out-of-place ones, in a graph and in the modules that it calls.
+"""Replace in-place operations by out-of-place ones, in a graph and in the modules that it calls.
 
 An in-place ReLU after a batch norm overwrites the batch norm's output: an extractor that returns both would return the
-same tensor twice, and one that returns the batch norm alone another value. The rewritten graph computes what the
-original computes, and every node keeps its own value.
+same tensor twice, and one that returns only the batch norm would return a wrong value. The rewritten graph computes the
+same as the original, and every node keeps its own value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def out_of_place(module: fx.GraphModule) -> int:
 
 
 def _pure_module(module: nn.Module) -> nn.Module:
-    """``module`` itself, or, if it or a part of it is in-place, an out-of-place copy with the same parameters."""
+    """Return ``module``, or an out-of-place copy with the same parameters if it or a part of it is in-place."""
     if isinstance(module, fx.GraphModule):
         return module  # its graph would have to be rewritten too; no model has one inside
     children = {name: child and _pure_module(child) for name, child in module._modules.items()}

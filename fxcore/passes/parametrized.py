@@ -1,7 +1,7 @@
-"""Remove parametrisations (``torch.nn.utils.parametrize``: weight norm, spectral norm), whose weights are computed at
+"""Remove parametrisations (``torch.nn.utils.parametrize``: weight norm, spectral norm), which recompute weights at
 every call.
 
-``remove_parametrizations`` is not used: it changes the class, which a module shares with its copies.
+``remove_parametrizations`` is not used: it changes the module's class, which copies of the module share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fxcore.passes.base import add, called_modules, finish, fork
 
 
 def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy ``module`` with plain parameters and buffers in place of parametrised ones; itself if it has none.
+    """Copy ``module`` with plain parameters and buffers in place of parametrised ones; return it unchanged if it has
+    none.
 
     Parametrised modules have generated classes, which can be neither pickled nor imported.
 
@@ -41,13 +42,13 @@ def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
 
 def _plain(module: nn.Module) -> nn.Module:
     children = {name: child and _plain(child) for name, child in module._modules.items()}
-    # Not copy.copy, which these classes refuse as they refuse to be pickled.
+    # Not copy.copy: these classes reject it, as they reject pickling.
     kind: type[nn.Module] = parametrize.type_before_parametrizations(module)
     made: nn.Module = kind.__new__(kind)
     made.__dict__.update(vars(module))
     made.__dict__ |= {key: dict(vars(module)[key]) for key in ("_parameters", "_buffers")} | {"_modules": children}
     if parametrize.is_parametrized(module):
-        made._load_state_dict_pre_hooks = OrderedDict()  # weight norm's, which reads state dicts of its older kind
+        made._load_state_dict_pre_hooks = OrderedDict()  # drop weight norm's hook, which reads old state dicts
         for name, tensors in made._modules.pop("parametrizations").items():  # type: ignore[union-attr,operator]
             value = getattr(module, name).detach()
             if next(tensors.parameters(recurse=False), None) is None:

@@ -1,6 +1,6 @@
-"""Find and run passes by name, with parameters in JSON.
+"""Find and run passes by name, with parameters from JSON.
 
-Parameters are numbers and names of operations, modules and nodes; none of them can contain code.
+Parameters are numbers and names of operations, modules and nodes; none can contain code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _BY_NAME: dict[str, Transform] = {}
 
 
 def register(*transforms: Transform) -> None:
-    """Let passes be listed, and run by name.
+    """Register passes, so that they are listed and can be run by name.
 
-    :mod:`fxcore.toolbox` registers its own when ``fxcore`` is imported.
+    :mod:`fxcore.toolbox` registers its own passes when ``fxcore`` is imported.
     """
     _BY_NAME.update({made.name: made for made in transforms})
 
@@ -81,7 +81,7 @@ def get_transform(name: str) -> Transform:
     """Return the pass called ``name``.
 
     Raises:
-        UnknownTransform: there is none of that name.
+        UnknownTransform: there is no pass of that name.
 
     >>> get_transform("remove").description
     'Take out operations that do nothing in eval mode.'
@@ -94,7 +94,7 @@ def get_transform(name: str) -> Transform:
 
 
 def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
-    """Parse a name, or ``{"name": …, parameter: value, …}``, to a pass and its checked parameters.
+    """Parse a name, or ``{"name": …, parameter: value, …}``, into a pass and its validated parameters.
 
     Raises:
         UnknownTransform: there is no pass of that name.
@@ -132,7 +132,7 @@ def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
 
 
 def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str, Any]]) -> fx.GraphModule:
-    """Run passes by name, one after the other, on a copy of ``module``.
+    """Run passes by name, in order, on a copy of ``module``.
 
     Args:
         wanted: names, or ``{"name": …, parameter: value, …}``.
@@ -143,8 +143,8 @@ def apply_transforms(module: fx.GraphModule, wanted: Sequence[str | Mapping[str,
     Raises:
         NotAGraph: ``module`` is not a graph module.
         BadArgument: ``wanted`` is not a list.
-        UnknownTransform, BadParameter: before any pass runs.
-        CannotTransform: a pass does not apply.
+        UnknownTransform, BadParameter: a pass or parameter is invalid; raised before any pass runs.
+        CannotTransform: a pass cannot be applied.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout()).eval())
@@ -179,12 +179,12 @@ def described(transform: Transform) -> dict[str, Any]:
 
 
 def _problem(value: Any, schema: Mapping[str, Any]) -> str | None:
-    """What ``schema`` wants if ``value`` does not match it, else None."""
+    """Return a description of ``schema`` if ``value`` does not match it, else None."""
     kind = schema["type"]
     if kind == "array":
         if not isinstance(value, (list, tuple)):
             return "a list"
-        return next((f"a list of which each is {p}" for p in (_problem(v, schema["items"]) for v in value) if p), None)
+        return next((f"a list, each item {p}" for p in (_problem(v, schema["items"]) for v in value) if p), None)
     if kind == "boolean":
         return None if isinstance(value, bool) else "true or false"
     if kind == "number":

@@ -30,8 +30,8 @@ _DROPOUT_FUNCTIONS = {
     ops.drop_block2d,
     ops.drop_block3d,
 }
-# Position of the argument ``training`` of each function. It is True by default, so that the function is random in eval
-# mode too.
+# Position of the argument ``training`` of each function. It defaults to True, so the function is random even in eval
+# mode.
 _TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 5}
 
 
@@ -69,7 +69,7 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
 def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity: bool) -> bool:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
-        # Either may have been subclassed by something that does more.
+        # Compare exact types: a subclass may do more.
         nothing = (dropout and type(called) in _DROPOUT_MODULES) or (identity and type(called) is nn.Identity)
         return nothing and not hooked(called)
     if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:

@@ -1,4 +1,4 @@
-"""Four photographs, to check lowered models on and to calibrate int8.
+"""Four photographs for checking lowered models and calibrating int8.
 
 All are in the public domain, from scikit-image: ``astronaut`` and ``rocket`` by NASA and SpaceX, ``chelsea`` (a cat) by
 Stéfan van der Walt, ``coffee`` by Rachel Michetti.
@@ -46,10 +46,10 @@ def photos() -> list[PIL.Image.Image]:
 def check_rows(
     preprocessing: Preprocessing, inputs: Sequence[TensorSpec], images: Sequence[PIL.Image.Image], size: tuple[int, int]
 ) -> list[tuple[Tensor, ...]]:
-    """Preprocess each image to a model's inputs with one row, all of one shape.
+    """Preprocess each image to a model's inputs with one row, all of the same shape.
 
     Args:
-        size: height and width of the inputs, if the preprocessing does not fix them.
+        size: height and width of the inputs, used if the preprocessing does not fix them.
     """
     height, width = size
     rows = []
@@ -71,7 +71,7 @@ def check_rows(
 
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:
-    """``images`` ``[N, 3, H, W]`` with another number of channels: their mean, or repeated."""
+    """Convert ``images`` ``[N, 3, H, W]`` to another number of channels, by their mean or by repetition."""
     if channels == 1:
         return images.mean(1, keepdim=True)
     return images if channels == 3 else images.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
@@ -84,11 +84,12 @@ def calibration_rows(
     folder: Path | None = None,
     count: int = 32,
 ) -> list[tuple[Tensor, ...]]:
-    """Photographs as inputs with one row each, to calibrate int8 on; see :func:`check_rows`.
+    """Return photographs as int8 calibration inputs with one row each; see :func:`check_rows`.
 
     Args:
-        folder: of photographs; without it, the four photographs here, mirrored and cropped.
-        count: maximum inputs; of a folder the first files by name. Files that cannot be read are skipped and logged.
+        folder: folder of photographs; by default the four photographs here, mirrored and cropped.
+        count: maximum number of inputs; from a folder, the first files by name. Files that cannot be read are skipped
+            and logged.
 
     Raises:
         NoPhotographs: there is no such folder, or no photograph in it can be read.
@@ -109,7 +110,7 @@ def calibration_rows(
     for file in found:
         if len(rows) == count:
             break
-        try:  # one at a time: all of a folder of large ones would take gigabytes
+        try:  # one at a time: a folder of large photographs would take gigabytes
             rows += check_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
         except (OSError, FxError) as error:
             log.warning("%s is not used for calibration: %s", file, error)
@@ -124,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def augmented(images: Sequence[PIL.Image.Image], count: int) -> list[PIL.Image.Image]:
-    """Extend ``images`` by mirrored and cropped copies to ``count``, as far as that goes; deterministic."""
+    """Extend ``images`` by mirrored and cropped copies up to ``count``, as far as possible; deterministic."""
     made = list(images)
     for share in (1.0, 0.75, 0.5, 0.6, 0.9):
         for corner in (0, 1):

@@ -1,7 +1,7 @@
 """Lay out boxes and arrows in layers from top to bottom.
 
 A box is one layer below the lowest of its sources. Arrows to the next layer go straight down; longer ones go through
-lanes to the right of the boxes, so that none crosses a box.
+lanes to the right of the boxes, so that no arrow crosses a box.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Box:
     """A node to draw.
 
     Attributes:
-        lines: its text, the name first.
-        kind: its CSS class, an fx opcode.
-        mark: text beside it, which also highlights it.
+        lines: lines of text, the name first.
+        kind: CSS class, an fx opcode.
+        mark: text beside the box, which also highlights it.
         sources: indices of the boxes that arrows come from, all before this one.
-        size: width and height in pixels; by default those of the lines.
-        layer: number of its layer, from the top.
+        size: width and height in pixels; by default those of the text.
+        layer: index of the layer, from the top.
         x, y: upper left corner, in pixels.
         floor: lower edge of the layer.
     """
@@ -50,7 +50,7 @@ class Box:
 
     @property
     def reach(self) -> float:
-        """Width with the mark beside the box."""
+        """Width including the mark beside the box."""
         return self.width + (len(self.mark) * _MARK_CHARACTER + PADDING if self.mark else 0)
 
     @property
@@ -75,7 +75,7 @@ class Arrow:
 
 
 def place(boxes: Sequence[Box]) -> tuple[list[Arrow], float, float]:
-    """Set the position of each box; returns the arrows, and the width and height of the drawing in pixels."""
+    """Set the position of each box; return the arrows, and the width and height of the drawing in pixels."""
     layers = _layers(boxes)
     right, bottom = _place(layers)
     edges = [(i, number) for number, target in enumerate(boxes) for i in target.sources]
@@ -90,7 +90,7 @@ def place(boxes: Sequence[Box]) -> tuple[list[Arrow], float, float]:
 
 
 def _layers(boxes: Sequence[Box]) -> list[list[Box]]:
-    """Boxes by layer, each layer sorted by the positions of the sources."""
+    """Return the boxes by layer, each layer sorted by the positions of the sources."""
     for box in boxes:
         box.layer = 1 + max((boxes[i].layer for i in box.sources), default=-1)
     # Parameters have no sources; they are placed above their users, not at the top.
@@ -113,8 +113,8 @@ def _layers(boxes: Sequence[Box]) -> list[list[Box]]:
 
 
 def _place(layers: list[list[Box]]) -> tuple[float, float]:
-    """Set the corner of each box; returns the right and lower edges of the drawing."""
-    # Without the mark of the last box, so that a chain of single boxes is aligned.
+    """Set the corner of each box; return the right and lower edges of the drawing."""
+    # Ignore the mark of the last box, so that a chain of single boxes is aligned.
     widths = [sum(box.reach for box in layer[:-1]) + GAP * (len(layer) - 1) + layer[-1].width for layer in layers]
     marks = [layer[-1].reach - layer[-1].width for layer in layers]
     widest = max((width + 2 * mark for width, mark in zip(widths, marks, strict=True)), default=0.0)
@@ -130,7 +130,7 @@ def _place(layers: list[list[Box]]) -> tuple[float, float]:
 
 
 def _lanes(edges: Sequence[tuple[Box, Box]]) -> list[int]:
-    """Return a lane for each edge, in which it overlaps no other; the shortest edges get the nearest lanes."""
+    """Return a lane for each edge, so that edges in a lane do not overlap; the shortest edges get the nearest lanes."""
     lanes: list[int] = [0] * len(edges)
     taken: list[list[tuple[int, int]]] = []
     for i in sorted(range(len(edges)), key=lambda i: edges[i][1].layer - edges[i][0].layer):
@@ -148,7 +148,7 @@ def _down(source: Box, target: Box) -> list[Point]:
 
 
 def _around(source: Box, target: Box, lane: float) -> list[Point]:
-    """From below the source through the lane to above the target, in the gaps between layers."""
+    """Return a path from below the source through the lane to above the target, in the gaps between layers."""
     one, other = source.middle + 6, target.middle + 6
     out, into = source.floor + 8, target.y - 12
     return [(one, source.y + source.height), (one, out), (lane, out), (lane, into), (other, into), (other, target.y)]

@@ -1,6 +1,6 @@
-"""Lay out a graph's modules as nested boxes: an open module is a frame around its parts, a closed one is a box.
+"""Lay out a graph's modules as nested boxes: an open module is a frame around its parts, a closed module is a box.
 
-Arrows enter and leave a frame in the middle of its upper and lower edge.
+Arrows enter and leave a frame in the middle of its upper and lower edges.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import fx
 from fxcore.rendering.boxes import GAP, PADDING, Arrow, Box, place
 from fxcore.tracing.names import PATH, public_name
 
-#: whether the module of that path is shown with its parts
+#: returns whether the module with a path is shown with its parts
 IsOpen = Callable[[str], bool]
-#: nodes, and the path of their module or "" for a single node → the text of the box, its mark, and whether its output
-#: is a map, which a picture can show
+#: takes nodes, and the path of their module or "" for a single node; returns the text of the box, its mark, and whether
+#: its output is a map that a picture can show
 Label = Callable[[Sequence[fx.Node], str], tuple[list[str], str | None, bool]]
 
 
 PICTURE = 56
-"""Side in pixels of the square at the right end of a box that is left for a picture of its output."""
+"""Side in pixels of the square at the right end of a box that is reserved for a picture of its output."""
 
 
 @dataclass
 class _Level:
-    """The content of one frame, or of the drawing, with the upper edge at y = 0.
+    """The contents of a frame, or of the whole drawing, with the upper edge at y = 0.
 
-    The first and the last box have no size: arrows enter and leave there.
+    The first and the last box have no size; arrows enter and leave there.
     """
 
     boxes: list[Box]
-    #: for each box between the two its name, its nodes, and its content if it is a frame
+    #: for each box between the two, its name, its nodes, and its contents if it is a frame
     names: list[str]
     groups: list[list[fx.Node]]
     insides: list[_Level | None]
@@ -48,12 +48,12 @@ class _Level:
 def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
     """Write the layout as JSON: ``{"model", "width", "height", "boxes", "edges"}``, in pixels.
 
-    A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (how many), ``kind`` (an
-    fx opcode; ``module``, or ``frame`` for an open module, which precedes its content), ``lines`` (its text, the name
-    relative to its frame first, in a model's graph with stride and FLOPs last), ``mark`` (its level or key),
-    ``picture`` (whether there is a square for one at its right end), ``x``, ``y``, ``width``, ``height``. An edge
+    A box has ``name`` (a module's path or a node's name), ``node`` (its last node), ``nodes`` (number of nodes),
+    ``kind`` (an fx opcode; ``module``; or ``frame`` for an open module, which precedes its contents), ``lines`` (text:
+    the name relative to its frame first, in a model's graph stride and FLOPs last), ``mark`` (level or key),
+    ``picture`` (whether a square at its right end is reserved for one), ``x``, ``y``, ``width``, ``height``. An edge
     has ``source`` and ``target``, indices of boxes, and ``points``: a curve between two, or straight lines through
-    more. Edges into and out of a frame end and begin at the frame.
+    more. Edges into and out of a frame end and start at the frame.
     """
     level = _level([node for node in graph.nodes if node.op != "output"], 1, is_open, label)
     boxes: list[dict[str, Any]] = []
@@ -64,22 +64,22 @@ def write(graph: fx.Graph, title: str, is_open: IsOpen, label: Label) -> str:
 
 
 def module_of(node: fx.Node, depth: int) -> str:
-    """Path, with ``depth`` parts, of the module that contains a node; empty if there is none."""
+    """Return the path, with ``depth`` parts, of the module that contains a node; empty if there is none."""
     parts = _parts(node)
     return ".".join(parts[:depth]) if len(parts) > depth else ""
 
 
 def _parts(node: fx.Node) -> list[str]:
-    """Parts of the node's path; a parameter that the graph reads itself has that of its first user."""
+    """Return the parts of the node's path; a parameter that the graph reads itself has the path of its first user."""
     if node.op == "get_attr" and PATH not in node.meta and node.users:
         return [*_parts(next(iter(node.users)))[:-1], node.name]
     return public_name(node).split(".")
 
 
 def runs(nodes: Iterable[fx.Node], depth: int | None) -> Iterator[tuple[str, list[fx.Node]]]:
-    """Group consecutive nodes of one module, whose path has ``depth`` parts; other nodes are groups of one.
+    """Group consecutive nodes of a module whose path has ``depth`` parts; other nodes are groups of one.
 
-    A module that is called again later has another group, so that there are no cycles between groups.
+    A module that is called again later gets another group, so that there are no cycles between groups.
 
     Yields:
         The path of the module, or an empty string, and the nodes.
@@ -101,7 +101,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
         this = len(level.boxes)
         inside = _level(group, depth + 1, is_open, label) if module and is_open(module) else None
         lines, mark, mapped = label(group, module)
-        # Within a frame only the rest of the path is written.
+        # Within a frame, show only the rest of the path.
         lines[0] = ".".join(lines[0].split(".")[depth - 1 :]) or lines[0]
         kind = "frame" if inside else "module" if module else group[-1].op
         box = Box(lines, kind, None if inside else mark, [])
@@ -130,7 +130,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
     arrows, level.width, _ = place(level.boxes)
     top, middle = level.boxes[0].y, level.boxes[0].x
     level.height = level.boxes[-1].y - top
-    # Lanes are on the right: equal space on the left keeps the entry and the exit in the frame's middle.
+    # Lanes are on the right. Equal space on the left keeps the entry and the exit in the middle of the frame.
     left = max(0.0, level.width - 2 * middle)
     level.width += left
     for box in level.boxes:
@@ -146,7 +146,7 @@ def _level(nodes: Sequence[fx.Node], depth: int, is_open: IsOpen, label: Label) 
 def _flatten(
     level: _Level, x: float, y: float, frame: int | None, boxes: list[dict[str, Any]], edges: list[dict[str, Any]]
 ) -> None:
-    """Add the content of ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
+    """Add the contents of ``level``, whose corner is at ``x, y``, to ``boxes`` and ``edges``."""
     number: list[int | None] = [frame]
     shown = zip(level.boxes[1:-1], level.names, level.groups, level.insides, strict=True)
     for index, (box, name, group, inside) in enumerate(shown, 1):
@@ -158,7 +158,7 @@ def _flatten(
             | {"width": round(box.width, 1), "height": round(box.height, 1)}
         )
         if inside:
-            # Content that is narrower than the frame's title is centred.
+            # Centre contents that are narrower than the frame's title.
             _flatten(inside, corner[0] + (box.width - inside.width) / 2, corner[1], number[-1], boxes, edges)
     number.append(frame)
     for arrow in level.arrows:

@@ -1,6 +1,6 @@
 """Render a graph as text or as a drawing.
 
-SVGs are written without Graphviz. A box shows the node's name, what it calls, and the shape of its value; levels (of a
+SVGs are written without Graphviz. A box shows the node's name, its target, and the shape of its value; levels (of a
 model) and keys (of an extractor) are highlighted. All labels are escaped, since they come from users' models.
 """
 
@@ -44,19 +44,19 @@ def render(
     """Write ``graph`` in one of :data:`FORMATS`.
 
     Args:
-        graph: a model's graph, with its levels highlighted, or the graph of an extractor or any graph module, with its
-            outputs highlighted.
+        graph: a model's graph, whose levels are highlighted; or the graph of an extractor or any graph module, whose
+            outputs are highlighted.
         format: ``table``: torch.fx's opcode/name/target/args/kwargs table, with shapes and dtypes if the graph is
             annotated (or torch's ``ShapeProp`` has run on it), and torchvision's names in the last column;
             ``code``: the Python that torch.fx generates; ``dot``, ``svg``, ``mermaid``: drawings; ``layout``:
             positions of nested boxes as JSON, see :func:`fxcore.rendering.modules.write`.
         depth: draw modules whose path has this many parts as one box each: 1 for ``layer1``, 2 for ``layer1.0``. None
             draws all nodes.
-        opened: the modules that the layout shows with their parts; all others are one box each.
+        opened: the modules that the layout shows with their parts; all others are a single box.
 
     Raises:
-        NotAGraph: ``graph`` is something else, such as a module that was not traced.
-        BadArgument: an unknown format, a depth below 1, or ``opened`` together with a depth or for another format.
+        NotAGraph: ``graph`` is not a graph; for example, it is a module that was not traced.
+        BadArgument: the format is unknown, the depth is below 1, or ``opened`` is given with a depth or another format.
 
     >>> from fxcore import model_graph
     >>> print(render(model_graph("resnet18"), "mermaid", depth=1).splitlines()[6])
@@ -85,7 +85,7 @@ def render(
 
 
 def _keys(graph: fx.Graph) -> dict[str, str]:
-    """Node name → key, for a graph that returns a dictionary."""
+    """Return the output keys by node name, for a graph that returns a dictionary."""
     marks: dict[str, str] = {}
     for node in graph.nodes:
         if node.op == "output" and isinstance(node.args[0], dict):
@@ -130,7 +130,7 @@ def _code(graph: fx.Graph) -> str:
 
 
 def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Box]:
-    """One box for each node but the output, or for each module at ``depth``, in order of execution."""
+    """Return a box for each node except the output, or for each module at ``depth``, in execution order."""
     numbers: dict[fx.Node, int] = {}
     boxes: list[Box] = []
     for module, group in modules.runs((n for n in graph.nodes if n.op != "output"), depth):
@@ -142,7 +142,7 @@ def _boxes(graph: fx.Graph, marks: dict[str, str], depth: int | None) -> list[Bo
 
 
 def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tuple[list[str], str | None]:
-    """Text and mark of the box of a module, or of one node if ``module`` is empty."""
+    """Return text and mark of the box for a module, or for a single node if ``module`` is empty."""
     last = group[-1]
     what = (f"{len(group)} nodes" if len(group) > 1 else "1 node") if module else _what(last, last.graph)
     lines = [printable(line) for line in (module or public_name(last), what, _shape(last)) if line]
@@ -150,7 +150,7 @@ def _label(group: Sequence[fx.Node], module: str, marks: dict[str, str]) -> tupl
 
 
 def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Label:
-    """Labels with a last line for the stride of the box's output and the FLOPs of its nodes, if they are ``known``."""
+    """Return labels whose last line has the stride of the box's output and the FLOPs of its nodes, if ``known``."""
     by_name = {info.fx_name: info for info in known}
 
     def label(group: Sequence[fx.Node], module: str) -> tuple[list[str], str | None, bool]:
@@ -166,7 +166,7 @@ def _with_costs(marks: dict[str, str], known: Sequence[NodeInfo]) -> modules.Lab
 
 
 def _scaled(number: float) -> str:
-    """``number`` with three digits and an SI prefix."""
+    """Format ``number`` with three digits and an SI prefix."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             share = number / size
@@ -181,7 +181,8 @@ def _is_open(depth: int | None, opened: Collection[str] | None) -> modules.IsOpe
 
 
 def _what(node: fx.Node, graph: fx.Graph) -> str:
-    """What a node calls; with a module's path if it differs from the node's name (ViT's ``ln`` calls ``ln_1``)."""
+    """Describe a node's target; include a module's path if it differs from the node's name (ViT's ``ln`` calls
+    ``ln_1``)."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -199,7 +200,7 @@ def _what(node: fx.Node, graph: fx.Graph) -> str:
 
 
 def _tensor(node: fx.Node) -> Any:
-    """Return an object with the shape and dtype of the node's value, if that is a tensor."""
+    """Return an object with the shape and dtype of the node's value, or None if it is not a tensor."""
     value = node.meta.get("value", node.meta.get("tensor_meta"))
     return value if isinstance(value, (Tensor, TensorMetadata)) else None
 
@@ -243,7 +244,7 @@ def _dot(boxes: list[Box], title: str) -> str:
 
 
 def _dot_text(lines: Iterable[str]) -> str:
-    """Escape lines for a quoted string of DOT, in which ampersands begin HTML entities."""
+    """Escape lines for a quoted DOT string, in which ampersands start HTML entities."""
     return "\\n".join(line.replace("&", "&amp;").replace("\\", "\\\\").replace('"', '\\"') for line in lines)
 
 
@@ -257,7 +258,7 @@ def _mermaid(boxes: list[Box], title: str) -> str:
 
 
 def _mermaid_text(lines: Iterable[str]) -> str:
-    """Escape special characters, those of Markdown and HTML included, as Mermaid's ``#code;``."""
+    """Escape special characters, including those of Markdown and HTML, as Mermaid's ``#code;``."""
     return "<br/>".join(re.sub(r"[^\w .,:()\[\]-]", lambda m: f"#{ord(m[0])};", line) for line in lines)
 
 

@@ -17,17 +17,17 @@ text { fill: #222 } .name { font-weight: bold }
 path { fill: none; stroke: #888; stroke-width: 1.2; marker-end: url(#arrow) }
 """.strip()
 
-# Control characters and the code points that XML cannot hold.
+# Control characters, and code points that XML cannot contain.
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def printable(text: str) -> str:
-    """``text`` with a replacement character for each character that XML cannot contain."""
+    """Substitute a replacement character for each character in ``text`` that XML cannot contain."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def draw(boxes: Sequence[Box], title: str) -> str:
-    """Lay out ``boxes``, which are changed, and return an SVG document."""
+    """Lay out ``boxes``, in place, and return an SVG document."""
     arrows, width, height = place(boxes)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -50,7 +50,7 @@ def _curve(points: Sequence[Point]) -> str:
 
 
 def _lines(points: Sequence[Point]) -> str:
-    """Lines, alternately vertical and horizontal."""
+    """Return a path of alternately vertical and horizontal lines."""
     (x, y), *others = points
     steps = "".join(f"V{y:.0f}" if i % 2 == 0 else f"H{x:.0f}" for i, (x, y) in enumerate(others))
     return f'<path d="M{x:.0f} {y:.0f}{steps}"/>'

@@ -1,4 +1,4 @@
-"""The images with the largest values of each channel, and where in their maps these are."""
+"""The images with the largest values of each channel, and the positions of these values in their maps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 _NONE = -torch.inf
-"""The value of a rank that no image has yet; those of images are finite."""
+"""Value of a rank that no image has yet; values of images are finite."""
 
 
 class Entry(NamedTuple):
-    """One image among the largest of a channel.
+    """An image among those with the largest values of a channel.
 
     Attributes:
-        channel: from 0.
-        rank: from 1, the largest.
-        path: of the image.
-        value: the largest of the channel in the image.
-        place: its indices in the dimensions of positions; empty for vectors.
+        channel: index of the channel, from 0.
+        rank: rank of the image, from 1 for the largest value.
+        path: path of the image.
+        value: the channel's largest value in the image.
+        place: indices of the value in the position dimensions; empty for vectors.
     """
 
     channel: int
@@ -32,20 +32,20 @@ class Entry(NamedTuple):
 
 
 def image_maxima(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest value of each channel of each image, and its first place.
+    """Return the largest value of each channel of each image, and its first position.
 
     Args:
         values: finite float64 ``[n, channels, …positions]``.
 
     Returns:
-        float64 ``[n, channels]``, and int64 ``[n, channels, d]`` for ``d`` dimensions of positions.
+        float64 ``[n, channels]``, and int64 ``[n, channels, d]`` for ``d`` position dimensions.
 
     >>> image_maxima(torch.tensor([[[[1.0, 7.0], [7.0, 2.0]]]]).double())
     (tensor([[7.]], dtype=torch.float64), tensor([[[0, 1]]]))
     """
     sizes = values.shape[2:]
     flat = values.flatten(2) if sizes else values[..., None]
-    # NumPy's argmax takes the first of equal values, torch's takes any.
+    # NumPy's argmax returns the first of equal values, torch's returns any.
     first = torch.from_numpy(flat.numpy().argmax(axis=2))
     maxima = flat.gather(2, first[..., None])[..., 0]
     places = torch.stack(torch.unravel_index(first, sizes), 2) if sizes else first.new_zeros(*first.shape, 0)
@@ -53,19 +53,21 @@ def image_maxima(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Largest:
-    """Keeps the images with the largest maxima of each channel; each image counts once. Equal values are ranked by
-    path, so that the result depends neither on the order of the images nor on how they are split and merged.
+    """The images with the largest maxima of each channel; each image counts once.
+
+    Equal values are ranked by path, so that the result does not depend on the order of the images or on how they are
+    split and merged.
 
     Args:
         channels: number of channels.
-        count: images to keep for each.
-        dimensions: dimensions of positions.
+        count: number of images to keep for each channel.
+        dimensions: number of position dimensions.
 
     Attributes:
         values: float64 ``[channels, count]``, in descending order.
-        images: int64 ``[channels, count]``, indices into ``paths``; -1 where there are fewer images.
-        places: int64 ``[channels, count, dimensions]``.
-        paths: of the images, sorted.
+        images: int64 ``[channels, count]``, indices into ``paths``; -1 if there are fewer images.
+        places: int64 ``[channels, count, dimensions]``, positions of the values.
+        paths: paths of the images, sorted.
 
     >>> largest = Largest(1, 2, 0)
     >>> largest.add(["b", "a", "c"], torch.tensor([[5.0], [5.0], [1.0]]), torch.zeros(3, 1, 0, dtype=torch.int64))
@@ -81,7 +83,7 @@ class Largest:
 
     @classmethod
     def of(cls, values: Tensor, images: Tensor, places: Tensor, paths: Sequence[str]) -> Largest:
-        """Return the one with these attributes."""
+        """Return a :class:`Largest` with these attributes."""
         largest = cls(0, 0, 0)
         largest.values, largest.images, largest.places, largest.paths = values, images, places, list(paths)
         return largest
@@ -90,17 +92,17 @@ class Largest:
         """Add images that were not added before.
 
         Args:
-            paths: of ``n`` images, all different.
-            maxima, places: of these, from :func:`image_maxima`.
+            paths: paths of ``n`` images, all different.
+            maxima, places: the result of :func:`image_maxima` for these images.
         """
-        wanted = (maxima >= self.values[:, -1]).any(1).tolist()  # of the first hundreds, most images; later few
+        wanted = (maxima >= self.values[:, -1]).any(1).tolist()  # most of the first hundreds of images, few later
         chosen = [image for image, is_wanted in enumerate(wanted) if is_wanted]
         if chosen:
             values, images = maxima[chosen].T, torch.arange(len(chosen)).expand(maxima.shape[1], -1)
             self._merge(values, images, places[chosen].transpose(0, 1), [paths[image] for image in chosen])
 
     def merge(self, other: Largest) -> None:
-        """Add the images of ``other``, which has the same channels, count and dimensions, and other images."""
+        """Add the images of ``other``, which must have the same channels, count and dimensions, and other images."""
         self._merge(other.values, other.images, other.places, other.paths)
 
     def _merge(self, values: Tensor, images: Tensor, places: Tensor, paths: Sequence[str]) -> None:
@@ -125,6 +127,6 @@ class Largest:
 
 
 def _renumbered(images: Tensor, paths: Sequence[str], number: Mapping[str, int]) -> Tensor:
-    """Return ``images``, indices into ``paths`` or -1, as indices by ``number``."""
+    """Convert ``images``, indices into ``paths`` or -1, to the indices given by ``number``."""
     table = torch.tensor([*(number.get(path, -1) for path in paths), -1])
     return table[images]

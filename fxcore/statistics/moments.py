@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 class Moments:
-    """The count, the mean and the sums of products of deviations from it, which can be merged.
+    """Mergeable count, mean, and sums of products of deviations from the mean.
 
     Each batch is reduced about its own mean, and batches are merged by the pairwise update of Chan, Golub and LeVeque
     ("Updating formulae and a pairwise algorithm for computing sample variances", 1979), whose rounding errors do not
-    grow with the mean. Sums of squares minus the square of a sum would lose all digits where the mean is large.
+    grow with the mean. A sum of squares minus the square of a sum would lose all digits if the mean is large.
 
     Args:
         channels: number of channels.
-        covariance: whether the covariance is kept, ``[channels, channels]``, and not only its diagonal.
+        covariance: whether to keep the covariance, ``[channels, channels]``, instead of only its diagonal.
 
     Attributes:
         count: number of values of each channel.
         mean: float64 ``[channels]``.
-        products: float64 sums of products of deviations: ``[channels, channels]`` with ``covariance``, else those of
-            squares ``[channels]``.
+        products: float64 sums of products of deviations, ``[channels, channels]``, with ``covariance``; otherwise sums
+            of squares, ``[channels]``.
 
     >>> moments = Moments(2, covariance=True)
     >>> moments.add(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
@@ -56,7 +56,7 @@ class Moments:
         self.merge(Moments.of(len(values), mean, products))
 
     def merge(self, other: Moments) -> None:
-        """Add all values of ``other``, which has the same channels and products."""
+        """Add all values of ``other``, which must have the same channels and kind of products."""
         count = self.count + other.count
         if not count:
             return
@@ -67,13 +67,13 @@ class Moments:
         self.count = count
 
     def std(self) -> Tensor:
-        """Return the standard deviation ``[channels]``, with ``count - 1`` in the denominator as :func:`torch.std`;
+        """Return the standard deviation ``[channels]``, with ``count - 1`` in the denominator like :func:`torch.std`;
         NaN for a single value."""
         squares = self.products.diagonal() if self.products.ndim == 2 else self.products
         return (squares / self._freedom).sqrt()
 
     def cov(self) -> Tensor:
-        """Return the covariance ``[channels, channels]``, as :func:`torch.cov` and :func:`numpy.cov`."""
+        """Return the covariance ``[channels, channels]``, like :func:`torch.cov` and :func:`numpy.cov`."""
         assert self.products.ndim == 2
         return self.products / self._freedom
 

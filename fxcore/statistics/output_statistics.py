@@ -21,8 +21,8 @@ def by_channel(values: Tensor, layout: str | None, prefix: int = 0) -> Tensor:
 
     Args:
         values: ``[n, …]`` of any dtype; ``[n]`` is one channel.
-        layout: of an :class:`~fxcore.extractor.OutputInfo`; None if unknown.
-        prefix: tokens before those of the positions, which are left out as poolings leave them out.
+        layout: layout as in :class:`~fxcore.extractor.OutputInfo`; None if unknown.
+        prefix: number of prefix tokens to leave out, as poolings do.
 
     Returns:
         float64 ``[n, channels, …positions]``.
@@ -41,8 +41,8 @@ class OutputStatistics:
     """Moments over all images and positions, and the images with the largest values of each channel.
 
     Attributes:
-        moments: None if they are not wanted.
-        largest: None if it is not wanted.
+        moments: the moments; None if not requested.
+        largest: the images with the largest values; None if not requested.
     """
 
     def __init__(self, moments: Moments | None, largest: Largest | None) -> None:
@@ -54,10 +54,10 @@ class OutputStatistics:
         """Return statistics of no images.
 
         Args:
-            values: of any images, from :func:`by_channel`.
-            moments: whether count, mean and standard deviation are wanted.
-            covariance: whether the covariance is wanted with them.
-            top: images to keep for each channel; 0 for none.
+            values: values of any images, from :func:`by_channel`.
+            moments: whether to compute count, mean and standard deviation.
+            covariance: whether to compute the covariance as well.
+            top: number of images to keep for each channel; 0 for none.
         """
         channels = values.shape[1]
         return cls(
@@ -73,14 +73,14 @@ class OutputStatistics:
         return 0 if self.largest is None else len(self.largest.values)
 
     def takes(self, values: Tensor) -> bool:
-        """Return whether values have as many dimensions of positions as the places that are kept."""
+        """Return whether ``values`` have the position dimensions of these statistics."""
         return self.largest is None or self.largest.places.shape[2] == values.ndim - 2
 
     def add(self, paths: Sequence[str], values: Tensor) -> None:
         """Add images.
 
         Args:
-            paths: of ``n`` images, all different; only :attr:`largest` needs them, and that they are.
+            paths: paths of ``n`` images, all different; used only by :attr:`largest`.
             values: finite float64 ``[n, channels, …positions]``, from :func:`by_channel`.
         """
         if self.moments is not None:
@@ -89,10 +89,10 @@ class OutputStatistics:
             self.largest.add(paths, *image_maxima(values))
 
     def merge(self, other: OutputStatistics) -> None:
-        """Add the images of ``other``: statistics of the same kinds over other images.
+        """Add the images of ``other``, statistics of the same kinds over other images.
 
         Raises:
-            FxError: it has other channels.
+            FxError: the numbers of channels differ.
         """
         if self.channels != other.channels:
             raise FxError(f"statistics of {self.channels} and of {other.channels} channels cannot be merged")
@@ -102,7 +102,7 @@ class OutputStatistics:
             self.largest.merge(other.largest)
 
     def state(self) -> tuple[dict[str, Tensor], list[str]]:
-        """Return everything as tensors and the paths of images; see :meth:`from_state`."""
+        """Return the state as tensors and the paths of images; see :meth:`from_state`."""
         tensors: dict[str, Tensor] = {}
         if (moments := self.moments) is not None:
             values = torch.tensor(moments.count), moments.mean, moments.products
@@ -113,7 +113,7 @@ class OutputStatistics:
 
     @classmethod
     def from_state(cls, tensors: dict[str, Tensor], paths: Sequence[str]) -> OutputStatistics:
-        """Return the statistics whose :meth:`state` this is."""
+        """Restore statistics from their :meth:`state`."""
         moments = largest = None
         if _MOMENTS[0] in tensors:
             count, mean, products = (tensors[name] for name in _MOMENTS)

@@ -1,6 +1,6 @@
-"""torch.fx for people with a notebook: passes and checks that serving does not need.
+"""torch.fx passes and checks for interactive use, which serving does not need.
 
-Nothing but :mod:`fxcore` and :mod:`fxcore.transforms`, which list what is public, imports it.
+Only :mod:`fxcore` and :mod:`fxcore.transforms`, which list the public names, import it.
 """
 
 from fxcore.passes.base import Transform

@@ -16,11 +16,11 @@ from fxcore.passes.base import transform
 
 @transform
 def normalize_arguments(module: fx.GraphModule) -> int:
-    """Pass the first argument of torch's functions and modules by position and all others by name, defaults included.
+    """Pass the first argument of torch's functions and modules by position and all others, with defaults, by name.
 
     The names are those of ``torch.fx.Node.normalized_arguments``. ``torch.fx``'s ``NormalizeArgs`` is not used: it also
-    names the first argument, which passes read by position. Calls with several possible overloads whose arguments
-    differ, methods and operators stay as they are.
+    names the first argument, which passes read by position. Methods, operators, and calls with several possible
+    overloads whose arguments differ are left unchanged.
 
     >>> model = fx.symbolic_trace(lambda x: torch.flatten(x, 1) + torch.flatten(input=x, start_dim=1)).eval()
     >>> for node in normalize_arguments(model).graph.find_nodes(op="call_function", target=torch.flatten):
@@ -45,8 +45,8 @@ def normalize_arguments(module: fx.GraphModule) -> int:
 
 
 def _normalized(module: fx.GraphModule, node: fx.Node) -> ArgsKwargsPair | None:
-    """Return all arguments by name; None if the names are not known, or depend on types that are not known."""
-    with contextlib.suppress(Exception):  # several overloads, or what no signature fits
+    """Return all arguments by name; None if the names are unknown, or depend on unknown types."""
+    with contextlib.suppress(Exception):  # several overloads, or no matching signature
         found = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
         if found is not None:
             return found
@@ -65,7 +65,7 @@ def _normalized(module: fx.GraphModule, node: fx.Node) -> ArgsKwargsPair | None:
 
 def _only_by_name(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
     target = module.get_submodule(node.target).forward if isinstance(node.target, str) else node.target
-    with contextlib.suppress(TypeError, ValueError):  # torch's builtins take what comes first by position
+    with contextlib.suppress(TypeError, ValueError):  # torch's builtins accept the first argument by position
         known = inspect.signature(target).parameters.get(name)
         return known is not None and known.kind is inspect.Parameter.KEYWORD_ONLY
     return False
@@ -74,8 +74,8 @@ def _only_by_name(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
 def _types(node: fx.Node, unknown: type) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the types of a call's arguments, positional and named.
 
-    Annotations say them; without, the first node is taken for a tensor, which is right for all of torch's functions
-    with overloads, and others for ``unknown``.
+    Types come from annotations. Without annotations, the first node is assumed to be a tensor, which is right for all
+    of torch's functions with overloads, and other nodes to be ``unknown``.
     """
     first = next(iter(node.all_input_nodes), None)
 

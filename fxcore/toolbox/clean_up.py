@@ -1,7 +1,8 @@
-"""Elimination of common subexpressions and of dead code.
+"""Common subexpression elimination and dead code elimination.
 
 ``torch.fx.passes.dialect.common.cse_pass.CSEPass`` is not used: it is for functional graphs, and merges random and
-in-place calls; it treats 1, 1.0 and True as equal, and it fails on ``x[:, 0]`` where slices have no hash (Python 3.11).
+in-place calls; it treats 1, 1.0 and True as equal; and it fails on ``x[:, 0]`` in Python 3.11, where slices have no
+hash.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from fxcore.tracing.writes import memory_of, mutated_argument
 
 @transform
 def eliminate_common_subexpressions(module: fx.GraphModule) -> int:
-    """Merge nodes that make the same call with the same arguments into the first of them, which keeps its name.
+    """Merge nodes that make the same call with the same arguments into the first one, which keeps its name.
 
     In-place calls, random calls and functions with unknown side effects are not merged, nor are reads of memory that
-    something writes to: run ``out_of_place`` first. Equal outputs may become one tensor.
+    is written to; run ``out_of_place`` first. Equal outputs may become the same tensor.
 
     >>> import torch
     >>> model = fx.symbolic_trace(lambda x: torch.exp(x + 1) * torch.exp(x + 1) + torch.exp(x + 1.0)).eval()
@@ -50,8 +51,8 @@ def eliminate_common_subexpressions(module: fx.GraphModule) -> int:
 def eliminate_dead_code(module: fx.GraphModule) -> int:
     """Remove nodes whose values are not used.
 
-    Unlike ``torch.fx.Graph.eliminate_dead_code`` it keeps in-place calls, random calls and functions with unknown side
-    effects, even if their results are not used (pytorch#68301). Inputs stay.
+    Unlike ``torch.fx.Graph.eliminate_dead_code``, it keeps in-place calls, random calls and functions with unknown side
+    effects, even if their results are unused (pytorch#68301). Inputs are kept.
 
     >>> import torch
     >>> def compute(x):
@@ -67,7 +68,7 @@ def eliminate_dead_code(module: fx.GraphModule) -> int:
 
 
 def _key(value: Any) -> Any:
-    """Return a key that is equal for equal arguments only: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return a key that is equal only for identical arguments: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, (list, tuple)):
@@ -80,7 +81,7 @@ def _key(value: Any) -> Any:
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
-    """Return nodes whose values may change after they are computed, because something writes to their memory."""
+    """Return the nodes whose values may change after they are computed, because their memory is written to."""
     nodes = list(module.graph.nodes)
     modules = dict(module.named_modules())
     written: set[fx.Node] = set()
@@ -98,7 +99,7 @@ def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
         memory = memory_of(module.graph, modules)
         places = {place for node in written for place in memory[node]}
         return {node for node in nodes if node.op != "output" and not places.isdisjoint(memory[node])}
-    # Without annotations any node may be a view of its inputs, unless it is a clone.
+    # Without annotations, any node except a clone may be a view of its inputs.
     up = _reachable(written, lambda node: [] if node.target == "clone" else node.all_input_nodes)
     return _reachable(up, lambda node: list(node.users))
 

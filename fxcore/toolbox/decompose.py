@@ -1,4 +1,4 @@
-"""Decompose operations into simpler ones, by rules that are traced in their place."""
+"""Decompose operations into simpler ones, by tracing rules in their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fxcore.toolbox.replace import ACTIVATIONS, MODULES, check_operation, is_act
 
 Rule = Callable[..., Any]
 
-#: decompositions by name; each takes the one tensor that the operation is applied to
+#: decompositions by name; each is a function of the tensor that the operation is applied to
 RULES: dict[str, Rule] = {
     "relu": lambda x: (x > 0) * x,
     "relu6": lambda x: torch.clamp(x, 0, 6),
@@ -26,7 +26,7 @@ RULES: dict[str, Rule] = {
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
 }
 _CLASSES: dict[Any, str] = {MODULES[name]: name for name in RULES}
-# The rule of an operation holds for this value of its argument only.
+# Operations whose rule holds only for this value of an argument.
 _DEFAULTS = {"gelu": ("approximate", "none")}
 
 
@@ -37,15 +37,15 @@ def decompose(
     *,
     rules: Mapping[Callable[..., Any] | str, Rule] | None = None,
 ) -> int:
-    """Rewrite operations by rules; ReLU becomes ``(x > 0) * x``, which is NaN, not 0, at minus infinity.
+    """Rewrite operations by rules. ReLU becomes ``(x > 0) * x``, which is NaN instead of 0 at minus infinity.
 
     Args:
-        operations: names in :data:`RULES`; functions, methods and modules are found.
-        rules: further rules, for functions, or for tensor methods by name. A rule is called with proxies of the call's
-            arguments and returns the replacement.
+        operations: names in :data:`RULES`; these match functions, methods and modules.
+        rules: additional rules for functions, or for tensor methods by name. A rule is called with proxies of the
+            call's arguments and returns the replacement.
 
     Raises:
-        BadParameter: an unknown name, a rule for something else than a function or tensor method, or no rule at all.
+        BadParameter: a name is unknown, a rule is not for a function or tensor method, or there is no rule at all.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.ReLU().eval())
@@ -68,7 +68,9 @@ def decompose(
         check_operation(key, "decompose", "rules")
         if not callable(given):
             raise BadParameter(
-                f"decompose: the rule for {key} is {given!r} and no function", transform="decompose", parameter="rules"
+                f"decompose: the rule for {key} is not a function but {given!r}",
+                transform="decompose",
+                parameter="rules",
             )
     if not wanted and not rules:
         raise BadParameter(
@@ -97,7 +99,7 @@ def _given_rule(node: fx.Node, rules: Mapping[Callable[..., Any] | str, Rule]) -
 
 
 def _own_rule(module: fx.GraphModule, node: fx.Node, wanted: Iterable[str]) -> Rule | None:
-    """Return the first of ``wanted`` that fits ``node``, as a function of the node's own arguments."""
+    """Return the rule of the first of ``wanted`` that matches ``node``, as a function of the node's own arguments."""
     for name in wanted:
         if name in ACTIVATIONS and is_activation(module, node, name) and _by_default(module, node, name):
             return lambda *args, **kwargs: RULES[name](args[0] if args else kwargs["input"])

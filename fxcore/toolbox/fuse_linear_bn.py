@@ -1,7 +1,7 @@
 """Fold batch norms into the linear layers before them.
 
-``torch.nn.utils.fusion.fuse_linear_bn_eval`` is right for ``[N, C]`` only, and does not check: a batch norm works along
-dimension 1, a linear layer along the last, so for ``[N, L, C]`` with L equal to C it is silently wrong.
+``torch.nn.utils.fusion.fuse_linear_bn_eval`` is right only for ``[N, C]``, and does not check this: a batch norm works
+along dimension 1, a linear layer along the last, so for ``[N, L, C]`` with L equal to C it is silently wrong.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _KEEP_RANK = (
 def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
     """Fold each batch norm into the linear layer before it, if that layer's output is ``[N, C]``.
 
-    The fused node has the batch norm's names. The number of dimensions is known where the graph is annotated, and after
-    a flatten; other pairs stay.
+    The fused node has the batch norm's names. The number of dimensions is known if the graph is annotated, or after a
+    flatten; other pairs are not fused.
 
     Args:
-        assume_2d: fold also where the number of dimensions is not known.
+        assume_2d: also fold if the number of dimensions is unknown.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.BatchNorm1d(4)).eval())
@@ -100,6 +100,6 @@ def _flattens(module: fx.GraphModule, node: fx.Node) -> bool:
         sizes = node.args[1:]
         if len(sizes) == 1 and isinstance(sizes[0], (list, tuple)):
             sizes = tuple(sizes[0])
-        # One argument that is a node may be a whole shape.
+        # A single argument that is a node may be a whole shape.
         return len(sizes) == 2
     return False

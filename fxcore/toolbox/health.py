@@ -1,4 +1,4 @@
-"""Find NaN, infinity and saturation, and the node where they begin."""
+"""Find NaN, infinity and saturation, and the first node that has them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class NodeHealth:
         name: torchvision's name of the node, or its fx name.
         nan, inf: number of NaN and of infinite elements.
         largest: the largest finite magnitude.
-        saturated: share of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1 if
-            any element is over ``limit``.
+        saturated: fraction of elements at a bound of a bounded function (sigmoid, tanh, …), or of zeros after a ReLU; 1
+            if any element reaches ``limit``.
     """
 
     name: str
@@ -58,10 +58,10 @@ class Health:
     """The health of all nodes.
 
     Attributes:
-        nodes: the nodes whose values are floating-point tensors, in order of execution.
-        first_nan, first_inf, first_saturated: name of the first node with each, or None.
+        nodes: the nodes whose values are floating-point tensors, in execution order.
+        first_nan, first_inf, first_saturated: name of the first such node, or None.
         cause: origin of the first NaN or infinity: ``input``, ``weights`` or ``operation``, or None.
-        frozen: random constants: they were drawn when the model was traced, and are the same in every call.
+        frozen: names of random constants, which were drawn during tracing and are the same in every call.
     """
 
     nodes: list[NodeHealth]
@@ -83,15 +83,15 @@ def check_health(
     """Run ``module`` once on ``inputs`` and find the first node with NaN, infinity or saturation.
 
     Args:
-        module: in eval mode, on the inputs' device.
+        module: a module in eval mode, on the inputs' device.
         inputs: positional arguments, arguments by name, or a single tensor.
-        saturation: share of saturated elements from which a node counts as saturated.
-        limit: magnitude from which a single element saturates its node, such as ``torch.finfo(torch.float16).max`` to
+        saturation: minimum fraction of saturated elements for a node to count as saturated.
+        limit: magnitude at which a single element saturates its node, such as ``torch.finfo(torch.float16).max`` to
             check for half precision; by default the largest number of the value's dtype.
 
     Raises:
         NotAGraph: ``module`` is not a graph module.
-        BadTensor: ``module`` does not take ``inputs``.
+        BadTensor: ``module`` does not accept ``inputs``.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
@@ -126,7 +126,7 @@ def check_health(
 
 
 def _cause(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the origin of the NaN or infinity in the value of ``node``, the first with one."""
+    """Return the origin of the NaN or infinity in the value of ``node``, the first node that has one."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -165,7 +165,7 @@ class _Watcher(Interpreter):
         limit = self.limit if self.limit is not None else torch.finfo(value.dtype).max
         beyond = value.abs() >= limit
         if bool(beyond.any()):
-            # One overflowing element makes everything computed from it wrong.
+            # A single overflowing element makes everything computed from it wrong.
             shares.append(1.0)
         kind = self._kind(node)
         if kind == "relu":
@@ -177,7 +177,7 @@ class _Watcher(Interpreter):
         return max(shares)
 
     def _kind(self, node: fx.Node) -> str | None:
-        """Return the bounded function that ``node`` applies; None if it applies none."""
+        """Return the name of the bounded function that ``node`` applies; None for other nodes."""
         if node.op == "call_module":
             called = self.fetch_attr(str(node.target))
             return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))

@@ -20,7 +20,7 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
         transform: name of the pass, for the error.
 
     Raises:
-        CannotTransform: there is none.
+        CannotTransform: there is no such node.
     """
     node: fx.Node
     for node in module.graph.nodes:
@@ -48,11 +48,11 @@ def insert_after(
     Args:
         node: public or fx name.
         function: a function of one argument, a module, or the name of an activation function.
-        outputs: whether the graph returns the new value, too, if it returns that of ``node``.
-        name: last part of the new node's name, after that of ``node``; by default the function's name.
+        outputs: whether to replace the value in the graph's outputs, too.
+        name: last part of the new node's name, which follows that of ``node``; by default the function's name.
 
     Raises:
-        CannotTransform: no such node, or nothing would read the new value.
+        CannotTransform: there is no such node, or nothing would read the new value.
 
     >>> import torch
     >>> from torch import fx
@@ -86,11 +86,11 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """Replace ``y = f(x, …)`` by ``y = wrapper(f, x, …)``.
 
     ``wrapper`` runs once, with proxies, and its operations become nodes; it may call ``f`` any number of times. Its
-    result gets the node's name and replaces it in the outputs. An in-place ``f`` gets copies, and later readers of the
-    overwritten value read the result of ``wrapper``.
+    result gets the node's name and replaces the node in the outputs. If ``f`` is in-place, it gets copies, and later
+    readers of the overwritten value read the result of ``wrapper``.
 
     Raises:
-        CannotTransform: no such node, or it calls nothing.
+        CannotTransform: there is no such node, or it is not a call.
 
     >>> import torch
     >>> from torch import fx
@@ -100,13 +100,13 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """
     found = find_node(module, node, "wrap")
     if found.op in ("placeholder", "get_attr"):
-        raise CannotTransform(f"{node!r} calls nothing that could be wrapped", transform="wrap", node=node)
+        raise CannotTransform(f"{node!r} is not a call and cannot be wrapped", transform="wrap", node=node)
     rewrite(module, found, lambda call, args, kwargs: wrapper(call, *args, **kwargs))
     return 1
 
 
 class AppendingTracer(fx.proxy.GraphAppendingTracer):
-    """Appends operations on proxies to a module's graph; tensors that are not the module's become its buffers."""
+    """A tracer that appends operations on proxies to a module's graph; foreign tensors become buffers of the module."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module.graph)
@@ -120,7 +120,7 @@ class AppendingTracer(fx.proxy.GraphAppendingTracer):
         return self.graph.get_attr(known or add(self.module, "constant", a))
 
     def repeat(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Proxy:
-        """Repeat the call of ``node`` with other arguments; an in-place call gets a copy."""
+        """Repeat the call of ``node`` with other arguments, passing a copy to an in-place call."""
         if overwritten(self.module, node) is not None:
             if args:
                 args = (args[0].clone(), *args[1:])
@@ -137,8 +137,8 @@ def rewrite(
 ) -> fx.Node:
     """Run ``with_what(call, args, kwargs)`` on proxies of the node's arguments, and replace the node by the result.
 
-    ``call`` repeats the node's call with any arguments, never in place. The result has the node's name; other new nodes
-    have names below it.
+    ``call`` repeats the node's call with any arguments, never in place. The result gets the node's name; other new
+    nodes get names below it.
 
     Raises:
         CannotTransform: ``with_what`` does not return a proxy.

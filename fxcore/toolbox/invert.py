@@ -63,13 +63,13 @@ _ALIASES = {
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 _READS_OF_SHAPE = ("size", "dim", "numel", "ndimension", "nelement", "shape", "ndim", "dtype", "device")
 
-# Above its threshold softplus is x itself, and it jumps there by about exp(-threshold), so that two inputs have one
-# output. From this threshold on they are no further apart than neighbouring float32 numbers.
+# Above its threshold softplus is x itself, and jumps there by about exp(-threshold), so that two inputs have the same
+# output. From this threshold on, they are no further apart than neighbouring float32 numbers.
 _MIN_THRESHOLD = 15
 
 
 class NotInvertible(CannotTransform):
-    """A node has no inverse, or depends on the input in more than one way; ``node``."""
+    """The step ``node`` has no inverse, or depends on the input in more than one way."""
 
 
 def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tensor | None = None) -> fx.GraphModule:
@@ -77,9 +77,9 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
 
     The function must be a chain in which each step has an inverse: arithmetic with constants (numbers, parameters,
     buffers), exponentials, logarithms, trigonometric and hyperbolic functions, erf, sigmoid, leaky ReLU, softplus,
-    permutations of axes, flips, rolls, reshapes, identity, and square linear layers. For the inverse ``g`` of ``f``,
-    ``f(g(y)) == y`` wherever ``y`` is a value of ``f``, up to rounding. ``g(f(x)) == x`` where the inputs of each step
-    are in a range in which it is one-to-one:
+    permutations of axes, flips, rolls, reshapes, identity, and square linear layers. The inverse ``g`` of ``f``
+    satisfies ``f(g(y)) == y``, up to rounding, if ``y`` is a value of ``f``. ``g(f(x)) == x`` holds if the inputs of
+    each step are in a range where the step is one-to-one:
 
     ========================================  ==========================
     step                                      invertible for inputs in
@@ -100,15 +100,15 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
 
     Elsewhere ``g`` returns the input in that range with the same value (``sin``, ``cos``, ``tan``), or the function
     itself returns NaN or infinity. Where a function saturates (``tanh``, ``sigmoid``, ``erf`` of large numbers), the
-    input is lost by rounding.
+    input is lost to rounding.
 
     Args:
         function: a Python function, or a graph module.
-        example: an input; needed to undo reshapes. The inverse takes values of its shapes; the first dimension may have
-            another size if the reshapes keep it.
+        example: an input; needed to undo reshapes. The inverse then expects the shape of its output; the first
+            dimension may have another size if the reshapes keep it.
 
     Raises:
-        NotInvertible: a step has no inverse; ``node`` names it.
+        NotInvertible: the step ``node`` has no inverse.
         NotTraceable: see :func:`~fxcore.tracing.tracer.trace`.
 
     >>> import torch
@@ -139,7 +139,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
         places = sum(a is sources[0] for a in (*node.args, *node.kwargs.values())) if sources else 0
         if len(sources) != 1 or places != 1 or sum(u in dependent for u in sources[0].users) != 1:
             raise NotInvertible(
-                f"{node.name} depends on the input in {'more than one way' if sources else 'no way'}; "
+                f"{node.name} {'depends on the input more than once' if sources else 'does not depend on the input'}; "
                 "only a chain of invertible steps can be inverted",
                 transform="invert",
                 node=node.name,
@@ -152,7 +152,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
-    """Return nodes whose values depend on the values of the input, not on its shape alone."""
+    """Return the nodes whose values depend on the values of the input, not only on its shape."""
     found = {source}
     for node in graph.nodes:
         read = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
@@ -163,7 +163,7 @@ def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
 
 
 class _Shapes(Interpreter):
-    """Runs a module and records the shape of each node's value."""
+    """An interpreter that records the shape of each node's value."""
 
     def of(self, example: Tensor) -> dict[fx.Node, torch.Size]:
         self._shapes: dict[fx.Node, torch.Size] = {}
@@ -187,16 +187,16 @@ def _undo(
     tracer: Any,
     shapes: Mapping[fx.Node, torch.Size],
 ) -> Any:
-    """Return the input of ``node`` for its output ``value``."""
+    """Compute the input of ``node`` from its output ``value``."""
 
     def fixed(argument: Any) -> Any:
-        """Return an argument that does not depend on the input, in the inverse's own graph."""
+        """Return an argument that does not depend on the input, as a value in the inverse's graph."""
         if not isinstance(argument, fx.Node):
             return argument
         if argument.op != "get_attr":
             raise NotInvertible(
-                f"{argument.name} is computed; only arithmetic with numbers, parameters and buffers can be undone, and "
-                "fold_constants makes buffers of what depends on those alone",
+                f"{argument.name} is computed; only arithmetic with numbers, parameters and buffers can be undone; "
+                "fold_constants turns values that depend only on those into buffers",
                 transform="invert",
                 node=argument.name,
             )
@@ -233,14 +233,14 @@ def _undo(
 def _undo_arithmetic(
     node: fx.Node, name: str, first: bool, number: Any, fixed: Callable[[Any], Any], alpha: Any, value: Any
 ) -> Any:
-    """Return the input of arithmetic with ``number`` for its output ``value``.
+    """Compute the input of arithmetic with ``number`` from its output ``value``.
 
     Args:
         first: whether the input is the first argument.
-        alpha: factor of the second argument of a sum.
+        alpha: factor applied to the second argument of a sum.
     """
     if _loses_input(name, first, number) or (not first and alpha == 0):
-        raise NotInvertible(f"{node.name}: many inputs have one output", transform="invert", node=node.name)
+        raise NotInvertible(f"{node.name}: many inputs have the same output", transform="invert", node=node.name)
     other = fixed(number)
     if name == "pow":
         return _undo_power(node, other, first, value)
@@ -256,8 +256,8 @@ def _undo_arithmetic(
 
 
 def _loses_input(name: str, first: bool, number: Any) -> bool:
-    """Return whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` unless c is
-    positive and not 1."""
+    """Return whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` for c <= 0 or
+    c == 1."""
     if not isinstance(number, (int, float)):
         return False
     if name == "pow":
@@ -268,7 +268,9 @@ def _loses_input(name: str, first: bool, number: Any) -> bool:
 def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:
     if not isinstance(slope, (int, float)) or slope <= 0:
         raise NotInvertible(
-            f"{node.name}: many inputs have one output, since its slope is {slope}", transform="invert", node=node.name
+            f"{node.name}: many inputs have the same output, since its slope is {slope}",
+            transform="invert",
+            node=node.name,
         )
     return F.leaky_relu(value, 1 / slope)
 
@@ -277,7 +279,7 @@ def _undo_softplus(node: fx.Node, beta: Any, threshold: Any, value: Any) -> Any:
     numbers = isinstance(beta, (int, float)) and isinstance(threshold, (int, float))
     if not numbers or beta <= 0 or threshold < _MIN_THRESHOLD:
         raise NotInvertible(
-            f"{node.name}: two inputs may have one output, since its beta is {beta} and its threshold {threshold}; it "
+            f"{node.name}: two inputs may have the same output with beta {beta} and threshold {threshold}; it "
             f"has an inverse for a positive beta and a threshold of at least {_MIN_THRESHOLD}",
             transform="invert",
             node=node.name,
@@ -325,7 +327,7 @@ def _undo_move(name: str, rest: list[Any], kwargs: dict[str, Any], value: Any, n
 
 
 def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: Any, tracer: Any) -> Any:
-    # A subclass may do more, and so may a hook.
+    # Compare exact types: a subclass may do more, and so may a hook.
     kind = None if hooked(module) else type(module)
     if kind in (nn.Identity, nn.Dropout):
         return value

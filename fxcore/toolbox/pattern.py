@@ -1,7 +1,7 @@
 """Replace subgraphs that match a pattern.
 
-``torch.fx.subgraph_rewriter`` is not used: it matches modules by path only, not by class, needs literals spelled as in
-the model, and gives new nodes no public names, so that nodes that could be extracted are lost.
+``torch.fx.subgraph_rewriter`` is not used: it matches modules only by path, not by class; it needs literals spelled as
+in the model; and it does not give new nodes public names, so that extractable nodes are lost.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fxcore.tracing.tracer import record
 
 
 class BadPattern(FxError):
-    """A pattern that cannot be matched."""
+    """The pattern is invalid."""
 
 
 class AnyOf:
-    """One operation of a pattern that may be any of several; made by :func:`op`."""
+    """An operation of a pattern that matches any of several operations; returned by :func:`op`."""
 
     def __init__(self, alternatives: tuple[Any, ...], name: str | None) -> None:
         self.alternatives = alternatives
@@ -47,13 +47,13 @@ class AnyOf:
 
 
 def op(*alternatives: Callable[..., Any] | type[nn.Module] | str, name: str | None = None) -> AnyOf:
-    """One operation in a pattern: any of some functions, classes of modules, or tensor methods by name.
+    """Return an operation for a pattern that matches any of some functions, module classes, or tensor methods by name.
 
-    Literal arguments that the pattern does not spell may be anything.
+    Literal arguments that the pattern does not specify may have any value.
 
     Args:
-        alternatives: if empty, any function or method matches.
-        name: keyword by which the replacement gets the matched operation, to call it again.
+        alternatives: the operations to match; if empty, any function or method matches.
+        name: keyword argument by which the replacement gets the matched operation, to call it again.
 
     >>> import torch
     >>> model = fx.symbolic_trace(lambda x: torch.relu(x) + x.relu() + torch.tanh(x)).eval()
@@ -67,7 +67,7 @@ def op(*alternatives: Callable[..., Any] | type[nn.Module] | str, name: str | No
 @dataclass
 class _Match:
     bound: dict[fx.Node, Any] = field(default_factory=dict)
-    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of the pattern → of the graph
+    nodes: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pattern node → graph node
 
 
 @transform
@@ -75,13 +75,13 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     """Replace each subgraph that matches ``pattern`` by the operations of ``replacement``.
 
     Both are functions of the same arguments, which are wildcards: they match any value or literal. Operations of the
-    pattern are written as in the model, or as ``op(nn.Conv2d, name="conv")(x)``. The replacement gets the named ones as
-    keyword arguments: functions that repeat the matched call with other arguments. A match whose inner values have
-    other readers, the output included, is not replaced. The result has the last matched node's name.
+    pattern are written as in the model, or as ``op(nn.Conv2d, name="conv")(x)``. Named operations are passed to the
+    replacement as keyword arguments: functions that repeat the matched call with other arguments. A match is not
+    replaced if its inner values have other readers, including the output. The result gets the last matched node's name.
     ``applied(module)[-1].changes`` is the number of replacements.
 
     Raises:
-        BadPattern: the pattern does not return the result of one operation, or holds a tensor.
+        BadPattern: the pattern does not return the result of an operation, or contains a tensor.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -102,7 +102,7 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
         raise BadPattern("a pattern cannot hold a tensor; write an argument in its place, which stands for any value")
     count = 0
     for anchor in list(module.graph.nodes):
-        # It may have been erased with an earlier match.
+        # An earlier match may have erased it.
         if anchor._erased or anchor.op == "output":
             continue
         match = _Match()
@@ -114,8 +114,10 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
 
 
 def _matches(module: fx.GraphModule, wanted: Any, found: Any, match: _Match) -> bool:
-    """Return whether the value ``found`` of the graph matches ``wanted`` of the pattern: nodes, containers or literals.
-    Nodes that match are added to ``match``."""
+    """Return whether ``found`` in the graph matches ``wanted`` in the pattern, and add matching nodes to ``match``.
+
+    Both are nodes, containers or literals.
+    """
     if not isinstance(wanted, fx.Node):
         if isinstance(wanted, (list, tuple)):
             same = isinstance(found, (list, tuple)) and len(wanted) == len(found)
@@ -159,7 +161,7 @@ def _has_node(value: Any) -> bool:
 
 
 def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Return whether nothing outside of the match reads its inner values, or what it overwrites."""
+    """Return whether no node outside the match reads its inner values or values that it overwrites."""
     inside = set(match.nodes.values())
     for node in inside - {anchor}:
         written = overwritten(module, node)

@@ -23,11 +23,11 @@ from fxcore.tracing.writes import mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
-    """``x`` itself."""
+    """Return ``x``."""
     return x
 
 
-#: activation functions that passes take by name
+#: activation functions that passes accept by name
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": F.elu,
     "gelu": F.gelu,
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "tanh": torch.tanh,
 }
-#: modules that apply them, by the same names
+#: modules that apply these functions, by the same names
 MODULES: dict[str, type[nn.Module]] = {
     "elu": nn.ELU,
     "gelu": nn.GELU,
@@ -64,10 +64,10 @@ MODULES: dict[str, type[nn.Module]] = {
 
 
 def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` itself, or the activation function of that name.
+    """Return ``function``, or the activation function of that name.
 
     Raises:
-        BadParameter: there is no activation function of that name, or ``function`` is something else.
+        BadParameter: there is no activation function of that name, or ``function`` is neither a function nor a name.
     """
     if callable(function):
         return function
@@ -93,7 +93,7 @@ def check_operation(given: Any, transform: str, parameter: str) -> None:
         transform, parameter: names of the pass and of its parameter, for the error.
 
     Raises:
-        BadParameter: it cannot.
+        BadParameter: a graph cannot call ``given``.
     """
     wrong = None
     if isinstance(given, str):
@@ -117,10 +117,10 @@ def replace_op(
 
     Args:
         old: a function, the name of a tensor method, or several of them.
-        new: a function that takes what ``old`` takes.
+        new: a function with the same arguments as ``old``.
 
     Raises:
-        BadParameter: ``old`` is not what a graph calls so, such as a module's class or a name that is no tensor method.
+        BadParameter: ``old`` is neither a function nor a tensor method; for example, it is a module's class.
 
     >>> import torch
     >>> from torch import fx
@@ -136,7 +136,7 @@ def replace_op(
         raise BadParameter("replace_op: no operation is given to replace", transform="replace_op", parameter="old")
     if not callable(new):
         raise BadParameter(
-            f"replace_op calls a function in their place, and {new!r} is none", transform="replace_op", parameter="new"
+            f"replace_op: the replacement must be a function, not {new!r}", transform="replace_op", parameter="new"
         )
     count = 0
     for node in module.graph.nodes:
@@ -154,15 +154,15 @@ def replace_op(
 def replace_module(
     module: fx.GraphModule, old: type[nn.Module] | str, new: str | Callable[[nn.Module], nn.Module]
 ) -> int:
-    """Call another module wherever the graph calls one of a class or path.
+    """Replace the modules of a class or path that the graph calls.
 
     Args:
-        old: a class, subclasses included, or a path, which may be a shell pattern such as ``layer4.*.relu``.
-        new: the name of an activation function; or a function old module → new module, called once for each module. It
-            must not change the old module; the new one may share its parameters.
+        old: a class, including subclasses, or a path, which may be a shell pattern such as ``layer4.*.relu``.
+        new: the name of an activation function; or a function that returns the new module for an old one, called once
+            for each module. It must not change the old module; the new one may share its parameters.
 
     Raises:
-        CannotTransform: the graph calls no module of that path.
+        CannotTransform: the graph does not call a module with that path.
         BadParameter: ``old`` is neither a path nor a module's class.
 
     >>> from torch import fx, nn
@@ -207,10 +207,10 @@ def _named_module(name: str) -> Callable[[nn.Module], nn.Module]:
 
 @transform
 def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
-    """Replace one activation function by another, where it is a function, a method or a module.
+    """Replace one activation function by another, whether it is a function, a method or a module.
 
     Args:
-        old, new: names in :data:`ACTIVATIONS`. The new one has torch's default parameters, such as its slope.
+        old, new: names in :data:`ACTIVATIONS`. The new one has torch's default parameters, such as the slope.
 
     Raises:
         BadParameter: there is no activation function of that name.
@@ -236,7 +236,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
 
 
 def redirect_readers(module: fx.GraphModule, node: fx.Node) -> None:
-    """Make later readers of what ``node`` overwrites read ``node``, so that it can be replaced."""
+    """Make later readers of the value that ``node`` overwrites read ``node``, so that it can be replaced."""
     base = overwritten(module, node)
     if base is not None:
         base.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
@@ -249,8 +249,7 @@ def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    """Return whether ``node`` applies the activation function ``name`` to a tensor, as a function, a method or a
-    module."""
+    """Return whether ``node`` applies the activation function ``name``, as a function, a method or a module."""
     named_function(name)
     if not isinstance(source_of(node), fx.Node):
         return False

@@ -16,9 +16,9 @@ class Halves(NamedTuple):
     """The two halves of a module: ``back(*front(*inputs))`` equals ``module(*inputs)``.
 
     Attributes:
-        front: inputs → a tuple of the values that cross the cut.
-        back: those values → the output of the module.
-        crossing: public names of the nodes whose values cross, in order.
+        front: takes the inputs and returns a tuple of the values that cross the cut.
+        back: takes those values and returns the output of the module.
+        crossing: public names of the nodes whose values cross the cut, in order.
 
     >>> import torch
     >>> halves = split_at(fx.symbolic_trace(lambda x: torch.exp(x) + x).eval(), "exp")
@@ -37,16 +37,16 @@ class Halves(NamedTuple):
 
 
 def split_at(module: fx.GraphModule, node: str) -> Halves:
-    """Split ``module`` in two right after ``node``, in order of execution.
+    """Split ``module`` in two right after ``node``, in execution order.
 
     The nodes up to ``node`` run in the front, the others in the back; values that the back needs, tensors or sizes,
-    cross. Both share the module's parameters.
+    cross the cut. Both halves share the module's parameters.
 
     ``torch.fx.passes.split_module`` is not used: it needs a partition of every node, passes parameters across as
     arguments, renames modules, and loses node names.
 
     Raises:
-        CannotTransform: no such node, or the module is in train mode.
+        CannotTransform: there is no such node, or the module is in train mode.
 
     >>> import torch
     >>> from torch import fx, nn
@@ -67,7 +67,7 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
         raise CannotTransform(
             f"{node!r} is a parameter; cut after a node that computes something", transform="split_at", node=node
         )
-    # Inputs may be used on both sides, and all of them belong to the front.
+    # Inputs may be used on both sides, but all of them belong to the front.
     last = max(order[n] for n in (cut, *inputs))
     behind = [n for n in module.graph.nodes if order[n] > last]
     crossing = [

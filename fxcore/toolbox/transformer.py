@@ -14,11 +14,11 @@ from fxcore.tracing.names import PATH, public_name
 
 
 class Transformer(fx.Transformer):
-    """A torch.fx.Transformer whose result keeps names: the node that a method returns gets the fx name and ``meta`` of
-    the node that it was called for, torchvision's name included.
+    """A torch.fx.Transformer whose result keeps names.
 
-    Other nodes that the method adds get names below it. ``module`` does not change, and the result shares its
-    parameters and is in its mode.
+    The node that a method returns gets the fx name and ``meta``, including torchvision's name, of the node that the
+    method was called for. Other nodes that the method adds get names below it. ``module`` is not changed; the result
+    shares its parameters and is in the same mode.
 
     Args:
         module: a graph module.
@@ -41,7 +41,7 @@ class Transformer(fx.Transformer):
 
     def __init__(self, module: fx.GraphModule) -> None:
         require_graph(module)
-        # A copy: torch.fx adds tensors that it encounters to the module as attributes.
+        # Copy it, since torch.fx adds tensors that it encounters to the module as attributes.
         super().__init__(fork(module))
         self._made: dict[fx.Node, fx.Node] = {}
         self._below: dict[fx.Node, fx.Node] = {}
@@ -57,7 +57,7 @@ class Transformer(fx.Transformer):
         return value
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # By the path that the graph has: a module that is used under two names keeps both.
+        # Use the path in the graph, so that a module that is used under two names keeps both.
         return self.tracer.create_proxy("call_module", target, args, kwargs)
 
     def transform(self) -> fx.GraphModule:
@@ -69,7 +69,7 @@ class Transformer(fx.Transformer):
         super().transform()
         self._name()
         source: Any = self.module
-        # A copy of the graph gives new nodes names beside these; the graph itself knows only those before.
+        # Copy the graph, so that names of nodes added later do not clash with these; the original does not know them.
         made = fx.GraphModule(source, copy.deepcopy(self.new_graph), class_name=type(source).__name__)
         made.meta.update(source.meta)
         made.training = source.training
@@ -94,7 +94,7 @@ class Transformer(fx.Transformer):
 
 
 def _free_name(name: str, taken: set[str]) -> str:
-    """``name``, or else the first of ``name_1``, ``name_2``, … that is not taken."""
+    """Return ``name``, or if it is taken, the first of ``name_1``, ``name_2``, … that is not."""
     base, _, number = name.rpartition("_")
     if not (base and number.isdigit()):
         base = name
@@ -103,7 +103,7 @@ def _free_name(name: str, taken: set[str]) -> str:
 
 
 def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:
-    """Return nodes after ``node``; all nodes if it is None."""
+    """Return the nodes after ``node``, or all nodes if it is None."""
     found = []
     for one in reversed(graph.nodes):
         if one is node:

@@ -1,4 +1,4 @@
-"""The ``fxserve`` command. Heavy modules are imported only by the commands that need them, so that help is fast."""
+"""The ``fxserve`` command. Commands import heavy modules themselves, so that help is fast."""
 
 from service.cli.fxserve import app, main
 

@@ -1,4 +1,4 @@
-"""``fxserve check``: the machine's resources, what the service will use of them, and why."""
+"""``fxserve check``: the machine's resources, the part that the service will use, and the reasons."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: what it is about.
-        used: what the service will use.
+        subject: subject of the finding.
+        used: the resource or value that the service will use.
         why: the reason, or details.
-        verdict: ``problem`` if the service cannot do what its settings ask for, ``note`` if it will be slower or
-            able to do less than it could.
+        verdict: ``problem`` if the service cannot satisfy its settings, ``note`` if it will be slower or less capable
+            than it could be.
     """
 
     subject: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def findings(settings: Settings) -> list[Finding]:
-    """Collect all findings, those that decide the service's speed first."""
+    """Collect all findings, beginning with those that determine the service's speed."""
     try:
         device = pick_device(settings.device)
     except (ValueError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def _bfloat16(device: torch.device) -> Iterator[Finding]:
     if slow is not None:
         yield Finding("bfloat16", "slow", slow)
     elif BACKENDS["openvino"].unavailable(device, "bfloat16") is None:
-        yield Finding("bfloat16", "fast", "precision=bfloat16 is the first thing to try for speed, for ViTs above all")
+        yield Finding("bfloat16", "fast", "for speed, try precision=bfloat16 first, especially for ViTs")
 
 
 def _decoders() -> Iterator[Finding]:
@@ -170,7 +170,8 @@ def _folders(settings: Settings) -> Iterator[Finding]:
 
 
 def _folder(subject: str, folder: Path, otherwise: str, origin: str) -> Finding:
-    """Check whether ``folder``, or its nearest existing parent, is writable; if not, ``otherwise`` happens."""
+    """Check that ``folder``, or its nearest existing parent, is writable; ``otherwise`` describes the consequence if
+    not."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free / GiB
     if os.access(existing, os.W_OK):

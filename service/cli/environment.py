@@ -1,4 +1,4 @@
-"""Settings of a command, from its options and the environment."""
+"""The settings of a command, from its options and the environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def settings_of(options: dict[str, Any]) -> Settings:
 
 
 def device_of(settings: Settings) -> str:
-    """Name of the device that will be used.
+    """Return the name of the device that will be used.
 
     Raises:
         typer.BadParameter: the device does not exist.

@@ -1,4 +1,4 @@
-"""Tables for the terminal, printed without wrapping to a pipe."""
+"""Tables for the terminal; in a pipe they are not wrapped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = "-"
 
 
 def show(table: Table) -> None:
-    """Print a table; if stdout is not a terminal, without wrapping lines, for grep and awk."""
+    """Print a table. If stdout is not a terminal, lines are not wrapped, for grep and awk."""
     console = Console(markup=False, highlight=False, emoji=False)
     if console.is_terminal:
         console.print(table)
@@ -58,7 +58,7 @@ def levels(graph: ModelGraph) -> Table:
 
 
 def nodes(graph: ModelGraph) -> Table:
-    """List every named node in order of execution; those that cannot be extracted are dim, without a shape."""
+    """List every named node in order of execution. Those that cannot be extracted are dim and have no shape."""
     table = _table("node", "shape", "layout", "target")
     for node in graph.nodes:
         if node.name not in graph.by_name:

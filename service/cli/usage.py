@@ -12,7 +12,10 @@ from service.problems import Problem
 
 
 class Commands(TyperGroup):
-    """Reports a user's error in one line on stderr, with exit code 2 for wrong usage and 1 otherwise."""
+    """Command group that reports user errors in one line on stderr.
+
+    The exit code is 2 for wrong usage and 1 otherwise.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> None:
         kwargs["standalone_mode"] = False
@@ -31,7 +34,7 @@ class Commands(TyperGroup):
 
 
 def _message_of(error: Exception) -> tuple[str, int] | None:
-    """Message and exit code for an error; None if it is not the user's."""
+    """Return message and exit code for a user error; None for other errors."""
     # A module that has not been imported cannot have raised its errors.
     fx_errors, pydantic = sys.modules.get("fxcore.errors"), sys.modules.get("pydantic")
     if isinstance(error, Problem) or (fx_errors is not None and isinstance(error, fx_errors.FxError)):

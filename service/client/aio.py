@@ -52,7 +52,7 @@ class AsyncClient(BaseClient):
         """List a model's node names: ``eval_nodes``, ``train_nodes``, and ``levels``, which are aliases of some.
 
         Args:
-            weights: as in :meth:`extractor`; they decide the model's structure, and are not loaded.
+            weights: as in :meth:`extractor`; they determine the model's structure and are not loaded.
             transforms: also list the nodes that this transform adds.
         """
         return await self._run(flows.nodes(model, weights, transforms, self.retry_policy))
@@ -72,7 +72,7 @@ class AsyncClient(BaseClient):
         inputs: Sequence[str] | None = None,
         wait: float = flows.DEFAULT_WAIT,
     ) -> AsyncExtractor:
-        """Create an extractor of ``nodes``. Arguments and errors: see :meth:`service.client.Client.extractor`."""
+        """Create an extractor of ``nodes``. For arguments and errors see :meth:`service.client.Client.extractor`."""
         spec = flows.extractor_spec(
             model,
             nodes,
@@ -187,7 +187,7 @@ class AsyncExtractor(BaseExtractor):
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
 
-        Arguments and errors are those of :meth:`service.client.Extractor.__call__`.
+        For arguments and errors see :meth:`service.client.Extractor.__call__`.
         """
         one_by_one = not self.one_size or preprocess == "none"
         chosen = None if tokens is None else list(tokens)
@@ -217,7 +217,7 @@ class AsyncExtractor(BaseExtractor):
         preprocess: Preprocess = "default",
         as_torch: bool = False,
     ) -> dict[str, Any]:
-        """Attributions. Arguments and errors are those of :meth:`service.client.Extractor.attributions`."""
+        """Compute attributions. For arguments and errors see :meth:`service.client.Extractor.attributions`."""
         parts = await asyncio.to_thread(
             split_call, images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none"
         )

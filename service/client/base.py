@@ -1,4 +1,4 @@
-"""Base classes, options and limits that the synchronous and the asyncio client share."""
+"""Base classes, options and limits shared by the synchronous and the asyncio client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.choices import Dtype
 from service.client.flows import ExtractorRef, RetryPolicy
 
 # Large enough to fill a batch, small enough that one request is decoded while another is computed. A request that the
-# server finds too large is split further.
+# server rejects as too large is split further.
 MAX_ROWS = 16
 MAX_BODY_BYTES = 16 * 1024**2
 MAX_RESPONSE_BYTES = 64 * 1024**2
@@ -24,10 +24,10 @@ class BaseClient(ABC):
 
     Args:
         url: base URL of the server: ``http://host:port``, with a path if it is mounted under one.
-        timeout: seconds a request may take, retries included. It is sent along, so that the server drops late work.
-        retries: how often to retry a request answered 429 or 503 with ``Retry-After``.
+        timeout: maximum seconds of a request, including retries. It is sent along, so that the server drops late work.
+        retries: number of retries of a request answered with 429 or 503 and ``Retry-After``.
         concurrency: maximum requests of one call in flight.
-        headers: sent with every request, for example ``{"Authorization": "Bearer …"}``.
+        headers: headers of every request, for example ``{"Authorization": "Bearer …"}``.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class BaseExtractor:
 
     Attributes:
         description: the response of ``GET /v1/extractors/{id}``.
-        ref: its id and fingerprint, and the spec to recreate it from.
+        ref: its id and fingerprint, and the spec to recreate it.
     """
 
     def __init__(self, description: Mapping[str, Any], spec: Mapping[str, Any] | None) -> None:
@@ -81,16 +81,16 @@ class BaseExtractor:
 
     @property
     def one_size(self) -> bool:
-        """Whether images of any size give outputs of one shape.
+        """Whether outputs have the same shape for images of any size.
 
-        Otherwise images are sent one by one: a detector pads the images of a request to a common size, so the values
-        of each would depend on its neighbours.
+        If not, images are sent one by one: a detector pads the images of a request to a common size, so their values
+        would depend on each other.
         """
         shapes = [output["shape"] for output in self.outputs]  # unknown before the server has built it
         return bool(shapes) and not any(shape is None or None in shape[1:] for shape in shapes)
 
     def rows(self, pool: str, project: int | None, tokens: Sequence[int] | None = None) -> int:
-        """Number of images to send per request."""
+        """Return the number of images to send per request."""
         bytes_per_image = 0.0
         for output in self.outputs:
             shape = output["shape"] or []
@@ -110,7 +110,7 @@ def feature_query(
     tokens: Sequence[int] | None,
     **numbers: int | None,
 ) -> dict[str, str]:
-    """Query parameters of a feature request, without those at their defaults."""
+    """Return the query parameters of a feature request, without defaults."""
     listed = None if tokens is None else ",".join(str(token) for token in tokens)
     given = {"pool": pool, "dtype": dtype, "normalize": normalize, "preprocess": preprocess, "tokens": listed}
     query = {
@@ -122,6 +122,6 @@ def feature_query(
 def attribution_query(
     of: str, at: str | None, target: int | str, method: str, steps: int, preprocess: str
 ) -> dict[str, str]:
-    """Query parameters of a request for attributions."""
+    """Return the query parameters of an attribution request."""
     given = {"of": of, "at": at, "target": target, "method": method, "steps": steps, "preprocess": preprocess}
     return {name: str(value) for name, value in given.items() if value is not None}

@@ -53,7 +53,7 @@ class Client(BaseClient):
         """List a model's node names: ``eval_nodes``, ``train_nodes``, and ``levels``, which are aliases of some.
 
         Args:
-            weights: as in :meth:`extractor`; they decide the model's structure, and are not loaded.
+            weights: as in :meth:`extractor`; they determine the model's structure and are not loaded.
             transforms: also list the nodes that this transform adds.
         """
         return self._run(flows.nodes(model, weights, transforms, self.retry_policy))
@@ -80,14 +80,14 @@ class Client(BaseClient):
                 the server's weights folder.
             name: an alias for its id, for :meth:`find`.
             precision: the arithmetic the model runs in.
-            backend: what runs the model; ``auto`` begins with eager and switches to the fastest backend that
-                agrees with it.
-            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; a step
-                with ``"optional": True`` may find nothing to change.
-            image_size: size of the input in pixels, a side or ``[height, width]``; the weights' own if None.
-            fit: how an image comes to that size: ``crop`` as the weights do, ``stretch``, ``pad`` (the output
-                ``valid_box`` has its place), or ``native``, where ``image_size`` is the shorter side and nothing is
-                cropped.
+            backend: the backend that runs the model; ``auto`` begins with eager and switches to the fastest backend
+                that agrees with it.
+            transforms: graph passes, in order: names, or ``{"name": …, "params": {…}}``; a step with ``"optional":
+                True`` is allowed to find nothing to change.
+            image_size: size of the input in pixels, a side or ``[height, width]``; None for the weights' own.
+            fit: how an image is brought to that size: ``crop`` like the weights' own transform, ``stretch``, ``pad``
+                (the output ``valid_box`` is the image's position), or ``native``, where ``image_size`` is the shorter
+                side and nothing is cropped.
             inputs: nodes to begin at instead of the model's inputs; call it with a mapping from these names to arrays.
             wait: seconds to wait for the build.
 
@@ -182,7 +182,7 @@ class Client(BaseClient):
 class Extractor(BaseExtractor):
     """An extractor on the server, called with images.
 
-    One from :meth:`Client.extractor` is recreated when the server does not know it any more, for example after a
+    If it comes from :meth:`Client.extractor`, it is recreated when the server no longer knows it, for example after a
     restart.
     """
 
@@ -210,8 +210,8 @@ class Extractor(BaseExtractor):
     ) -> dict[str, Any]:
         """Compute the features of one or more images, by key. The first dimension is the images, in the order given.
 
-        Where images of different sizes give maps of different sizes (detection, segmentation), an output is a list with
-        one map per image.
+        If maps have different sizes because images do (detection, segmentation), an output is a list with one map per
+        image.
 
         Args:
             images: one image or a sequence of them, or a mapping from the model's input names to batches. An image is
@@ -220,31 +220,33 @@ class Extractor(BaseExtractor):
                 a leading batch dimension.
             pool: how to pool each map to one vector per image: ``avg``, ``max``, ``gem`` or ``cls``, or several joined
                 by ``+``; ``roi`` pools ``boxes``, ``points`` samples ``points`` and ``mask`` averages over ``masks``.
-            dtype: of floating-point outputs; 16 bits halve the transfer. NumPy arrays get bfloat16 widened to float32.
+            dtype: dtype of floating-point outputs; 16 bits halve the transfer. In NumPy arrays, bfloat16 is widened to
+                float32.
             normalize: ``l2`` scales to unit length over the channels.
-            preprocess: ``default`` is the weights' own transform of the decoded tensor, unless the server is
-                configured otherwise (``client.model(name)["default_preprocess"]``); ``pil`` is that of the PIL image;
-                ``fast`` decodes large JPEG files at half or quarter size; ``none`` only scales pixels to [0, 1].
+            preprocess: ``default`` is the weights' own transform applied to the decoded tensor, unless the server is
+                configured otherwise (``client.model(name)["default_preprocess"]``); ``pil`` applies it to the PIL
+                image; ``fast`` decodes large JPEG files at half or quarter size; ``none`` only scales pixels to [0, 1].
             boxes: with ``pool="roi"``: for each image, or for the single image, a list or array of
                 ``[x1, y1, x2, y2]`` in its pixels. The first dimension is then the boxes, and ``box_image`` is the
                 index of each box's image. Images must be files, bytes or PIL images.
             points: with ``pool="points"``, likewise: lists or arrays of ``[x, y]``, and ``point_image``.
             masks: with ``pool="mask"``, likewise: lists of masks of the image's size, and ``mask_image``. A mask is an
-                array or tensor ``[height, width]``, a PIL image, a PNG file (path or bytes), all zero outside of it, or
-                COCO's run lengths as pycocotools has them.
-            edits: of inner values, in order: mappings with ``node`` and any of ``scale``, ``shift``, ``channels``,
-                ``tokens``, ``box`` and ``images``, indices of ``images``, as ``{"node": "layer2", "channels": [5],
-                "scale": 0}``. Images must be files, bytes or PIL images.
+                array or tensor ``[height, width]``, a PIL image or a PNG file (path or bytes), each zero outside the
+                mask, or COCO run lengths from pycocotools.
+            edits: edits of inner values, in order: mappings with ``node`` and any of ``scale``, ``shift``,
+                ``channels``, ``tokens``, ``box`` and ``images`` (indices), such as ``{"node": "layer2", "channels":
+                [5], "scale": 0}``. Images must be files, bytes or PIL images.
             roi_size: side of each pooled box, 7 by default; 1 gives a vector.
-            project: project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's
-                ``SparseRandomProjection(n_components=project, random_state=seed)`` for its length.
-            seed: with ``project``, 0 by default.
-            tokens: indices of the tokens to return, of attention weights the queries: ``[0]`` of ``[N, heads, L, L]``
-                is what the class token attends to, ``[N, heads, 1, L]``.
+            project: project each row, flattened after pooling, to this many values, with the matrix of scikit-learn's
+                ``SparseRandomProjection(n_components=project, random_state=seed)``.
+            seed: seed of the projection, 0 by default.
+            tokens: indices of the tokens to return, or of the queries for attention weights: ``[0]`` selects the class
+                token's row of ``[N, heads, L, L]`` and returns ``[N, heads, 1, L]``.
             as_torch: return torch tensors instead of NumPy arrays.
 
         Raises:
-            Problem: the server rejected a request, which fails the call. For a bad image, ``error.index`` is its index.
+            Problem: the server rejected a request, so the whole call fails. For a bad image, ``error.index`` is its
+                index.
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
@@ -267,17 +269,18 @@ class Extractor(BaseExtractor):
         preprocess: Preprocess = "default",
         as_torch: bool = False,
     ) -> dict[str, Any]:
-        """Compute which values of a node the result of another came from: ``attribution``, and ``targets``.
+        """Attribute the result of a node to the values of another. Returns ``attribution`` and ``targets``.
 
-        The extractor's outputs play no part: it stands for its model, weights and size.
+        The extractor's outputs are ignored: only its model, weights and size matter.
 
         Args:
             images: as in a call.
-            of: a node with one vector an image, such as ``fc``.
-            at: the node whose values it is attributed to; the model's input if None, which ``gradcam`` cannot take.
-            target: index of the result, or ``max`` for the largest of each image.
+            of: a node with one vector per image, such as ``fc``.
+            at: the node whose values the result is attributed to; None for the model's input, which ``gradcam`` does
+                not support.
+            target: index of the result value, or ``max`` for the largest one of each image.
             method: ``gradcam`` gives ``[n, H, W]``; ``gradient`` and ``integrated_gradients`` the shape of the values.
-            steps: passes of ``integrated_gradients``.
+            steps: number of steps of ``integrated_gradients``.
             preprocess: as in a call.
             as_torch: return torch tensors instead of NumPy arrays.
 

@@ -1,4 +1,4 @@
-"""Exceptions of the client: one tree, with a class for each problem type of the server.
+"""Exceptions of the client: one tree, with a class per problem type of the server.
 
 ``except Busy`` catches everything that may succeed later, ``except UnknownNode`` one specific mistake.
 """
@@ -44,7 +44,7 @@ _KINDS: dict[str, type[Problem]] = {**Problem.kinds, DeadlineExceeded.slug: Dead
 
 
 def problem_of(status: int, document: Mapping[str, Any], request_id: str | None = None) -> Problem:
-    """Build the exception for an error response, by its type, or by its status if the type is unknown."""
+    """Build the exception for an error response, from its type, or from its status if the type is unknown."""
     group = _GROUPS.get(status, ServerError if status >= 500 else Invalid)
     kind = _KINDS.get(str(document.get("type", "")).rpartition("/")[2], group)
     return kind.received(status, document, request_id)

@@ -1,4 +1,4 @@
-"""The logic that both clients share, without I/O: generators that yield one step after another.
+"""The logic shared by both clients, without I/O: generators that yield one step after another.
 
 A flow yields a :class:`Send`, a :class:`Sleep` or a :class:`Call`, receives the step's result or exception, and returns
 its own result. The clients differ only in how they perform the steps.
@@ -39,25 +39,25 @@ Result = TypeVar("Result")
 Buffer = NDArray[np.uint8]
 
 DEFAULT_WAIT = 300.0
-"""Seconds to wait for an extractor, whose weights may have to be downloaded first."""
+"""Seconds to wait for an extractor; its weights may have to be downloaded first."""
 
 _TIMEOUT_MARGIN = 2.0
-"""Seconds past the deadline that the server gets to answer 504 itself."""
+"""Seconds after the deadline in which the server can still answer 504 itself."""
 
 _MAX_POLL_SECONDS = 30.0
 
 _MAX_REBUILDS = 16
-"""How often one request may recreate its extractor. Server processes that share a port but no store each know only the
-extractors created through themselves, and the retry may reach another process than the creation did."""
+"""Maximum number of times that one request recreates its extractor. Server processes that share a port but no store
+know only the extractors created through themselves, and a retry may reach a different process than the creation."""
 
 
 OUTPUTS = {kind.field: kind.output for kind in KINDS.values()}
-"""The output with the image index of each region, by the field that has these."""
+"""The output with the image index of each region, by the regions' field."""
 
 
 @dataclass(frozen=True)
 class Send:
-    """Send a request; results in a :class:`Response`."""
+    """Send a request; the result is a :class:`Response`."""
 
     method: str
     path: str
@@ -76,7 +76,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Call:
-    """Call a slow function; results in what it returns."""
+    """Call a slow function; the result is its return value."""
 
     function: Callable[[], Any]
 
@@ -95,7 +95,7 @@ Flow = Generator[Step, Any, Result]
 
 
 class Receiver:
-    """Collects a response body into one buffer, which the arrays decoded from it are views of."""
+    """Collects a response body into one buffer. Arrays decoded from it are views."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -122,8 +122,8 @@ class RetryPolicy:
     """Time limit and number of retries of a request.
 
     Attributes:
-        timeout: seconds for a request with its retries; the time left is sent with each attempt.
-        retries: how often to retry after 429 or 503 with ``Retry-After``.
+        timeout: seconds for a request including retries; the time left is sent with each attempt.
+        retries: number of retries after 429 or 503 with ``Retry-After``.
     """
 
     timeout: float
@@ -167,7 +167,7 @@ def fetch(path: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] |
 def models(
     task: str | None, q: str | None, source: str | None, retry_policy: RetryPolicy
 ) -> Flow[list[dict[str, Any]]]:
-    """List the models served, for one ``task``, with ``q`` in the name, or of one ``source``."""
+    """List the models served, optionally only those for ``task``, with ``q`` in their name, or from ``source``."""
     query = {key: value for key, value in (("task", task), ("q", q), ("source", source)) if value is not None}
     found: list[dict[str, Any]] = (yield from fetch("/v1/models", retry_policy, query))["models"]
     return found
@@ -180,7 +180,7 @@ def model(name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
 
 
 def nodes(name: str, weights: str, transforms: str | None, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
-    """List the nodes of a model with ``weights``, and those that ``transforms`` adds."""
+    """List the nodes of a model with ``weights``, including those that ``transforms`` adds."""
     query = {"weights": weights, **({"transforms": transforms} if transforms is not None else {})}
     found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), retry_policy, query)
     return found
@@ -192,12 +192,12 @@ def delete(path: str, retry_policy: RetryPolicy) -> Flow[None]:
 
 
 def model_path(model: str, *rest: str) -> str:
-    """URL path of a model or a resource below it; the name is percent-encoded."""
+    """Return the URL path of a model or of a resource below it. The name is percent-encoded."""
     return "/".join(["/v1/models", quote(model, safe=""), *rest])
 
 
 def extractor_path(id_or_name: str, *rest: str) -> str:
-    """URL path of an extractor or a resource below it; the name is percent-encoded."""
+    """Return the URL path of an extractor or of a resource below it. The name is percent-encoded."""
     return "/".join(["/v1/extractors", quote(id_or_name, safe=""), *rest])
 
 
@@ -229,7 +229,7 @@ class ExtractorRef:
     Attributes:
         id: its id.
         fingerprint: hash of its model's graph.
-        spec: what to recreate it from; None if only the id is known.
+        spec: the spec to recreate it; None if only the id is known.
     """
 
     id: str
@@ -245,10 +245,11 @@ def extract(
     retry_policy: RetryPolicy,
     resource: str = "features",
 ) -> Flow[None]:
-    """Put the features (or another ``resource``) of ``part`` into ``assembly``, splitting the request if the server
-    finds it too large.
+    """Request the features (or another ``resource``) of ``part`` and put them into ``assembly``.
 
-    An extractor that the server does not know is recreated, within ``retry_policy.timeout`` seconds.
+    The request is split if the server rejects it as too large.
+
+    An extractor unknown to the server is recreated, within ``retry_policy.timeout`` seconds.
 
     Raises:
         Problem: the server rejected the request.
@@ -282,14 +283,13 @@ def call(
     retry_policy: RetryPolicy,
     resource: str = "features",
 ) -> tuple[list[Flow[None]], tensors.Assembly]:
-    """Return the flows of a call, one for each of its ``parts``, and the assembly that they fill; see
-    :func:`extract`."""
+    """Return the flows of a call, one per part, and the assembly that they fill; see :func:`extract`."""
     assembly = tensors.Assembly(parts[-1].row_end)
     return [extract(ref, part, query, assembly, retry_policy, resource) for part in parts], assembly
 
 
 def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
-    """Send a request through an extractor, recreating the extractor whenever the server does not know it."""
+    """Send a request to an extractor, recreating the extractor whenever the server does not know it."""
     rebuilds = 0
     while True:
         try:
@@ -301,12 +301,13 @@ def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -
         created = yield from create_extractor(ref.spec, retry_policy.timeout, retry_policy)
         if (created["id"], created["fingerprint"]) != (ref.id, ref.fingerprint):
             raise ExtractorChanged(
-                f"the server lost extractor {ref.id}, and its spec now builds one with other weights or another graph"
+                f"the server lost extractor {ref.id}, and its spec now builds one with different weights or a "
+                "different graph"
             )
 
 
 def _rows_that_fit(rows: int, problem: TooLarge) -> int:
-    """Number of images to try after ``rows`` were too many; at most half of them."""
+    """Return the number of images to try next, after ``rows`` were too many; at most half of them."""
     size, limit = problem.extra.get("bytes"), problem.extra.get("limit")
     fitting = rows * limit // size if isinstance(size, int) and isinstance(limit, int) and size > 0 else rows
     return max(1, min(fitting, rows // 2))
@@ -333,8 +334,10 @@ def _problem(response: Response) -> Problem:
 
 
 def _retry_after(response: Response) -> float | None:
-    """Return seconds to wait before retrying, with jitter so that clients do not all return at once; None to not
-    retry."""
+    """Return the seconds to wait before a retry, or None for no retry.
+
+    The delay has jitter, so that clients do not all return at once.
+    """
     value = response.headers.get("retry-after", "").strip()
     if response.status not in (429, 503) or not value:
         return None
@@ -350,8 +353,10 @@ def _retry_after(response: Response) -> float | None:
 def extractor_spec(
     model: str, nodes: Sequence[str] | Mapping[str, str], *, inputs: Sequence[str] | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Request body that creates an extractor; options that are None, and a ``fit`` that is the default,
-    are left out."""
+    """Return the request body that creates an extractor.
+
+    Options that are None, and a default ``fit``, are omitted.
+    """
     named = dict(nodes) if isinstance(nodes, Mapping) else _listed(nodes)
     given = {k: v for k, v in options.items() if v is not None and (k, v) != ("fit", "crop")}
     begin = {} if inputs is None else {"inputs": _listed(inputs)}

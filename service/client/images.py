@@ -1,7 +1,7 @@
-"""Split the images of a call into request bodies.
+"""Splitting the images of a call into request bodies.
 
-Encoded images (paths, bytes) are sent unchanged, pixels and preprocessed tensors as arrays. A body is built only when
-it is sent, so that a call with a thousand paths does not read them all at once.
+Encoded images (paths, bytes) are sent unchanged; pixels and preprocessed tensors are sent as arrays. A body is built
+only when it is sent, so that a call with a thousand paths does not read them all at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from service.client.tensors import MEDIA_TYPE
+from service.client.regions import Regions, bytes_of, fields, lists
+from service.client.tensors import MEDIA_TYPE, is_instance, to_array
 
 Array = NDArray[Any]
 
@@ -48,29 +49,17 @@ Item = Encoded | Array
 """An encoded image, or an array whose first dimension is images."""
 
 
-class Regions(NamedTuple):
-    """What a call pools instead of whole maps.
-
-    Attributes:
-        field: ``boxes``, ``points`` or ``masks``.
-        of_images: for each image a list of them, as JSON has them.
-    """
-
-    field: str
-    of_images: list[list[Any]]
-
-
 @dataclass(frozen=True)
 class Part:
     """The content of one request.
 
     Attributes:
-        start: index in the call of its first image.
+        start: index of its first image in the call.
         rows: number of images.
         content: encoded images, arrays, or tensors by input name.
-        regions: what is pooled of each image, if not whole maps.
-        first_region: index in the call of the first of them.
-        edits: of inner values, as JSON has them; their images are indices in the part.
+        regions: regions to pool; None for whole maps.
+        first_region: index of its first region in the call.
+        edits: edits of inner values in JSON form; their images are indices in the part.
     """
 
     start: int
@@ -91,7 +80,7 @@ class Part:
         return self.first_row + (self.rows if self.regions is None else sum(map(len, self.regions.of_images)))
 
     def body(self) -> tuple[bytes, str]:
-        """Read and encode the request body; returns it with its content type."""
+        """Read and encode the request body. Return it with its content type."""
         if self.regions is not None or self.edits:
             images = [base64.b64encode(item.read()).decode() for item in self.content if isinstance(item, Encoded)]
             regions = {} if self.regions is None else {self.regions.field: self.regions.of_images}
@@ -135,24 +124,24 @@ def split_call(
         images: one image, several, or a mapping from the model's input names to arrays.
         max_rows: maximum images per request.
         max_bytes: approximate maximum bytes per request; a single image may be larger.
-        one_by_one: send each encoded image, whose size in pixels is not known here, in a request of its own.
-        boxes, points, masks: one of these, of each image, or of the single image.
-        edits: of inner values, with encoded images.
+        one_by_one: send each encoded image in a separate request, because its size in pixels is not known here.
+        boxes, points, masks: one of these, for each image or for the single image.
+        edits: edits of inner values; only with encoded images.
 
     Raises:
         TypeError, ValueError: an argument is not an image, or there are no images.
         OSError: a file does not exist.
     """
-    given = [(field, lists) for field, lists in _fields(boxes, points, masks) if lists is not None]
+    given = [(field, one) for field, one in fields(boxes, points, masks) if one is not None]
     if len(given) > 1:
         raise ValueError("give one of boxes, points and masks")
-    field, lists = given[0] if given else ("", None)
+    field, given_lists = given[0] if given else ("", None)
     edits = [_edit(edit) for edit in edits]
     encoded = bool(given or edits)
     if isinstance(images, Mapping):
         if encoded:
             raise ValueError(f"{field or 'edits'} {_NOT_ARRAYS}")
-        tensors = {str(name): _floats(_array(value)) for name, value in images.items()}
+        tensors = {str(name): _floats(to_array(value)) for name, value in images.items()}
         if len({len(tensor) for tensor in tensors.values()}) != 1 or not len(next(iter(tensors.values()))):
             raise ValueError("tensors by name must have the same first dimension, at least 1")
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))
@@ -164,83 +153,27 @@ def split_call(
     if not given:
         requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
     else:
-        regions = Regions(field, _lists(field, [lists] if single is not None else lists))
+        regions = Regions(field, lists(field, [given_lists] if single is not None else given_lists))
         if len(regions.of_images) != len(items):
             raise ValueError(
                 f"there are {len(items)} images and {len(regions.of_images)} lists of {field}: give one list for each "
                 "image"
             )
-        loads = [(len(of_image), _bytes_of(of_image)) for of_image in regions.of_images]
+        loads = [(len(of_image), bytes_of(of_image)) for of_image in regions.of_images]
         requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, loads))
         requests = _with_regions(requests, regions, 0, 0)
     if not requests:
         raise ValueError("there are no images; give at least one")
     for edit in edits:
         if wrong := [index for index in edit.get("images", ()) if not 0 <= index < len(items)]:
-            raise ValueError(f"an edit is of image {wrong[0]}, and there are {len(items)}")
+            raise ValueError(f"an edit selects image {wrong[0]}, but the {len(items)} images are numbered from 0")
     return _with_edits(requests, edits, 0)
 
 
 _MAX_REGIONS = 16_384
-"""Maximum regions that the server takes in a request."""
+"""Maximum regions that the server accepts in a request."""
 
 _NOT_ARRAYS = "need image files, bytes or PIL images, not arrays"
-
-
-def _fields(boxes: Any, points: Any, masks: Any) -> list[tuple[str, Any]]:
-    return [("boxes", boxes), ("points", points), ("masks", masks)]
-
-
-def _lists(field: str, given: Any) -> list[list[Any]]:
-    """Convert the regions of each image to lists that JSON has.
-
-    Raises:
-        ValueError: they are nested otherwise, or hold something else.
-    """
-    try:
-        if field == "masks":
-            return [[_mask(mask) for mask in of_image] for of_image in given]
-        return [[[float(value) for value in one] for one in of_image] for of_image in given]
-    except (TypeError, ValueError) as error:
-        shown = {
-            "boxes": "boxes [x1, y1, x2, y2]",
-            "points": "points [x, y]",
-            "masks": "masks: arrays [height, width], PIL images, PNG files, or COCO's run lengths",
-        }
-        raise ValueError(f"{field} are, for each image, a list of {shown[field]}") from error
-
-
-def _mask(mask: Any) -> Any:
-    """Convert a mask to base64, or to run lengths.
-
-    Raises:
-        ValueError, TypeError: it is none.
-    """
-    if isinstance(mask, Mapping):  # pycocotools has strings as bytes, and other sequences for lists
-        size, counts = mask.get("size", ()), mask.get("counts", ())
-        counts = counts.decode("ascii") if isinstance(counts, bytes) else counts
-        counts = counts if isinstance(counts, str) else [int(count) for count in counts]
-        return {"size": [int(side) for side in size], "counts": counts}
-    if isinstance(mask, np.ndarray) or _is_instance("torch", "Tensor", mask):
-        from PIL import Image
-
-        pixels = _array(mask)
-        if pixels.ndim != 2:
-            raise ValueError("a mask has two dimensions")
-        mask = Image.fromarray((pixels != 0).astype(np.uint8) * 255)
-    if _is_instance("PIL.Image", "Image", mask):
-        buffer = io.BytesIO()
-        mask.save(buffer, "PNG", compress_level=1)
-        mask = buffer.getvalue()
-    if isinstance(mask, str | os.PathLike):
-        mask = Path(mask).read_bytes()
-    return base64.b64encode(mask).decode()
-
-
-def _bytes_of(of_image: list[Any]) -> int:
-    """Return about how many bytes an image's regions take as JSON, if they are large."""
-    counts = [one["counts"] if isinstance(one, dict) else one for one in of_image]
-    return sum(len(one) if isinstance(one, str) else 8 * len(one) for one in counts)
 
 
 def _with_regions(parts: list[Part], regions: Regions, start: int, first_region: int) -> list[Part]:
@@ -248,9 +181,9 @@ def _with_regions(parts: list[Part], regions: Regions, start: int, first_region:
 
     Args:
         parts: parts without regions.
-        regions: of each image, beginning with image number ``start``.
-        start: index in the call of the first image of ``regions``.
-        first_region: index in the call of the first of ``regions``.
+        regions: regions of each image, beginning with image number ``start``.
+        start: index of the first image of ``regions`` in the call.
+        first_region: index of the first of ``regions`` in the call.
     """
     with_regions = []
     for part in parts:
@@ -261,19 +194,21 @@ def _with_regions(parts: list[Part], regions: Regions, start: int, first_region:
 
 
 def _edit(edit: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an edit to what JSON has.
+    """Convert an edit to JSON form.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an edit.
     """
     if not isinstance(edit, Mapping):
-        raise TypeError(f'an edit is a mapping such as {{"node": "layer2", "scale": 0}}, not {type(edit).__name__}')
-    lists = {name: _array(value).tolist() for name, value in edit.items() if name != "node" and value is not None}
+        raise TypeError(
+            f'an edit must be a mapping such as {{"node": "layer2", "scale": 0}}, not {type(edit).__name__}'
+        )
+    lists = {name: to_array(value).tolist() for name, value in edit.items() if name != "node" and value is not None}
     return {"node": edit.get("node"), **lists}
 
 
 def _with_edits(parts: list[Part], edits: Sequence[Mapping[str, Any]], start: int) -> list[Part]:
-    """Give each part the edits, whose images are indices from image number ``start`` on."""
+    """Give each part its edits. ``edits`` count images from number ``start``; those of a part count from its first."""
     if not edits:
         return parts
     with_edits = []
@@ -289,45 +224,44 @@ def _with_edits(parts: list[Part], edits: Sequence[Mapping[str, Any]], start: in
 
 def _iterated(images: Any) -> Iterable[Any]:
     if not isinstance(images, Iterable):
-        raise TypeError(f"an image is a path, bytes, a PIL image, or an array, not {type(images).__name__}")
+        raise TypeError(f"an image must be a path, bytes, a PIL image, or an array, not {type(images).__name__}")
     return images
 
 
 def _require_item(one: Any, encoded: bool) -> Item:
     item = _item(one, encoded)
     if item is None:
-        raise TypeError(f"an image is a path, bytes, a PIL image, or an array, not {type(one).__name__}")
+        raise TypeError(f"an image must be a path, bytes, a PIL image, or an array, not {type(one).__name__}")
     return item
 
 
 def _item(one: Any, encoded: bool) -> Item | None:
-    """Convert one image to what is sent, PIL images to files if ``encoded``; None if it is not an image."""
+    """Convert one image to the form in which it is sent; None if it is not an image.
+
+    With ``encoded``, PIL images become files.
+    """
     if isinstance(one, str | os.PathLike):
         path = Path(one)
         return Encoded(path, path.stat().st_size)
     if isinstance(one, bytes | bytearray | memoryview):
         return Encoded(bytes(one), len(one))
-    if isinstance(one, np.ndarray) or _is_instance("torch", "Tensor", one):
-        array = _array(one)
+    if isinstance(one, np.ndarray) or is_instance("torch", "Tensor", one):
+        array = to_array(one)
         if array.ndim < 3:
-            raise ValueError(f"an image as an array has 3 dimensions and a batch has 4 or more, not {array.ndim}")
+            raise ValueError(
+                f"an array must have 3 dimensions for one image, or 4 or more for a batch, not {array.ndim}"
+            )
         array = _pixels(array) if array.dtype == np.uint8 else _floats(array)
         return array[None] if array.ndim == 3 else array
-    if _is_instance("PIL.Image", "Image", one):
+    if is_instance("PIL.Image", "Image", one):
         return _from_pil(one, encoded)
     return None
-
-
-def _is_instance(module: str, name: str, value: Any) -> bool:
-    """``isinstance`` for a class of an optional library, without importing it."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, getattr(loaded, name))
 
 
 def _from_pil(image: Any, encoded: bool) -> Item:
     """Encode a PIL image losslessly, with its EXIF orientation applied as the server does for files.
 
-    Integers (modes I, I;16 and its byte orders) are grey levels of 16 bits, and clipped to them.
+    Integers (mode I, and I;16 in any byte order) are treated as 16-bit grey levels and clipped.
     """
     from PIL import Image, ImageOps
 
@@ -343,18 +277,8 @@ def _from_pil(image: Any, encoded: bool) -> Item:
     return np.asarray(image.convert("RGB"))[None]
 
 
-def _array(value: Any) -> Array:
-    if isinstance(value, np.ndarray):
-        return value
-    if _is_instance("torch", "Tensor", value):
-        torch = sys.modules["torch"]
-        value = value.detach().cpu()
-        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
-    return np.asarray(value)
-
-
 def _pixels(array: Array) -> Array:
-    """Move the channels of uint8 images last, as the server expects; torch has them before the height."""
+    """Move the channels of uint8 images last, as the server expects; in torch they come before the height."""
     return np.moveaxis(array, -3, -1) if array.shape[-1] != 3 and array.shape[-3] == 3 else array
 
 
@@ -382,7 +306,7 @@ def _group(
 ) -> Iterator[Part]:
     """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype.
 
-    ``loads`` are the images' numbers of regions, and the bytes of these.
+    ``loads`` holds the number and the bytes of each image's regions.
     """
     run: list[Any] = []
     size = regions = 0

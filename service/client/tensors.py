@@ -1,9 +1,10 @@
-"""Decode safetensors responses into arrays that are views of the receive buffer."""
+"""Conversion of arguments to arrays, and decoding of safetensors responses into views of the receive buffer."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -64,13 +65,14 @@ class Assembly:
         """Add the response to one request.
 
         Args:
-            start: index in the call of its first row.
+            start: index of its first row in the call.
             content: the response body.
-            image: index in the call of its first image.
-            indices: the output with the image index of each region, if it has one; the server reserves the name.
+            image: index of its first image in the call.
+            indices: name of the output with the image index of each region, if there is one; the server reserves the
+                name.
         """
         for key, (name, part) in tensor_views(content).items():
-            if key == indices:  # within the request
+            if key == indices:  # indices within the request
                 part = part + image
             if len(part) == self._rows:
                 self._arrays[key] = name, part
@@ -118,3 +120,20 @@ class Assembly:
 
 def _widened(bits: Array) -> Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def is_instance(module: str, name: str, value: Any) -> bool:
+    """Return ``isinstance`` for a class of an optional library, without importing it."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name))
+
+
+def to_array(value: Any) -> Array:
+    """Convert an array, a torch tensor or nested lists; bfloat16 becomes float32."""
+    if isinstance(value, np.ndarray):
+        return value
+    if is_instance("torch", "Tensor", value):
+        torch = sys.modules["torch"]
+        value = value.detach().cpu()
+        return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
+    return np.asarray(value)

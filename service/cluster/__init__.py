@@ -1,1 +1,1 @@
-"""Beyond one machine: the same application and the same extraction on Ray. Needs the extra ``ray``."""
+"""The service and bulk extraction on a Ray cluster. Needs the extra ``ray``."""

@@ -1,4 +1,4 @@
-"""The service on Ray Serve with every setting from ``FXSERVE_*`` variables: ``serve build`` takes no builder.
+"""The service on Ray Serve, configured only by ``FXSERVE_*`` variables: ``serve build`` does not accept a builder.
 
 serve build service.cluster.application:application -o serve.yaml
 serve deploy serve.yaml

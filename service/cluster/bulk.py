@@ -1,9 +1,9 @@
-"""``fxserve extract --ray``: the same extraction by a pool of actors on Ray Data.
+"""``fxserve extract --ray``: the same extraction with a pool of actors on Ray Data.
 
-The driver lists the images and what of them is still to be done. Blocks of their places go through ``map_batches`` to
-actors, each with an engine as a run on one machine has it, and ``write_parquet`` makes a file of each block. Actors
-read the images themselves, as that run does: one that cannot be read is a row with an ``error`` (it would end
-``ray.data.read_binary_files``), members of archives have the same paths, and no image takes room in the object store.
+The driver lists the images that are still pending. Blocks of their locations go through ``map_batches`` to actors, each
+with an engine like that of a run on one machine, and ``write_parquet`` writes a file for each block. As in that run,
+actors read the images themselves: an unreadable image becomes a row with an ``error`` (it would end
+``ray.data.read_binary_files``), members of archives have the same paths, and images take no space in the object store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# In actors, as in service.app.
+# For actors; see service.app.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import orjson
@@ -54,30 +54,33 @@ from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 FORMAT = "parquet of Ray"
-"""What ``spec.json`` calls it: a run without Ray keeps an index of its own and would do everything again."""
+"""The format name in ``spec.json``. It differs from that of runs without Ray, which have their own index and would
+compute everything again."""
 
 _MAX_ROWS = 4096
 _MAX_BYTES = 64 * 1024**2
 _BLOCKS_AN_ACTOR = 4
-"""At least, where there are as many images: while the last blocks are done, the other actors idle."""
+"""Minimum blocks per actor, if there are enough images: while the last blocks are computed, the other actors are
+idle."""
 
 _WRITER_CPUS = 0.01
-"""Of a task that writes a file: the cores are the actors'."""
+"""CPUs reserved for a task that writes a file: the cores are for the actors."""
 
 
 def extract(job: Job, settings: Settings, address: str) -> Summary:
-    """Run ``job``, or what an earlier run of it left to do, on Ray.
+    """Run ``job`` on Ray, or resume an earlier run of it.
 
-    Each actor takes ``FXSERVE_COMPUTE_THREADS`` cores (1 by default), and a GPU where the cluster has some; there are
-    as many as the cluster has room for.
+    Each actor uses ``FXSERVE_COMPUTE_THREADS`` cores (1 by default), and one GPU if the cluster has GPUs. As many
+    actors are started as fit into the cluster.
 
     Args:
-        job: its format is Parquet, whatever it says.
-        settings: of the engine in each actor.
-        address: of a cluster; ``auto`` is the one that this machine is part of, ``local`` begins one on it.
+        job: the job. Its ``format`` is ignored: the files are Parquet.
+        settings: settings of the engine in each actor.
+        address: address of a cluster; ``auto`` is the cluster this machine is part of, ``local`` starts one on this
+            machine.
 
     Raises:
-        FxError: it cannot be done as asked, or the folder holds something else or cannot be written.
+        FxError: the job is not possible, or the folder holds something else or cannot be written.
     """
     with _connected(address):
         return (_extract if job.reduce is None else _reduce)(job, settings, Folder(job.out))
@@ -92,7 +95,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
         skipped = Skipped(job.out)
         add_images(job, sources.find(job.inputs, skipped), index)
-        lost = dict(index.errors())  # they get rows, too
+        lost = dict(index.errors())  # they get rows too
         index.forget_errors()
         backend = before.get("backend") if before else None
         images = index.counts()[0] // actors
@@ -131,13 +134,17 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             output.look()
             images, done, unreadable = index.counts()
             if left := images - done - unreadable:
-                raise FxError(f"{left} of {images} images have no row in {out}; the same command does them")
+                raise FxError(
+                    f"{left} of {images} images have no row in {out}; run the same command again to compute them"
+                )
         return Summary(made.outputs, images, done, unreadable, len(output.files), skipped)
 
 
 def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
-    """Reduce images to statistics: actors reduce blocks, and the driver merges these into the folder's index, as a run
-    without Ray has it. Either resumes the other."""
+    """Reduce images to statistics. Actors reduce blocks, and the driver merges the results into the folder's index.
+
+    The index is the same as that of a run without Ray, so each can resume the other.
+    """
     assert job.reduce is not None
     before = spec_file.read(out)
     check_regions(job)
@@ -179,7 +186,7 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
                     for table in reduced.iter_batches(batch_size=None, batch_format="pyarrow"):
                         merge_table(reduction, table)
                 finally:
-                    reduction.finish()  # keeps what is done, however the run ends
+                    reduction.finish()  # keep finished work, however the run ends
             images, done, unreadable = index.counts()
     finally:
         with write_errors(out):
@@ -189,17 +196,17 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
 
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """A connection to the cluster, and what fails there as errors of this program.
+    """Connect to the cluster, and convert errors raised there to errors of this program.
 
     Raises:
-        FxError: there is no such cluster, or something failed there.
+        FxError: the cluster cannot be reached, or something failed there.
     """
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise FxError(f"--ray {address}: {summarize(error)}; local begins a cluster on this machine") from error
+        raise FxError(f"--ray {address}: {summarize(error)}; --ray local starts a cluster on this machine") from error
     context = ray.data.DataContext.get_current()
-    context.target_max_block_size = None  # blocks are cut here, and all regions of an image are in one
+    context.target_max_block_size = None  # keep our blocks, which hold all regions of an image
     context.print_on_execution_start, context.enable_progress_bars = False, sys.stderr.isatty()
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     try:
@@ -211,17 +218,17 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _of_ours(error: BaseException | None) -> FxError | None:
-    """Return the error of this program that Ray has wrapped, if it is one."""
+    """Return the error of this program that Ray has wrapped, if there is one."""
     while error is not None and not isinstance(error, FxError | Problem):
         error = getattr(error, "cause", None) or error.__cause__
     return None if error is None else FxError(error.detail, **error.extra)
 
 
 def _room(cores: int, device: str) -> tuple[int, int]:
-    """GPUs that an actor takes, and how many actors there is room for.
+    """Return the GPUs per actor, and the number of actors that fit into the cluster.
 
     Raises:
-        FxError: for none.
+        FxError: no actor fits.
     """
     listed: Any = ray.nodes
     nodes = [node["Resources"] for node in listed() if node["Alive"]]
@@ -235,18 +242,23 @@ def _room(cores: int, device: str) -> tuple[int, int]:
 def _check(info: ExtractorInfo, options: FeatureOptions, probe: Rows) -> None:
     shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
     if ERROR in probe:
-        raise FxError(f"an output cannot be called {ERROR!r}, which says why an image has none")
+        raise FxError(f"an output cannot be named {ERROR!r}, the column for why an image has no features")
     _check_size(info, options)
 
 
 def _check_size(info: ExtractorInfo, options: FeatureOptions) -> None:
     if not info.one_size and not options.one_shape:
-        raise FxError("with --ray, outputs of all images have one shape: use --pool, --project, or --image-size")
+        raise FxError(
+            "with --ray, the outputs of all images must have one shape; use --pool, --project, or --image-size"
+        )
 
 
 def _blocks(index: Index, lost: Mapping[str, str], rows: int) -> Iterator[pyarrow.Table]:
-    """Places of images that are still to be done, those of ``rows`` rows a table, or of one image that has more; those
-    in ``lost`` with the reason."""
+    """Yield tables of the locations of pending images.
+
+    A table has at most ``rows`` rows of features, unless a single image has more. Images in ``lost`` also have the
+    reason.
+    """
     some: list[Source] = []
     count = 0
     for source in itertools.chain.from_iterable(index.pending()):
@@ -275,11 +287,11 @@ def _block(some: Sequence[Source], lost: Mapping[str, str]) -> pyarrow.Table:
 
 @dataclass(frozen=True)
 class _Engine:
-    """What an actor builds.
+    """The configuration of an actor's engine.
 
     Attributes:
-        backend: which computed earlier rows; None: what the spec says.
-        images: about how many it computes.
+        backend: the backend that computed earlier rows; None to use the spec's.
+        images: approximate number of images that it computes.
     """
 
     settings: Settings
@@ -289,7 +301,7 @@ class _Engine:
     images: int
 
     async def start(self) -> tuple[LocalRunner, Rows]:
-        """Return the engine, and the features of an image that is always the same."""
+        """Start the engine. Return it and the features of a fixed image."""
         runner = LocalRunner(self.settings, self.options, self.images)
         await runner.start(self.spec, self.backend)
         return runner, await probe(runner, self.options.pool)
@@ -307,10 +319,10 @@ def _describe(engine: _Engine) -> tuple[ExtractorInfo, Rows]:
 
 
 class _Actor:
-    """Computes rows of blocks of images, one block at a time and several batches of it at once.
+    """Computes the rows of blocks of images, one block at a time with several of its batches concurrently.
 
     Raises:
-        FxError: the engine cannot be built here, or gives other values than where the run began.
+        FxError: the engine cannot be built on this node, or computes other values than where the run began.
     """
 
     def __init__(
@@ -379,7 +391,7 @@ class _ReducingActor(_Actor):
 
 
 def _sources(block: pyarrow.Table) -> tuple[list[Source], list[tuple[str, str]]]:
-    """Return the images of a block of places, and (path, reason) of those that cannot be read."""
+    """Return the images of a block, and (path, reason) of those that cannot be read."""
     found, lost = [], []
     for row in block.to_pylist():
         if row["error"] is not None:

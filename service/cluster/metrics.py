@@ -1,4 +1,4 @@
-"""The service's metrics among Ray's own, so that Prometheus sees every replica on the port of its node."""
+"""Export of the service's metrics through Ray's, so that Prometheus sees every replica on the port of its node."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from service.engine import Engine
 from service.observability.metrics import Metrics
 
 SECONDS = 5.0
-"""Between two copies, and about what Ray's agents report in."""
+"""Seconds between two copies, about the reporting interval of Ray's agents."""
 
 
 @contextmanager
 def bridged(metrics: Metrics, engine: Engine) -> Iterator[None]:
-    """Copy every value to Ray, with the tag ``replica``: ``fxserve_requests_total`` becomes
-    ``ray_fxserve_requests_total``.
+    """Copy every metric to Ray regularly, with the tag ``replica``.
 
-    All are gauges to Ray, since its counters only take increments; Prometheus' ``rate`` does not look at that.
+    For example, ``fxserve_requests_total`` becomes ``ray_fxserve_requests_total``.
+
+    All become gauges, because Ray's counters only accept increments; Prometheus' ``rate`` does not check the type.
     """
     copying = asyncio.create_task(_copy(metrics, engine))
     try:

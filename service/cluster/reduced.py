@@ -1,4 +1,4 @@
-"""Blocks of images reduced to statistics, as tables of one row: what actors send to the driver, which merges them."""
+"""Statistics of blocks of images as one-row tables, which actors send to the driver to be merged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.offline.statistics.statistics import Statistics
 
 
 def reduced_table(statistics: Statistics, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> pyarrow.Table:
-    """Return a table of ``statistics``, the paths of the images in them, and (path, reason) of the others."""
+    """Return a table of ``statistics``, the paths of their images, and the (path, reason) of other images."""
     states = statistics.states()
     return pyarrow.table(
         {
@@ -25,7 +25,7 @@ def reduced_table(statistics: Statistics, paths: Sequence[str], errors: Sequence
 
 
 def merge_table(reduction: Reduction, table: pyarrow.Table) -> None:
-    """Merge the rows of such tables into ``reduction``."""
+    """Merge the rows of a table from :func:`reduced_table` into ``reduction``."""
     for row in table.to_pylist():
         statistics = Statistics.from_states(dict(zip(row["outputs"], row["states"], strict=True)))
         reduction.merge(row["paths"], statistics, list(zip(row["lost"], row["reasons"], strict=True)))

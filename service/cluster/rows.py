@@ -1,8 +1,10 @@
-"""The Parquet files of ``fxserve extract --ray``: columns ``path``, one of each output, and ``error``; of regions a row
-is one, whose place the column ``box``, ``point`` or ``mask`` has.
+"""The Parquet files of ``fxserve extract --ray``.
 
-What is in them is not done again. A file that a killed writer left half is removed, and of an image that two runs
-wrote, where the last writer of the earlier one outlived it, one row is kept.
+Their columns are ``path``, one per output, and ``error``. A row is an image, or a region with its location in the
+column ``box``, ``point`` or ``mask``.
+
+Images already in these files are skipped. Partial files are deleted. If two runs wrote the same image, because a writer
+outlived its run, one row is kept.
 """
 
 from __future__ import annotations
@@ -22,20 +24,25 @@ from service.offline.runners import Rows
 from service.schemas.regions import KINDS, Kind
 
 ERROR = "error"
-"""The column that says why an image has no features; null where it has."""
+"""The column with the reason why an image has no features; null if it has features."""
 
 SUFFIX = ".parquet"
 
 
 def schema_of(probe: Rows, about: Mapping[str, str]) -> pyarrow.Schema:
-    """Return the columns, where one image gives ``probe``; ``about`` is a few words about all of them."""
+    """Return the schema of the files.
+
+    Args:
+        probe: the features of one image.
+        about: metadata of the files.
+    """
     fields = [pyarrow.field(PATH, pyarrow.string())]
     fields += [pyarrow.field(key, arrow_column(values).type) for key, values in probe.items()]
     return pyarrow.schema([*fields, pyarrow.field(ERROR, pyarrow.string())], metadata=dict(about))
 
 
 def table_of(results: Sequence[Result], schema: pyarrow.Schema) -> pyarrow.Table:
-    """Rows of all images of ``results``: first those with features, then those with an error."""
+    """Return the rows of all images of ``results``: first those with features, then those with an error."""
     parts = []
     for result in results:
         start = 0
@@ -53,15 +60,15 @@ def table_of(results: Sequence[Result], schema: pyarrow.Schema) -> pyarrow.Table
 
 
 class Output:
-    """What a run finds in its folder, and its own rows after that.
+    """The rows in the folder of a run: those of earlier runs and its own.
 
     Args:
-        folder: where the files are.
-        index: has the images that there are, and is told of those that are done.
-        pool: the pooling of regions that made rows; None if rows are images.
+        folder: the folder of the files.
+        index: the index of all images, in which finished ones are recorded.
+        pool: the region pooling of the rows; None if rows are images.
 
     Attributes:
-        files: that rows were found in.
+        files: names of the files with rows.
     """
 
     def __init__(self, folder: Folder, index: Index, pool: str | None) -> None:
@@ -71,7 +78,7 @@ class Output:
         self._kind = None if pool is None else KINDS[pool]
 
     def look(self) -> None:
-        """Enter the rows of all files that came since the last time.
+        """Add the rows of all files that are new since the last call to the index.
 
         Raises:
             FxError: the folder cannot be read or written, or has other regions of an image.
@@ -87,7 +94,7 @@ class Output:
         try:
             with fs.open(place, "rb") as file:
                 table = pyarrow.parquet.read_table(file, columns=[PATH, *places, ERROR])
-        except pyarrow.ArrowInvalid:  # it has no end
+        except pyarrow.ArrowInvalid:  # it is incomplete
             self._folder.remove(name)
             return
         paths, errors = table.column(PATH).to_pylist(), table.column(ERROR).to_pylist()
@@ -112,10 +119,10 @@ class Output:
         self.files.append(name)
 
     def _check_regions(self, kind: Kind, paths: Sequence[str], found: Sequence[Sequence[float] | int | None]) -> None:
-        """Compare boxes and points with those that are to be done. Of masks their number is known."""
+        """Compare boxes and points with the requested ones. For masks only their number is compared."""
         done: dict[str, list[Sequence[float] | int]] = {}
         for path, one in zip(paths, found, strict=True):
-            if one is not None:  # else there is an error in its place
+            if one is not None:  # otherwise the row is an error
                 done.setdefault(path, []).append(one if isinstance(one, int) else list(one))
         for path, of_image in done.items():
             wanted = self._index.regions(path)

@@ -6,9 +6,9 @@
 ``serve.yaml`` is ``serveConfigV2`` of ``.deploy/ray/rayservice.yaml``. ``serve build`` writes one without arguments,
 see :mod:`service.cluster.application`.
 
-Each replica builds its own application and engine when it begins; none of it is pickled, and there is no hop between
-replicas. Batching and admission are the engine's: Serve hands a replica as many requests as it admits. Extractors made
-through one replica are known to all over the same ``extractors``.
+Each replica builds its own application and engine when it starts; nothing is pickled, and there is no hop between
+replicas. Batching and admission are left to the engine: Serve passes a replica as many requests as the engine admits.
+Replicas with the same ``extractors`` store know each other's extractors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from service.settings import Settings
 log = logging.getLogger("fxserve.cluster")
 
 BATCHES_WANTED = 2
-"""Batches of requests for each replica above which another replica is started."""
+"""Requests per replica, in batches, above which another replica is started."""
 
 _OWN = ("model", "nodes", "weights", "cpus", "gpus", "replicas", "max_replicas")
 
@@ -39,18 +39,19 @@ def app(args: Mapping[str, Any]) -> Application:
     """Return the application for ``serve run`` and the ``args`` of a config file.
 
     Args:
-        args: ``model``, with ``nodes`` (its levels without them) and ``weights``, is built before a replica is ready;
-            ``cpus`` (1) and ``gpus`` (0) of each replica; ``replicas`` (1), up to ``max_replicas`` where that is given;
-            and any setting by its name in lower case without ``FXSERVE_``, which wins over the replica's environment.
+        args: ``model``, with ``nodes`` (by default its levels) and ``weights``, is built before a replica is ready;
+            ``cpus`` (1) and ``gpus`` (0) are per replica; ``replicas`` (1) may grow up to ``max_replicas`` if that is
+            given. Any setting can be given by its name in lower case without ``FXSERVE_``, and overrides the replica's
+            environment.
 
     Raises:
-        ValueError: an argument that there is not, or that has no such value.
+        ValueError: an argument is unknown or has an invalid value.
     """
     given = {name: value for name, value in args.items() if name not in _OWN}
     unknown = sorted(given.keys() - Settings.model_fields.keys())
     if unknown:
         known = ", ".join((*_OWN, *Settings.model_fields))
-        raise ValueError(f"there is no argument {', '.join(unknown)}; there are {known}")
+        raise ValueError(f"unknown argument {', '.join(unknown)}; valid arguments: {known}")
     cpus, gpus = _number(args, "cpus", 1.0), _number(args, "gpus", 0.0)
     replicas = int(_number(args, "replicas", 1.0))
     most = int(_number(args, "max_replicas", replicas))
@@ -60,10 +61,10 @@ def app(args: Mapping[str, Any]) -> Application:
         "decode_threads": max(1, cores // 2),
         "device": "auto" if gpus else "cpu",
     } | given
-    settings = Settings(**given)  # as far as it can be said here
+    settings = Settings(**given)  # validates the values; replicas add their environment
     preload = {name: str(args[name]) for name in ("model", "nodes", "weights") if name in args}
     if preload and "model" not in preload:
-        raise ValueError("nodes and weights go with a model: model=resnet50 nodes=C4,C5")
+        raise ValueError("nodes and weights need a model, as in model=resnet50 nodes=C4,C5")
 
     def build() -> FastAPI:
         return _replica(given, preload)
@@ -71,14 +72,14 @@ def app(args: Mapping[str, Any]) -> Application:
     options: dict[str, Any] = {
         "name": "fxserve",
         "ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus},
-        # Serve's own default of 5 would starve batches.
+        # Serve's default of 5 would starve batches.
         "max_ongoing_requests": settings.max_inflight,
         "max_queued_requests": settings.max_inflight,
         "graceful_shutdown_timeout_s": settings.grace_period + 5,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
-        # Serve would format and write a line for each request, which takes several per cent of a small model's rate.
+        # Writing a line per request would cost several per cent of a small model's throughput.
         "logging_config": {"enable_access_log": False},
     }
     if most > replicas:
@@ -93,15 +94,15 @@ def app(args: Mapping[str, Any]) -> Application:
 
 
 class Replica:
-    """What Serve asks beside HTTP."""
+    """The class that Serve deploys; adds a health check to the HTTP application."""
 
     app: FastAPI
 
     async def check_health(self) -> None:
-        """Have the replica replaced where its device thread hangs or cannot be had again.
+        """Fail Ray's health check when the device thread hangs or cannot be restarted.
 
         Raises:
-            RuntimeError: it does.
+            RuntimeError: the replica must be replaced.
         """
         trouble = self.app.state.fxserve.engine.device_trouble()
         if trouble is not None:
@@ -109,7 +110,7 @@ class Replica:
 
 
 def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
-    """Yield the application of one replica, which has started once it is ready."""
+    """Return the application of one replica. Its startup completes once the engine is ready."""
     from service.app import create_app
 
     settings = dict(given)
@@ -135,8 +136,11 @@ def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
 
 
 class _AsServeSends:
-    """Sends bodies as bytes, since Serve pickles them on their way to its proxy, which no memoryview can be; and no
-    ``X-Request-ID``, since Serve adds the one that it gave the request."""
+    """Middleware that adapts responses to Serve.
+
+    Serve pickles response bodies, and a memoryview cannot be pickled, so bodies are sent as bytes. ``X-Request-ID`` is
+    removed because Serve adds its own.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -154,7 +158,7 @@ class _AsServeSends:
 
 
 def _spec_text(model: str, nodes: str = "", weights: str = "") -> str:
-    """What ``FXSERVE_PRELOAD`` calls an extractor of ``model``, by default of its levels."""
+    """Return the ``FXSERVE_PRELOAD`` text for an extractor of ``model``, by default of its levels."""
     from fxcore.graph.model_graph import model_graph
 
     nodes = nodes or ",".join(model_graph(model).levels)
@@ -165,4 +169,4 @@ def _number(args: Mapping[str, Any], name: str, default: float) -> float:
     try:
         return float(args.get(name, default))
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={args[name]!r} is no number") from None
+        raise ValueError(f"{name}={args[name]!r} is not a number") from None

@@ -1,9 +1,10 @@
-"""Log formatters: text, or one JSON object per line. Each line carries the id of its request, or the name of its
-background task.
+"""Log formatters: text, or one JSON object per line.
 
-Messages may contain what a client sent, which cannot forge lines: in text, control characters are escaped and lines of
-tracebacks indented; JSON escapes them anyway. python-json-logger would replace only one of the two formatters, and the
-fields would still be listed here.
+Each line has the id of its request, or the name of its background task.
+
+Messages may contain data sent by clients, which must not forge lines: the text format escapes control characters and
+indents tracebacks, and JSON escapes both. python-json-logger is not used, because it would replace only one of the two
+formatters, and the fields would still be listed here.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any
 from service.choices import LogFormat
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request that this context serves; tasks that it starts inherit it."""
+"""Id of the request being served; tasks started by it inherit it."""
 
 TASK_PREFIX = "fxserve-"
-"""What the names of background tasks begin with, as those of threads do."""
+"""Prefix of the names of background tasks; the same as for threads."""
 
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
 
@@ -36,14 +37,14 @@ def config(format: LogFormat, level: str) -> dict[str, Any]:
             "lines": {"()": f"service.observability.logs.{'JsonLines' if format == 'json' else 'TextLines'}"}
         },
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
-        # python-multipart warns of each malformed body, which is answered 422.
+        # python-multipart warns about each malformed body, which is answered with 422 anyway.
         "loggers": {"fxserve": own, "uvicorn": own, "python_multipart": {"level": "ERROR"}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
     }
 
 
 class JsonLines(logging.Formatter):
-    """``{"time", "level", "logger", "message", "process", "request_id", …}`` and the call's ``extra={"fields": …}``."""
+    """Formats ``{"time", "level", "logger", "message", "process", "request_id", …}`` and ``extra={"fields": …}``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -64,7 +65,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """``time level logger [request or task] message``."""
+    """Formats ``time level logger [request or task] message``."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(" ", "milliseconds")
@@ -79,7 +80,7 @@ class TextLines(logging.Formatter):
 
 
 def _task_name() -> str | None:
-    """Return the name of the background task that logs, if one does."""
+    """Return the name of the current background task, if there is one."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread

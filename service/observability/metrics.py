@@ -1,8 +1,8 @@
-"""Prometheus metrics. Each service has its own registry, so that two in one process do not mix.
+"""Prometheus metrics. Each service has its own registry, so that two services in one process do not mix.
 
-Of several server processes, each reports the metrics of all: they share the folder ``PROMETHEUS_MULTIPROC_DIR``
-(prometheus_client's multiprocess mode). Counters and histograms are summed over all processes, gauges over those alive.
-The ``process_*`` metrics describe a single process and are left out then.
+If there are several server processes, each reports the metrics of all: they share the folder
+``PROMETHEUS_MULTIPROC_DIR`` (prometheus_client's multiprocess mode). Counters and histograms are summed over all
+processes, gauges over live ones. The ``process_*`` metrics describe a single process and are then omitted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SHARED_DIR = "PROMETHEUS_MULTIPROC_DIR"
 """Environment variable with the folder shared by server processes."""
 
-# From a cached list of nodes to a cold start of a model.
+# From a cached node list to a cold start of a model.
 _REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,7 +50,7 @@ class Metrics:
         self.shared_dir = os.environ.get(SHARED_DIR)
         if self.shared_dir is None:
             ProcessCollector(registry=registry)
-        elif values.ValueClass is values.MutexValue:  # it was imported before the variable was set
+        elif values.ValueClass is values.MutexValue:  # prometheus_client was imported before the variable was set
             values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
@@ -71,7 +71,7 @@ class Metrics:
             buckets=_REQUEST_SECONDS,
             registry=registry,
         )
-        # Cached: looking up a series by its labels takes as long as counting in it.
+        # Cached, because looking up a series by its labels takes as long as counting.
         self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
         self._stage_seconds = {
             "decode": seconds("decode", "Decoding and preprocessing the images of a request."),
@@ -113,11 +113,11 @@ class Metrics:
         self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "Total GPU memory.", ("device",))
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count a finished request and its stages. Called after the response is sent.
+        """Count a finished request and its stages. Call it after the response is sent.
 
         Args:
-            scope: of the request.
-            status: of the response; 0 if the request broke off before its response began.
+            scope: scope of the request.
+            status: status of the response; 0 if the request was aborted before its response began.
             seconds: duration of the request.
         """
         route = route_template(scope)
@@ -135,7 +135,7 @@ class Metrics:
                 histogram.observe(milliseconds.get(stage, 0.0) / 1000)
 
     def text(self) -> bytes:
-        """Render all metrics in Prometheus' text format. Slow, so not for the event loop."""
+        """Render all metrics in Prometheus' text format. Slow, so do not call it on the event loop."""
         if self.shared_dir is None:
             return generate_latest(self.registry)
         _drop_dead_processes(Path(self.shared_dir))
@@ -147,8 +147,8 @@ class Metrics:
 class _AllProcesses(Collector):
     """Collects the metrics of all processes that share ``folder``.
 
-    Skips empty files, on which prometheus_client fails: a file is empty until its first value is written, and stays so
-    if its process is killed before.
+    Empty files are skipped, because prometheus_client fails on them: a file is empty until its first value is written,
+    and stays empty if its process is killed before that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -165,7 +165,10 @@ class _AllProcesses(Collector):
 
 
 def route_template(scope: Scope) -> str:
-    """Path template of the request's route, such as ``/v1/models/{model}``: raw paths would be unbounded labels."""
+    """Return the path template of the request's route, such as ``/v1/models/{model}``.
+
+    Raw paths would be unbounded labels.
+    """
     return getattr(scope.get("route"), "path_format", None) or "unmatched"
 
 

@@ -36,7 +36,10 @@ class Traces:
 
     @contextmanager
     def request(self, scope: Scope) -> Iterator[trace.Span]:
-        """Open a request's span as a child of the one in its ``traceparent``. Call :meth:`responded` before it ends."""
+        """Open a request's span, as a child of the span in its ``traceparent``.
+
+        Call :meth:`responded` before it ends.
+        """
         sent = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"] if key in _HEADERS}
         attributes = {
             "http.request.method": scope["method"],
@@ -56,7 +59,7 @@ class Traces:
             span.set_status(Status(StatusCode.ERROR))
 
     def stages(self, milliseconds: Mapping[str, float]) -> None:
-        """Add child spans of the current request's stages, consecutive and ending now."""
+        """Add child spans for the current request's stages, consecutive and ending now."""
         end = time.time_ns()
         spent = {stage: int(milliseconds.get(stage, 0.0) * 1e6) for stage in STAGES}
         start = end - sum(spent.values())

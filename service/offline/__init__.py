@@ -5,8 +5,8 @@ An output folder holds
 - ``spec.json``: the extractor's spec, its graph's fingerprint, and the outputs' names, shapes and dtypes;
 - ``shard-000000.…``: rows of features and the paths of their images;
 - ``index.sqlite``: the table ``images``, path → shard and row. A shard counts only once it is indexed, so that a run
-  that is killed at any moment can be resumed;
-- ``errors.jsonl``: the images that could not be read, each with the reason.
+  can be killed at any time and resumed;
+- ``errors.jsonl``: the images that could not be read, with reasons.
 """
 
 from service.offline.run import Job, Summary, extract

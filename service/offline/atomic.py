@@ -1,4 +1,4 @@
-"""Write files to disk so that they appear whole or not at all."""
+"""Atomic file writes: a file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         target: where it appears.
-        write: writes it to the path it is given.
+        write: writes it to the path passed in.
 
     Raises:
         OSError: it cannot be written.

@@ -51,7 +51,7 @@ _PROBED = {
     "points": [100.0, 128.0],
     "mask": {"size": [256, 256], "counts": [64 * 256, 128 * 256, 64 * 256]},
 }
-"""A region of the fixed image, by the pooling that takes it."""
+"""A region of the fixed image for each kind of region pooling."""
 
 
 class Batches:
@@ -60,7 +60,7 @@ class Batches:
     Args:
         runner: runs the extractor.
         reader: reads the images.
-        probe: the features of one image, for the size of a row.
+        probe: the features of one image, which give the size of a row.
 
     Attributes:
         concurrency: batches in flight that keep the runner busy and fit in memory.
@@ -78,7 +78,7 @@ class Batches:
         self._unpacker = ThreadPoolExecutor(1, "fxserve-unpack", compute_with, (1,))
 
     def split(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
-        """Split ``images`` into batches, smaller ones where images have many regions."""
+        """Split ``images`` into batches, which are smaller if images have many regions."""
         start = regions = 0
         for place, source in enumerate(images):
             rows = 0 if source.regions is None else source.rows
@@ -119,7 +119,7 @@ class Batches:
         self._reader.close()
 
     async def _run_one(self, source: Source, data: bytes) -> Rows | str:
-        """Compute the features of one image, or return why there are none."""
+        """Compute the features of one image, or return the reason for the failure."""
         try:
             return await self._runner.features([data], None if source.regions is None else [source.regions])
         except Unreadable as error:

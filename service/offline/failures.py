@@ -1,4 +1,4 @@
-"""Turn errors of disks, buckets and archives into messages that name what failed."""
+"""Conversion of disk, bucket and archive errors to messages that name what failed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fxcore.errors import FxError, summarize
 
 
 def reason_of(error: Exception) -> str:
-    """Text of an error of the operating system or of a library: its message, or else its type."""
+    """Return the message of an operating system or library error, or its type if it has none."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @contextmanager
 def driver_errors(url: str) -> Iterator[None]:
-    """Turn errors of a file system's driver into ones that name ``url``.
+    """Convert errors of a file system's driver to errors that name ``url``.
 
     Raises:
         FxError: the driver failed.
@@ -33,7 +33,7 @@ def driver_errors(url: str) -> Iterator[None]:
 
 @contextmanager
 def write_errors(folder: object) -> Iterator[None]:
-    """Turn errors of writing into ones that name ``folder``.
+    """Convert write errors to errors that name ``folder``.
 
     Raises:
         FxError: it cannot be written.

@@ -65,7 +65,7 @@ class Folder:
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).rstrip("/") != self.root)
 
     def path(self, name: str) -> str:
-        """Path of ``name`` within the file system."""
+        """Return the path of ``name`` within the file system."""
         return f"{self.root}/{name}"
 
     def read(self, name: str) -> bytes | None:

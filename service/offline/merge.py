@@ -23,12 +23,12 @@ from service.offline.statistics.statistics import Statistics
 
 
 def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
-    """Merge the statistics of several runs, of which none may be going on.
+    """Merge the statistics of several runs. None of them may be running.
 
     Args:
         folders: paths or URLs of folders that ``fxserve extract --reduce`` made with the same options from different
-            images. They are left as they are.
-        out: path or URL of a new folder. It can be resumed and merged as others.
+            images. They are not changed.
+        out: path or URL of a new folder. It can be resumed and merged like any other.
 
     Raises:
         FxError: they cannot be merged, or ``out`` cannot be written.
@@ -41,10 +41,10 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
         found = spec_file.read(Folder(folder))
         if found is None or "reduce" not in found:
             held = f"no {spec_file.FILE}" if found is None else "features"
-            raise FxError(f"{folder} holds {held}; name folders that fxserve extract --reduce made")
+            raise FxError(f"{folder} holds {held}; name folders created by fxserve extract --reduce")
         document = found if document is None else document
         if differences := spec_file.differences(found, document):
-            raise FxError(f"{folder} was made with {'; '.join(differences)} as {folders[0]}: they cannot be merged")
+            raise FxError(f"{folder} was made with {'; '.join(differences)} as in {folders[0]}; they cannot be merged")
     if document is None:
         raise FxError("name the folders to merge")
     check_installed(document["reduce"])
@@ -59,11 +59,11 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
                         total, done, unreadable = other.counts()
                         if left := total - done - unreadable:
                             raise FxError(
-                                f"{left} of {total} images of {folder} are still to be done; run it again first"
+                                f"{left} of {total} images of {folder} are not done yet; finish that run first"
                             )
                         other_statistics = Statistics.from_states(other.statistics())
                         index.add_finished(other)
-                    if not other_statistics.outputs:  # it has no images yet
+                    if not other_statistics.outputs:  # this folder has no images yet
                         continue
                     if reduction is None:
                         metadata = spec_file.metadata(document)
@@ -81,16 +81,16 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
             working.discard()
             raise
         working.close()
-        spec_file.write(target, document)  # at last: without it, the folder is of no use to other runs
+        spec_file.write(target, document)  # last: without it, other runs cannot use the folder
     return Summary(document["outputs"], images, done, unreadable, 0)
 
 
 @contextmanager
 def _opened(folder: Folder) -> Iterator[Index]:
-    """Open the index of ``folder``, or a copy where it is in a bucket.
+    """Open the index of ``folder``, or a copy if it is in a bucket.
 
     Raises:
-        FxError: there is none, or a run is writing to it.
+        FxError: it does not exist, or a run is writing to it.
     """
     with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch:
         place = folder.disk or Path(scratch)

@@ -22,7 +22,7 @@ from rich.text import Text
 from service.offline.run import Report
 
 _RATE_WINDOW = 60.0
-"""Time window of the rate."""
+"""Seconds over which the rate is measured."""
 
 
 class _Rate(ProgressColumn):
@@ -50,7 +50,7 @@ def progress() -> Iterator[Report]:
 
         def report(images: int, done: int, unreadable: int) -> None:
             description = f"{unreadable} unreadable" if unreadable else "extracting"
-            if bar.tasks[0].total is None:  # images of earlier runs do not count for the rate
+            if bar.tasks[0].total is None:  # exclude images of earlier runs from the rate
                 bar.reset(task, total=images, completed=done + unreadable, description=description)
             else:
                 bar.update(task, completed=done + unreadable, description=description)

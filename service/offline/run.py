@@ -1,4 +1,4 @@
-"""Run an extraction job: read, decode, compute and write concurrently."""
+"""Extraction jobs: reading, decoding, computing and writing run concurrently."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 _MAX_COUNTED = 20_000
-"""Images that are counted before the run; more take long enough on any model to look for a faster backend."""
+"""Maximum images counted before the run: with more, searching for a faster backend pays off on any model."""
 
 Report = Callable[[int, int, int], None]
-"""Progress callback: number of images, of those done, and of those that could not be read."""
+"""Progress callback: number of images, number done, and number that could not be read."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Job:
         servers: URLs of servers to use instead of this process.
         api_key: API key for the servers.
         shard_rows: rows per shard; None for about 64 MiB of them.
-        regions: file with the boxes, points or masks that are pooled, see :mod:`service.offline.inputs.regions`. Images
-            without any are skipped.
-        reduce: statistics to write instead of the features; see :func:`service.choices.reductions`. Neither ``format``
-            nor ``shard_rows`` counts then.
+        regions: file with the boxes, points or masks to pool; see :mod:`service.offline.inputs.regions`. Images without
+            regions are skipped.
+        reduce: statistics to write instead of the features; see :func:`service.choices.reductions`. ``format`` and
+            ``shard_rows`` are then ignored.
     """
 
     inputs: tuple[str, ...]
@@ -72,15 +72,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Summary:
-    """Result of a run, together with earlier runs into the same folder.
+    """Result of a run, including earlier runs into the same folder.
 
     Attributes:
-        outputs: key, node, shape of one image (None where it depends on the image) and dtype of each output.
+        outputs: key, node, shape per image (None if it depends on the image) and dtype of each output.
         images: number of images found now or done before.
         done: number of images whose features are in shards.
         unreadable: number of images listed in ``errors.jsonl``.
         shards: number of shards; 0 for statistics.
-        skipped: files that were found now and are not images.
+        skipped: files found in this run that are not images.
     """
 
     outputs: list[dict[str, Any]]
@@ -150,13 +150,13 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
 
 
 def count(inputs: Sequence[str]) -> int:
-    """Number of images in ``inputs``, or many."""
+    """Return the number of images in ``inputs``, or ``sys.maxsize`` if there are many."""
     found = sum(1 for _ in itertools.islice(sources.find(inputs), _MAX_COUNTED))
     return found if found < _MAX_COUNTED else sys.maxsize
 
 
 def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, index: Index) -> Skipped:
-    """Make the index and the folder consistent, and add the images to extract; returns what was skipped."""
+    """Make the index and the folder consistent, and add the images to extract. Return the skipped files."""
     skipped = Skipped(job.out)
     if chosen is not None:  # statistics are in the index itself
         index.keep_shards(folder.shards(chosen.suffix))
@@ -168,7 +168,7 @@ def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, 
 
 
 def check_regions(job: Job) -> None:
-    """Check the first of the job's regions, before anything is built.
+    """Check the job's first region before anything is built.
 
     Raises:
         FxError: the file cannot be used.
@@ -178,22 +178,26 @@ def check_regions(job: Job) -> None:
 
 
 def check_reduce(job: Job) -> None:
-    """Check that the job's statistics can be made, before anything is built.
+    """Check that the job's statistics can be computed, before anything is built.
 
     Raises:
-        FxError: the options exclude each other, or a package is missing.
+        FxError: the options cannot be combined, or a package is missing.
     """
     if job.reduce is None:
         return
     check_installed(job.reduce)
     if "top" in job.reduce:
         pool = job.options.pool
-        advice = "run it by itself with --pool none, avg, max, gem or cls"
+        advice = "run it separately with --pool none, avg, max, gem or cls"
         if pool in KINDS:
-            raise FxError(f"--reduce top keeps one place of an image, and --pool {pool} gives several rows; {advice}")
+            raise FxError(
+                f"--reduce top keeps one position per image, but --pool {pool} gives several rows per image; {advice}"
+            )
         if "+" in pool or job.options.project is not None:
             other = f"--pool {pool}" if "+" in pool else "--project"
-            raise FxError(f"--reduce top ranks images by a node's own channels, which {other} does not keep; {advice}")
+            raise FxError(
+                f"--reduce top ranks images by a node's own channels, which {other} does not preserve; {advice}"
+            )
 
 
 def _regions(job: Job) -> Iterator[tuple[str, sources.Regions]]:
@@ -205,7 +209,7 @@ def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
     """Add the images of a job to the index, with their regions.
 
     Raises:
-        FxError: the file of regions is invalid or names none of the images, or a finished image had others.
+        FxError: the file of regions is invalid or names none of the images, or a finished image had other regions.
     """
     kind = KINDS.get(job.options.pool)
     if job.regions is None or kind is None:
@@ -214,10 +218,10 @@ def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
     index.add(found, _regions(job), kind.field)
     images, done, failed = index.counts()
     if not images:
-        raise FxError(f"{job.regions} has no {kind.field}")
+        raise FxError(f"{job.regions} contains no {kind.field}")
     if failed == images and not done:
         path, reason = next(index.errors())
-        raise FxError(f"{job.regions} names no image that can be read; {path}: {reason}")
+        raise FxError(f"none of the images in {job.regions} can be read; {path}: {reason}")
 
 
 class _Pipeline:
@@ -256,5 +260,5 @@ class _Pipeline:
             for task in in_flight:
                 task.cancel()
             await asyncio.gather(*in_flight, return_exceptions=True)
-            await self._writer.close()  # keeps what is done, however the run ends
+            await self._writer.close()  # keep finished work, however the run ends
             self._batches.close()

@@ -1,4 +1,4 @@
-"""Run an extractor on batches of encoded images: on this process's own engine, or on servers."""
+"""Running an extractor on batches of encoded images, on an engine in this process or on servers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ _OWN_SETTINGS = frozenset(
         *("preprocess", "max_pixels", "max_batch", "max_batch_bytes", "memory_budget", "max_nodes"),
     }
 )
-"""The settings that an offline run takes: what computes, with what, and how much at a time."""
+"""The settings that apply to an offline run: device, threads, folders, preprocessing and sizes."""
 
 _LIMITS = {"max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
-"""The engine's limits protect a service from its clients; here the only client bounds its own load."""
+"""Effectively unlimited: these limits protect a service from its clients, and here the only client limits its own
+load."""
 
 _SERVER_TIMEOUT = 600.0
-"""Seconds that a batch may take, retries included, or that a server may be unreachable."""
+"""Maximum seconds of a batch, including retries, or of a server being unreachable."""
 
 _MAX_RETRY_DELAY = 10.0
 """Maximum seconds between two attempts to reach a server."""
 
 _MAX_TIMEOUTS = 3
-"""How often a single image may time out before it counts as unreadable."""
+"""Number of timeouts after which a single image counts as unreadable."""
 
 # Errors that a single image can cause, in the engine and on a server.
 _SERVER_IMAGE_ERRORS = (
@@ -57,7 +58,7 @@ _SERVER_IMAGE_ERRORS = (
 )
 _IMAGE_ERRORS = (*_SERVER_IMAGE_ERRORS, BadImage, BadBox, BadPoint, BadMask, ImageTooLarge)
 
-# Errors that another server, or the same one later, may not have.
+# Errors that may not occur on another server, or later on the same one.
 _RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
 
 
@@ -67,11 +68,11 @@ class Unreadable(FxError):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Which dimensions of an output's rows are what.
+    """The meaning of the dimensions of an output's rows.
 
     Attributes:
-        layout: of the rows; None if unknown, or where they are pooled and have their channels in dimension 1.
-        prefix: tokens before those of the positions.
+        layout: layout of the rows; None if it is unknown, or if rows are pooled and have their channels in dimension 1.
+        prefix: number of tokens before those of the positions.
     """
 
     layout: str | None = None
@@ -88,7 +89,7 @@ class ExtractorInfo:
         fingerprint: hash of the model's graph.
         backend: the backend in this process; None if servers choose.
         one_size: whether outputs have the same shape for all images.
-        images: how images are preprocessed, in words.
+        images: description of how images are preprocessed.
         layouts: key → layout of each output's rows.
     """
 
@@ -115,9 +116,9 @@ class Runner(Protocol):
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         """Compute key → ``[len(images), ...]``.
 
-        With ``regions``, a list for each image, the first dimension is the regions, and the key ``box`` or ``point``
-        has their coordinates, float64 ``[regions, 4]`` or ``[regions, 2]``, or ``mask`` their places in these lists,
-        int64.
+        With ``regions``, a list for each image, the first dimension is the regions. The key ``box`` or ``point`` has
+        their coordinates, float64 ``[regions, 4]`` or ``[regions, 2]``; the key ``mask`` has their indices in the
+        lists, int64.
 
         Raises:
             Unreadable: the features of a single image cannot be computed.
@@ -133,10 +134,9 @@ class LocalRunner:
     """Runs an extractor on an engine in this process.
 
     Args:
-        settings: settings of the engine; those of a server, as its limits and the store of its extractors, do not
-            count.
+        settings: settings of the engine. Server settings, such as limits and the store of extractors, are ignored.
         options: how to pool and cast the outputs.
-        images: number of images of the run; a faster backend is looked for if that saves time.
+        images: number of images of the run; a faster backend is searched for if that saves time.
     """
 
     concurrency = 64
@@ -155,7 +155,7 @@ class LocalRunner:
         """Build the extractor.
 
         Args:
-            spec: what to build.
+            spec: the spec of the extractor.
             served_by: the backend that computed earlier rows; ``auto`` then means that one.
 
         Raises:
@@ -167,7 +167,7 @@ class LocalRunner:
             spec = spec.model_copy(update={"backend": served_by})
         record, _ = await self._engine.extractor(spec)
         runtime = await self._engine.runtimes.load(record)
-        if self._lowering:  # now: a switch of backends in mid-run would round later rows differently
+        if self._lowering:  # now, because switching backends during the run would round later rows differently
             await self._engine.settle(runtime, self._images)
         self._record, description = record, record.description
         self.info = ExtractorInfo(
@@ -205,7 +205,7 @@ class _Server:
     attempts; the next run into the folder tries it again.
 
     Attributes:
-        in_flight: batches sent to it and not answered yet.
+        in_flight: batches sent to it that are not answered yet.
         retry_at: when to use it again after a failure, on the monotonic clock.
     """
 
@@ -253,7 +253,9 @@ class _Server:
 
 
 class RemoteRunner:
-    """Runs an extractor on servers. Each batch goes to the one with the fewest in flight; unreachable ones are skipped.
+    """Runs an extractor on servers.
+
+    Each batch goes to the server with the fewest in flight; unreachable ones are skipped.
 
     Args:
         urls: base URLs of the servers.
@@ -285,9 +287,11 @@ class RemoteRunner:
         first, first_url = infos[0], self._servers[0].client.url
         for server, extractor, info in zip(self._servers, extractors, infos, strict=True):
             if (info.spec, info.fingerprint) != (first.spec, first.fingerprint):
-                raise FxError(f"{server.client.url} and {first_url} build different extractors of {info.spec}")
+                raise FxError(f"{server.client.url} and {first_url} build different extractors from {info.spec}")
             if info.images != first.images:
-                raise FxError(f"{server.client.url} prepares images by {info.images}, {first_url} by {first.images}")
+                raise FxError(
+                    f"{server.client.url} preprocesses images by {info.images}, but {first_url} by {first.images}"
+                )
             server.extractor = extractor
         self.info = first
 
@@ -352,12 +356,12 @@ class RemoteRunner:
 
 
 def _add_regions(rows: Rows, regions: Sequence[Regions] | None, pool: str) -> Rows:
-    """Add the coordinates of the regions to the outputs, or the places of masks."""
+    """Add the coordinates of the regions, or the indices of masks, to the outputs."""
     if regions is None:
         return rows
     kind = KINDS[pool]
     if kind.one in rows:
-        raise FxError(f"an output cannot be called {kind.one!r}, the name of the column of {kind.field}")
+        raise FxError(f"an output cannot be named {kind.one!r}, which is the column of {kind.field}")
     if pool == "mask":
         places = [place for of_image in regions for place in range(len(of_image))]
         return {**rows, kind.one: torch.tensor(places, dtype=torch.int64)}
@@ -365,7 +369,7 @@ def _add_regions(rows: Rows, regions: Sequence[Regions] | None, pool: str) -> Ro
 
 
 def is_image_error(error: Exception) -> bool:
-    """Return whether a batch may have failed because of one of its images; so may one that failed in an unknown way."""
+    """Return whether a batch may have failed because of one of its images. Unknown errors count as well."""
     if isinstance(error, (FxError, exceptions.FxserveError)):
         return isinstance(error, _IMAGE_ERRORS)
     return True
@@ -383,7 +387,7 @@ def _row_layout(options: FeatureOptions, output: Mapping[str, Any], prefix: int)
 
 
 def _spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:
-    # A default fit is left out, as in folders older than this field.
+    # The default fit is omitted, as in folders older than this field.
     fields = spec.model_dump(mode="json", exclude={"name", *(["fit"] if spec.fit == "crop" else [])})
     return {**fields, "backend": backend, "weights": weights, "return_nodes": dict(return_nodes)}
 

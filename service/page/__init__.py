@@ -1,7 +1,7 @@
-"""The page for people and the reference, as files that the service sends as they are.
+"""The web page and the API reference: static files.
 
-Nothing in them asks another host for anything: Swagger UI comes from the package ``fastapi-offline``, the photographs
-from :mod:`fxcore.photos`.
+They load nothing from other hosts: Swagger UI comes from the package ``fastapi-offline``, the photographs from
+:mod:`fxcore.photos`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _MEDIA_TYPES = {
 
 @dataclass(frozen=True)
 class File:
-    """A file as it is sent.
+    """A static file.
 
     Attributes:
         content: its bytes.
-        compressed: the same by gzip; None where that would be no smaller.
-        media_type: for ``Content-Type``.
-        etag: changes when the content does; weak, since it is that of both forms.
+        compressed: its gzip-compressed bytes; None if they would not be smaller.
+        media_type: its ``Content-Type``.
+        etag: changes with the content. It is weak, because both forms share it.
     """
 
     content: bytes
@@ -55,11 +55,11 @@ def _found() -> dict[str, Path]:
 
 
 PATHS = _found()
-"""Where each file is, by its path in the URL."""
+"""The location of each file, by URL path."""
 
-# A worker's policy is that of its own script, so every file has one.
+# A worker uses the policy of its own script, so every file has one.
 POLICIES = dict.fromkeys(PATHS, _STRICT)
-"""The Content-Security-Policy of each path: scripts and styles of this service, which ask this service only."""
+"""The Content-Security-Policy of each path: only scripts, styles and requests of this service are allowed."""
 
 
 @functools.cache

@@ -66,7 +66,7 @@ class EmbeddingsRequest(BaseModel):
         default=None,
         ge=1,
         strict=True,
-        description="Keep only the first values, and scale them to unit length.",
+        description="Keep only this many values, the first, and scale them to unit length.",
         examples=[256],
     )
     user: str | None = Field(default=None, description="Ignored.", examples=["alice"])
@@ -105,9 +105,9 @@ class OpenAIFault(BaseModel):
 
     message: str = Field(examples=[EXAMPLES[BadImage].detail])
     type: str = Field(examples=["invalid_request_error"])
-    param: str | None = Field(description="The field of the body that is wrong.", examples=["input"])
+    param: str | None = Field(description="The invalid field of the body.", examples=["input"])
     code: str = Field(
-        description="OpenAI's code, or the end of the problem's type with underscores.",
+        description="OpenAI's code, or the last part of the problem's type with underscores.",
         examples=["bad_image"],
     )
 

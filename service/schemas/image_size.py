@@ -1,4 +1,4 @@
-"""The size of a model's input in specs and queries: a side, or height and width."""
+"""The input size of a model in specs and queries: a side, or height and width."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def _size(value: Any) -> int | tuple[int, int]:
     if (listed and len(sides) != 2) or not all(type(side) is int and 1 <= side <= MAX_SIDE for side in sides):
         raise PydanticCustomError(
             "image_size",
-            "Input should be a side or [height, width], whole numbers of pixels from 1 to {most}",
+            "Input should be a side or [height, width], in whole pixels from 1 to {most}",
             {"most": MAX_SIDE},
         )
     return sides[0] if sides[0] == sides[-1] else (sides[0], sides[1])
 
 
 def parse_size(value: Any) -> int | tuple[int, int]:
-    """Return the size that ``value`` is: ``"448"``, ``"448x672"``, or what JSON has.
+    """Parse a size: ``"448"``, ``"448x672"``, or the JSON form.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a size.
     """
     if not isinstance(value, str):
         return _size(value)

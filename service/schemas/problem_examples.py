@@ -29,8 +29,10 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         },
     ),
     problems.Unauthorized: Example("this needs an API key: send the header Authorization: Bearer KEY"),
-    problems.Forbidden: Example("DELETE /v1/extractors/r50 needs a key of scope admin, and alice has the scope read"),
-    problems.Misdirected: Example("'fx.example.org' is not a host name of this server; FXSERVE_HOSTS lists them"),
+    problems.Forbidden: Example("DELETE /v1/extractors/r50 needs a key with scope admin, and alice has scope read"),
+    problems.Misdirected: Example(
+        "'fx.example.org' is not a host name of this server; FXSERVE_HOSTS lists the allowed ones"
+    ),
     problems.RequestTimeout: Example(
         "the body arrives too slowly: 4,096 bytes so far; the limit is 20 s, extended by 1 s for each 65,536 bytes "
         "received"
@@ -61,22 +63,22 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"key": "layer4"},
     ),
     problems.UnknownNode: Example(
-        "'layer5' is no node, level or path of resnet50; did you mean layer4?",
+        "resnet50 has no node 'layer5'; did you mean layer4?",
         {"name": "layer5", "suggestions": ["layer4"]},
     ),
     problems.OpenCut: Example(
-        "the nodes asked for depend on the image beside layer3.0.conv1; give layer3.0.downsample.1 too",
+        "the requested nodes depend on the image not only through layer3.0.conv1; give layer3.0.downsample.1 too",
         {"missing": ["layer3.0.downsample.1"]},
     ),
     problems.UnneededInput: Example(
-        "no node that is asked for depends on the input 'layer2' beside the others", {"name": "layer2"}
+        "no requested node depends on the input 'layer2' besides the other inputs", {"name": "layer2"}
     ),
     problems.BadTarget: Example("target is from 0 to 999, or max for the largest, not 1000", {"target": 1000}),
     problems.TooManyNodes: Example(
-        "the names stand for 81 nodes, and groups may stand for 64 at most (FXSERVE_MAX_NODES); name fewer",
+        "the names stand for 81 nodes, and groups may stand for at most 64 (FXSERVE_MAX_NODES); name fewer nodes",
         {"count": 81, "limit": 64},
     ),
-    problems.DuplicateKey: Example("two outputs are asked for under the key 'C4'", {"key": "C4"}),
+    problems.DuplicateKey: Example("the key 'C4' is given twice; each name needs a key of its own", {"key": "C4"}),
     problems.NotTraceable: Example(
         "rpn cannot be traced; ask for a node of backbone instead", {"module": "rpn", "source": "for img in images:"}
     ),
@@ -107,8 +109,8 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"field": "backend", "value": "openvino", "available": ["auto", "eager"]},
     ),
     problems.BackendRefused: Example(
-        "openvino in int8 has a cosine similarity to float32 of 0.9412, under 0.98; most is lost in features.0.0 (12 "
-        "dB); ask for precision=float32, or keep such layers in float by the transform keep_float",
+        "openvino in int8 has a cosine similarity to float32 of 0.9412, below 0.98; most is lost in features.0.0 (12 "
+        "dB); ask for precision=float32, or keep such layers in float with the transform keep_float",
         {
             "backend": "openvino",
             "min_cosine": 0.9412,
@@ -127,7 +129,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"transform": "insert_after", "node": "layer9"},
     ),
     problems.CannotKeep: Example(
-        "remove cannot keep the node 'layer4', which is asked for", {"transform": "remove", "node": "layer4"}
+        "remove cannot keep the node 'layer4', which is requested", {"transform": "remove", "node": "layer4"}
     ),
     problems.CannotExport: Example(
         "quantized_resnet18 holds torch's own int8 layers, which onnx cannot express", {"format": "onnx"}
@@ -136,10 +138,13 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "export to openvino needs openvino, not installed here; install it, or use another format: fx, onnx",
         {"format": "openvino", "missing": ["openvino"]},
     ),
-    problems.NoHeatMap: Example("this node gives one vector an image, and a heat-map needs a feature map"),
+    problems.NoHeatMap: Example(
+        "a heat-map needs a feature map, but this node gives one vector per image; request a node before the "
+        "pooling, such as a level"
+    ),
     problems.StoreFull: Example(
-        "the store has 10,000 extractors and may have 10,000; delete extractors that nobody uses, which GET "
-        "/v1/extractors lists, or raise FXSERVE_MAX_STORED_EXTRACTORS",
+        "the store has 10,000 extractors and the limit is 10,000; delete unused extractors (GET /v1/extractors lists "
+        "all) or raise FXSERVE_MAX_STORED_EXTRACTORS",
         {"stored": 10_000, "limit": 10_000},
     ),
     problems.NameTaken: Example(
@@ -147,20 +152,21 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"extractor": "3f9a1c5be07d"},
     ),
     problems.NotAcceptable: Example(
-        "none of 'text/csv' can be answered; Accept one of application/json, application/x-safetensors",
+        "cannot respond with 'text/csv'; Accept one of application/json, application/x-safetensors",
         {"available": ["application/json", "application/x-safetensors"]},
     ),
     problems.UnsupportedMediaType: Example(
-        "a body of type 'text/csv' is not taken; send one of image/*, multipart/form-data",
+        "a body of type 'text/csv' is not supported; send one of image/*, multipart/form-data",
         {"available": ["image/*", "multipart/form-data"]},
     ),
     problems.BodyTooLarge: Example("the body is larger than the limit of 67,108,864 bytes", {"limit": 67108864}),
     problems.ImageTooLarge: Example(
-        "the image has 65535 x 65535 = 4294836225 pixels; at most 50000000 are taken",
+        "the image has 65535 x 65535 = 4294836225 pixels; at most 50000000 are allowed",
         {"pixels": 4294836225, "limit": 50000000, "index": 0},
     ),
     problems.RequestTooLarge: Example(
-        "the request would need 4,294,967,296 bytes of memory and the server gives all requests together 2,147,483,648",
+        "the request would need 4,294,967,296 bytes of memory, and all requests together may use 2,147,483,648; send "
+        "fewer images at a time",
         {"bytes": 4294967296, "limit": 2147483648},
     ),
     problems.ResponseTooLarge: Example(
@@ -168,12 +174,14 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"bytes": 411041792, "limit": 268435456, "ways": ["pool=avg", "dtype=float16"]},
     ),
     problems.AdmissionFull: Example(
-        "256 requests are being served already; try again in 2 seconds", {"retry_after": 2.0}
+        "256 requests are in flight, which is the limit; try again in 2 s", {"retry_after": 2.0}
     ),
     problems.DeadlineExceeded: Example(
         "the deadline passed before the response was ready; its queued work was dropped"
     ),
-    problems.Draining: Example("the service is not ready: it is shutting down and takes no new work", {"reason": "…"}),
+    problems.Draining: Example(
+        "the service is not ready: it is shutting down and accepts no new work", {"reason": "…"}
+    ),
     problems.NotReady: Example("the service is not ready: preloads are being built", {"reason": "…"}),
     problems.OutOfMemory: Example("not even one image of this request fits in the device's memory"),
     problems.WeightsUnavailable: Example(
@@ -181,7 +189,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "use weights=random to try without",
         {"file": "resnet50-11ad3fa6.pth", "folder": "/weights/hub/checkpoints"},
     ),
-    problems.ComputeFailed: Example("the model raised while it computed this request"),
+    problems.ComputeFailed: Example("the model failed on this request: RuntimeError: shape mismatch"),
     problems.ExtractorFailed: Example("the extractor could not be built"),
     problems.Internal: Example(problems.Internal().detail),
 }

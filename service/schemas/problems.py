@@ -1,4 +1,4 @@
-"""Problem documents (RFC 9457), and the shapes that errors have on other paths."""
+"""Problem documents (RFC 9457), and the other shapes of errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _NAMED = {kind.__name__: kind for kind in Problem.kinds.values()}
 def problem(error: FxError | Problem) -> Document:
     """Build the problem document of ``error``.
 
-    One of fxcore is the problem whose class has its name. Others, as a library on top of fxcore may raise, get a type
-    from the name of their class.
+    An error of fxcore becomes the problem whose class has the same name. Other errors, which libraries on top of fxcore
+    may raise, get a type derived from the name of their class.
     """
     kind = type(error) if isinstance(error, Problem) else _NAMED.get(type(error).__name__)
     if kind is not None:
@@ -49,15 +49,15 @@ def _document_of(slug: str, title: str, status: int, detail: str, extra: Mapping
 
 @dataclass(frozen=True)
 class Shape:
-    """How problems are written on some paths.
+    """The format of problems on some paths.
 
     Attributes:
-        media_type: of the body.
+        media_type: media type of the body.
         schema: name of the body's schema in the OpenAPI document.
-        body: turns a problem document into the body.
-        has_422: whether clients know status 422; it is 400 for others.
-        titled: whether a response is described by its first problem's title, instead of its status.
-        shows_retry_after: whether the header is documented.
+        body: converts a problem document to the body.
+        has_422: whether clients know status 422; otherwise it becomes 400.
+        titled: whether a response is described by the title of its first problem, instead of its status.
+        shows_retry_after: whether the header ``Retry-After`` is documented.
     """
 
     media_type: str
@@ -68,7 +68,7 @@ class Shape:
     shows_retry_after: bool = False
 
     def status(self, status: int) -> int:
-        """Return the status of a problem whose own is ``status``."""
+        """Return the response status for a problem with ``status``."""
         return 400 if status == 422 and not self.has_422 else status
 
 
@@ -76,7 +76,7 @@ PROBLEM = Shape("application/problem+json", "Problem", lambda document: document
 
 
 def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI ``responses`` of a route for these problems, with an example of each."""
+    """Return the OpenAPI ``responses`` of a route for these problems, each with an example."""
     responses: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         status = shape.status(kind.status)
@@ -99,11 +99,11 @@ def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str,
 
 
 def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """Turn pydantic's errors into a problem: the first as a sentence, all as a list for programs."""
+    """Convert pydantic's errors to a problem: the first one as a sentence, and all as a list for programs."""
     found: list[dict[str, str]] = []
     for error in _without_wrong_branches(errors):
         where, *path = (str(part) for part in error["loc"])
-        message = error["msg"].removeprefix("Value error, ")  # pydantic's, before what a validator says
+        message = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of validators' messages
         if error["type"] == "json_invalid":
             path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
         found.append({"in": where, "field": _field(path), "message": message})
@@ -117,14 +117,14 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
-    """:func:`invalid_request` for a JSON body that a route validates itself."""
+    """Convert the errors of a JSON body that a route validates itself; see :func:`invalid_request`."""
     return invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
 
 
 def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Clean up the errors of a field that may be a list or a map, of which pydantic reports both.
+    """Clean up the errors of a field that may be a list or a map: pydantic reports errors for both.
 
-    Keep those of the type that was sent; if it was neither, merge them into one.
+    Keep those for the type that was sent. If it was neither, merge them into one.
     """
     shown: list[Mapping[str, Any]] = []
     for _, group in groupby(errors, key=lambda error: [str(part) for part in error["loc"][:2]]):

@@ -1,4 +1,4 @@
-"""The parts of images that a request pools: boxes, points or masks."""
+"""Regions of images that a request pools: boxes, points or masks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from service.choices import RegionPooling
 
 
 class Kind(NamedTuple):
-    """How a kind of region is called.
+    """The names of a kind of region.
 
     Attributes:
-        field: of a JSON body, with a list for each image.
-        one: of them: the column of ``fxserve extract``, and the field of a problem with its index.
-        form: how one is written.
+        field: field of a JSON body, with a list for each image.
+        one: a single region: the column of ``fxserve extract``, and the field of a problem with its index.
+        form: how a region is written.
     """
 
     field: str
@@ -33,7 +33,7 @@ KINDS: Mapping[str, Kind] = {
     "points": Kind("points", "point", "[x, y]"),
     "mask": Kind("masks", "mask", 'a PNG file in base64 or {"size": [height, width], "counts": COCO\'s run lengths}'),
 }
-"""By the pooling that takes them."""
+"""Kinds of regions, by pooling."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class GivenRegions:
     """The regions of a request, in pixels of its images as sent.
 
     Attributes:
-        pool: the pooling that takes them.
-        of_images: for each image its regions: boxes ``x1, y1, x2, y2``, points ``x, y``, or masks as
+        pool: the pooling of the regions.
+        of_images: for each image, its regions: boxes ``x1, y1, x2, y2``, points ``x, y``, or masks as
             :data:`fxcore.images.masks.Mask`.
     """
 

@@ -1,4 +1,4 @@
-"""Specs of extractors, and the names in them: models, weights, nodes and keys; as JSON and as one line of text."""
+"""Specs of extractors, as JSON and as one line of text, and the names of models, weights, nodes and keys."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
 ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
 
 MAX_NODES = 1024
-"""Maximum nodes of an extractor."""
+"""Maximum number of nodes of an extractor."""
 
 MAX_INPUTS = 64
-"""Maximum inner nodes that an extractor begins at."""
+"""Maximum number of inner nodes at which an extractor begins."""
 
 
 class TransformStep(BaseModel):
-    """A transform with its parameters, which are names of nodes and operations, and numbers; never code."""
+    """A transform with its parameters: names of nodes or operations, and numbers, but never code."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,12 +65,12 @@ class TransformStep(BaseModel):
         default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
     )
     optional: bool = Field(
-        default=False, description="Accept a graph in which it finds nothing to change, which is an error otherwise."
+        default=False, description="Allow the transform to find nothing to change; otherwise that is an error."
     )
 
 
 class ExtractorSpec(BaseModel):
-    """Specification of an extractor. Equal specs are the same extractor."""
+    """Specification of an extractor. Equal specs identify the same extractor."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -118,8 +118,8 @@ class ExtractorSpec(BaseModel):
     precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
     backend: Backend = Field(
         default="auto",
-        description="What runs the model. A named backend is used or refused, never replaced; `auto` picks the fastest "
-        "that agrees with eager.",
+        description="Backend that runs the model. A named backend is used or refused, never replaced; `auto` picks "
+        "the fastest that agrees with eager.",
     )
     transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
         default_factory=list,
@@ -134,16 +134,16 @@ class ExtractorSpec(BaseModel):
     )
     fit: Fit = Field(
         default="crop",
-        description="How an image comes to `image_size`: `crop` is the weights' own resize and centre crop, scaled; "
-        "`stretch` resizes to exactly that; `pad` resizes until it fits, centres it and fills the rest with the mean "
-        "colour, and an output `valid_box` has its place; `native` makes the shorter side `image_size`, crops nothing, "
-        "and rounds each side to the model's `multiple`.",
+        description="How images are fitted to `image_size`: `crop` is the weights' own resize and centre crop, "
+        "scaled; `stretch` resizes to exactly that size; `pad` resizes the image to fit, centres it, fills the rest "
+        "with the mean colour, and adds an output `valid_box` with its position; `native` makes the shorter side "
+        "`image_size`, does not crop, and rounds each side to the model's `multiple`.",
         examples=["pad"],
     )
     inputs: Annotated[list[NodeName], Field(min_length=1, max_length=MAX_INPUTS)] | None = Field(
         default=None,
-        description="Nodes to begin at instead of the model's inputs, named as in `return_nodes`. Requests send "
-        "tensors by these names, one row an image.",
+        description="Nodes to start from instead of the model's inputs, named as in `return_nodes`. Requests send "
+        "tensors with these names, one row per image.",
         examples=[["layer2"]],
     )
 
@@ -177,8 +177,9 @@ def spec_of_text(text: str) -> ExtractorSpec:
 
 
 def return_nodes_of(pairs: Sequence[tuple[str, str]]) -> list[str] | dict[str, str]:
-    """Return pairs of node and key as the ``return_nodes`` of a spec: a list, which may hold groups of names, unless a
-    key is not its node's name.
+    """Return pairs of node and key as the ``return_nodes`` of a spec.
+
+    It is a map if any key differs from its node's name, and otherwise a list, in which names may be groups.
 
     >>> return_nodes_of([("layer3", "C4"), ("layer4", "layer4")])
     {'layer3': 'C4', 'layer4': 'layer4'}

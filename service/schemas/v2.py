@@ -15,7 +15,7 @@ Size = Annotated[int, Field(strict=True, ge=0, lt=2**40)]
 
 
 def _unset(value: Any) -> Any:
-    """Treat null as unset, as serializers of other languages write it."""
+    """Treat null as unset, because serializers of other languages write unset values as null."""
     return {} if value is None else value
 
 
@@ -42,7 +42,7 @@ class ModelReady(BaseModel):
 
 
 class TensorMetadata(BaseModel):
-    """A tensor of a model; -1 in a shape is any size."""
+    """A tensor of a model; -1 in a shape means any size."""
 
     name: str = Field(examples=["C5"])
     datatype: str = Field(examples=["FP32"])
@@ -50,7 +50,7 @@ class TensorMetadata(BaseModel):
 
 
 class ModelMetadata(BaseModel):
-    """A model's tensors. Requests send either the input ``image`` or all others."""
+    """A model's tensors. Requests send either the input ``image`` or all other inputs."""
 
     name: str = Field(examples=["r50-c4c5"])
     versions: list[str] = Field(examples=[["1"]])
@@ -68,7 +68,7 @@ class RequestInput(BaseModel):
     parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_size": 71484}])
     data: Any = Field(
         default=None,
-        description="Values in row-major order, flat or nested; for BYTES strings of base64, or data URLs.",
+        description="Values in row-major order, flat or nested; for BYTES, base64 strings or data URLs.",
         examples=[["/9j/4AAQ…"]],
     )
 
@@ -113,7 +113,7 @@ class InferResponse(BaseModel):
 
 
 class IndexRequest(BaseModel):
-    ready: bool = Field(default=False, strict=True, description="List only what is ready.")
+    ready: bool = Field(default=False, strict=True, description="List only models that are ready.")
 
 
 class RepositoryEntry(BaseModel):

@@ -1,4 +1,4 @@
-"""Real servers: a uvicorn process each, asked over real sockets."""
+"""Real servers, each in its own process, reached over real sockets."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ T = TypeVar("T", bound="Server")
 
 
 class Server:
-    """A server process of its own, with ``FXSERVE_*`` settings and an empty weights cache.
+    """A server in a separate process, with ``FXSERVE_*`` settings and its own weights cache.
 
     Attributes:
-        process: as :class:`subprocess.Popen` has it.
+        process: the process, with the interface of :class:`subprocess.Popen`.
     """
 
     process: Forked | subprocess.Popen[bytes]
@@ -44,21 +44,21 @@ class Server:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("FXSERVE_")}
         environment |= {"FXSERVE_LOWERING": "false", "FXSERVE_DEVICE": "cpu"}
         environment |= {f"FXSERVE_{key.upper()}": str(value) for key, value in settings.items()}
-        # Whether or not this machine has a network, the servers have none.
+        # Give the servers no network, even if this machine has one.
         environment |= {"TORCH_HOME": str(home), "https_proxy": "http://127.0.0.1:9"}
         self._environment = environment
         self.begin()
 
     def begin(self) -> None:
-        """Start its process, the first or another one on the same port."""
+        """Start the process, or a new one on the same port."""
         self.process = Forked(self.command(), self._environment, self.log)
 
     def command(self) -> list[str]:
-        """What it runs."""
+        """Return the command of the process."""
         return ["fxserve", "serve", "--port", str(self.port)]
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until the server responds."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -73,7 +73,7 @@ class Server:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def metric(self, line: str, **options: Any) -> float:
-        """The value of the metric that begins with ``line``; 0 where there is none yet."""
+        """Return the value of the metric that starts with ``line``; 0 if there is none yet."""
         response = self.http.get("/metrics", **options)
         assert response.status_code == 200, response.text
         for found in response.text.splitlines():
@@ -93,7 +93,7 @@ class Server:
 
 
 class InterpretedServer(Server):
-    """One whose interpreter starts with it."""
+    """A server that starts in a new interpreter instead of a fork."""
 
     def begin(self) -> None:
         with self.log.open("w") as log:
@@ -104,7 +104,7 @@ class InterpretedServer(Server):
 
 
 def until(found: Callable[[], Any], seconds: float = 120) -> Any:
-    """What ``found`` returns, once that is true."""
+    """Wait until ``found()`` is true, and return its value."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < deadline, "it did not happen"
@@ -113,7 +113,7 @@ def until(found: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def connection_problem(received: bytes, status: int, kind: str) -> dict[str, str]:
-    """The headers of what a connection answers itself, which is a problem like any other."""
+    """Check a response that the connection itself sends, a problem like any other, and return its headers."""
     head, _, body = received.partition(b"\r\n\r\n")
     line, *fields = head.decode().split("\r\n")
     headers = dict(field.lower().split(": ", 1) for field in fields)
@@ -128,7 +128,10 @@ def connection_problem(received: bytes, status: int, kind: str) -> dict[str, str
 
 @contextlib.contextmanager
 def servers(kind: type[T], home: Path) -> Iterator[Callable[..., T]]:
-    """Starts servers over the weights cache ``home``: ``start(max_body_bytes=1000)``. All of them stop at the end."""
+    """Yield a function that starts servers with the weights cache ``home``: ``start(max_body_bytes=1000)``.
+
+    All servers are stopped at the end.
+    """
     (home / "hub/checkpoints").mkdir(parents=True, exist_ok=True)
     started: list[T] = []
 
@@ -145,7 +148,7 @@ def servers(kind: type[T], home: Path) -> Iterator[Callable[..., T]]:
 
 @pytest.fixture(scope="package")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """Starts servers: ``start(max_body_bytes=1000)``."""
+    """Start a server: ``start(max_body_bytes=1000)``."""
     home = tmp_path_factory.mktemp("torch-home")
     with servers(Server, home) as starts:
         torch.manual_seed(1)
@@ -156,5 +159,5 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
 
 @pytest.fixture(scope="package")
 def server(start: Callable[..., Server]) -> Server:
-    """A server with settings as they come, but for images as PIL decodes them: values are compared with those."""
+    """A server with default settings."""
     return start()

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported the service: to import it for each takes seconds of every core."""
+"""Processes forked from one that has imported the service, since importing it for each takes seconds of CPU time."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _context.set_forkserver_preload([*_PRELOADED, __name__])
 
 @atexit.register
 def _end() -> None:
-    """End what a test has not, which multiprocessing would wait for."""
+    """Kill processes that a test left running, since multiprocessing would wait for them."""
     for process in multiprocessing.active_children():
         process.kill()
 
 
 class Forked:
-    """A command in a process of its own, which is handled as a :class:`subprocess.Popen` is.
+    """A command in a separate process, with the interface of :class:`subprocess.Popen`.
 
     Args:
-        command: ``fxserve``, ``uvicorn`` or a script of Python, and its arguments.
-        environment: all of its variables.
-        log: the file that it writes stdout and stderr to.
-        errors: the file for stderr, if that is another one.
+        command: ``fxserve``, ``uvicorn`` or a Python script, and its arguments.
+        environment: all environment variables of the process.
+        log: the file that stdout and stderr are written to.
+        errors: the file for stderr, if different.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code.
+        """Wait for the process to end, and return its exit code.
 
         Raises:
-            subprocess.TimeoutExpired: there is none after ``timeout`` seconds.
+            subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
@@ -82,12 +82,12 @@ def _run(command: list[str], environment: dict[str, str], log: Path, errors: Pat
     with open(os.devnull) as nothing, log.open("wb") as file, (errors or Path(os.devnull)).open("wb") as other:
         for number, opened in enumerate((nothing, file, other if errors else file)):
             os.dup2(opened.fileno(), number)
-    sys.stdin = os.fdopen(0, closefd=False)  # what uvicorn hands on to its processes
+    sys.stdin = os.fdopen(0, closefd=False)  # uvicorn passes it to its worker processes
     os.environ.clear()
     os.environ.update(environment)
-    added = environment.get("PYTHONPATH", "").split(os.pathsep)  # a new interpreter would look there, a fork does not
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)  # a new interpreter reads this, a fork does not
     sys.path[:0] = [path for path in added if path not in sys.path]
-    tempfile.tempdir = None  # as the environment has it
+    tempfile.tempdir = None  # determine it again from the environment
     multiprocessing.set_start_method(None, force=True)  # as in a new interpreter; OpenVINO starts a process
     sys.argv = command
     if command[0].endswith(".py"):

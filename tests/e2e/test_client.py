@@ -176,6 +176,7 @@ def test_many_images_are_many_requests_at_a_time(server, extractor, three, expec
         assert np.abs(features[key] - wanted).max() <= 1e-5 * np.abs(wanted).max()
 
 
+@pytest.mark.exhaustive
 def test_batches_are_split_to_the_servers_limits(start, three, expected):
     size = max(map(len, three)) + 1000
     answer = 4 * (256 * 14 * 14 + 512 * 7 * 7)
@@ -363,7 +364,7 @@ def test_points_and_masks(client, server, three):
     with pytest.raises(ValueError, match="one of boxes, points and masks"):
         extractor(three[0], pool="points", points=[[1, 2]], boxes=[[1, 2, 3, 4]])
     for wrong in ([whole[0]], [7], [{"size": 3}], 5):
-        with pytest.raises(ValueError, match="masks are, for each image, a list of masks"):
+        with pytest.raises(ValueError, match="masks must be, for each image, a list of masks"):
             extractor(three[0], pool="mask", masks=wrong)
 
 

@@ -21,6 +21,7 @@ from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, region
 from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 
 
+@pytest.mark.exhaustive
 def test_a_server_does_what_this_process_would(
     server: Server,
     folder: Callable[..., Path],  # noqa: F811
@@ -155,7 +156,9 @@ def test_servers_that_prepare_images_differently_are_refused(
     tmp_path: Path,
 ) -> None:
     other = start(preprocess="pil")
-    with pytest.raises(FxError, match=rf"{other.url} prepares images by .*PIL image\), {server.url} by .*decode_image"):
+    with pytest.raises(
+        FxError, match=rf"{other.url} preprocesses images by .*PIL image\), but {server.url} by .*decode_image"
+    ):
         extract(job(tmp_path / "out", folder(1), servers=(server.url, other.url)), SETTINGS)
     assert not (tmp_path / "out").exists()
     made = extract(job(tmp_path / "out", folder(1), servers=(server.url, other.url), preprocess="pil"), SETTINGS)

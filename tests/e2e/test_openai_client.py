@@ -119,6 +119,7 @@ def test_tokens_are_the_class_token(client, photos, reference):
     close(vectors(response), reference("vit_b_32", "encoder.ln", [photos["chelsea"]])[:, 0])
 
 
+@pytest.mark.exhaustive
 def test_tokens_without_a_class_token_are_averaged(client, photos, reference):
     response = client.embeddings.create(model="vit_b_32@random:permute", input=data_url(photos["chelsea"]))
     close(vectors(response), reference("vit_b_32", "permute", [photos["chelsea"]]).mean(dim=1))

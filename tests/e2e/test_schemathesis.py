@@ -24,6 +24,7 @@ def schema(start):
     return schema
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mode",
     ["negative", pytest.param("positive", marks=pytest.mark.exhaustive)],

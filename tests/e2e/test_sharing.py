@@ -322,6 +322,7 @@ def test_processes_of_two_servers_share_extractors_by_a_bucket(
         one.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_store_that_is_away_takes_nothing_from_memory(
     start: Callable[..., Server], tmp_path: Path, photos: dict[str, bytes]
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_store_that_is_away_takes_nothing_from_memory(
         assert features(f"extractors/{name}/features").status_code == 404
 
 
+@pytest.mark.exhaustive
 def test_what_cannot_be_a_store_is_said_at_the_start(tmp_path: Path) -> None:
     server = Server(tmp_path, extractors="/proc/nothing")
     assert server.process.wait(120) == 1

@@ -258,9 +258,9 @@ def test_errors(triton_client, two):
     fails(400, "image 1: these 5 bytes are not an image", inputs=[image_input([two[0], b"hello"])])
     fails(400, "named x; the request has y", inputs=[tensor_input(np.zeros((1, 3, 224, 224), np.float32), name="y")])
     fails(400, "is int64", inputs=[tensor_input(np.zeros((1, 3, 8, 8), np.int64), "INT64")])
-    fails(400, "BF16, which JSON cannot hold", outputs=[output("C5", False)], parameters={"dtype": "bfloat16"})
+    fails(400, "BF16, which JSON cannot represent", outputs=[output("C5", False)], parameters={"dtype": "bfloat16"})
     fails(400, "classification is not available", outputs=[triton.InferRequestedOutput("C5", class_count=3)])
-    fails(400, "parameter pool is none, roi", parameters={"pool": "sum"})
+    fails(400, "parameter pool must be none, roi", parameters={"pool": "sum"})
     fails(504, "deadline", timeout=1)
     fails(503, "weights=random", model_name="alexnet")
     with pytest.raises(InferenceServerException, match="no node 'layer9'"):

@@ -1,9 +1,9 @@
-"""Which channels a prediction hangs on: each channel of a layer is switched off in turn.
+"""Find the channels that a prediction depends on, by switching off each channel of a layer in turn.
 
     python tests/examples/ablate.py PHOTO [--server URL] [--model efficientnet_lite0] [--at C5]
         [--result classifier.1] [--weights DEFAULT] [--top 10]
 
-Each row of a request has an edit of its own, so the server computes sixteen ablations as one batch.
+Each row of a request has its own edit, so the server computes sixteen ablations as one batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from service.client import Client
 
-EDITS = 16  # maximum of a request
+EDITS = 16  # maximum per request
 
 
 def main() -> None:

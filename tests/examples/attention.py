@@ -2,8 +2,8 @@
 
     python tests/examples/attention.py PHOTO OUT.png [--server URL] [--model vit_b_16] [--layer 0] [--weights DEFAULT]
 
-Attention weights live inside one call and are no node of the graph; the transform ``attention_maps`` makes nodes of
-them, which the server lists, and gives, like any other.
+Attention weights exist only inside a call and are not a node of the graph; the transform ``attention_maps`` turns them
+into nodes, which the server lists and returns like any other.
 """
 
 from __future__ import annotations

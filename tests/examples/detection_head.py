@@ -2,8 +2,8 @@
 
     python tests/examples/detection_head.py [--server URL] [--model fasterrcnn_resnet50_fpn] [--level P4]
 
-Pictures of noise with a bright patch go to the server, which gives a level of the model's pyramid. Two convolutions of
-one's own are trained on it to say for each position whether the patch's centre is there, and how large the patch is.
+Pictures of noise with a bright patch are sent to the server, which returns a level of the model's pyramid. Two
+convolutions are trained on it to predict for each position whether the patch's centre is there, and the patch's size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.client import Client
 
 
 class Head(nn.Module):
-    """``[N, C, H, W]`` → logits of the centre's position and sizes as shares of the side, ``[N, H * W]`` each."""
+    """A head from ``[N, C, H, W]`` to logits of the centre's position and relative sizes, ``[N, H * W]`` each."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Head(nn.Module):
 
 
 def pictures(count: int, side: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.float32]]:
-    """Pictures ``[N, side, side, 3]``, centres ``[N, 2]`` (row, column) and sizes ``[N]`` in pixels."""
+    """Return pictures ``[N, side, side, 3]``, centres ``[N, 2]`` (row, column) and sizes ``[N]`` in pixels."""
     random = np.random.default_rng(0)
     images = random.integers(0, 60, (count, side, side, 3), dtype=np.uint8)
     sizes = random.integers(side // 6, side // 3, count)

@@ -4,8 +4,8 @@
     fxserve extract fake/ --model inception_v3 --nodes avgpool --pool avg --reduce mean,cov --out statistics-fake/
     python tests/examples/fid.py statistics-real/ statistics-fake/ [--node avgpool]
 
-Only distances by one model, node and preprocessing can be compared. Published ones are by another Inception than
-torchvision's. A folder should have several times more images than the node has channels.
+Only distances with the same model, node and preprocessing are comparable. Published distances use a different Inception
+from torchvision's. A folder should have several times more images than the node has channels.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main() -> None:
 
 
 def frechet_distance(mean: NDArray[Any], other_mean: NDArray[Any], cov: NDArray[Any], other_cov: NDArray[Any]) -> float:
-    """Squared distance between two normal distributions (Dowson and Landau, 1982), as Heusel et al. (2017) use it."""
-    # The trace of sqrtm(cov @ other_cov), by a matrix that is symmetric.
+    """Return the squared Fréchet distance of two Gaussians (Dowson and Landau, 1982; Heusel et al., 2017)."""
+    # Compute the trace of sqrtm(cov @ other_cov) with a symmetric matrix.
     values, vectors = np.linalg.eigh(cov)
     root = vectors * np.sqrt(values.clip(min=0)) @ vectors.T
     product = np.linalg.eigvalsh(root @ other_cov @ root)

@@ -2,7 +2,7 @@
 
     python tests/examples/probe.py [--server URL] [--model efficientnet_lite0] [--node C4] [--weights DEFAULT]
 
-The digits are scikit-learn's, 8 x 8 pixels each. The server gives features; logistic regression is all that is trained.
+The digits are scikit-learn's, 8 x 8 pixels each. The server computes features; only a logistic regression is trained.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Image search: which images of a folder look most like one.
+"""Image search: find the images in a folder that are most similar to a query image.
 
     python tests/examples/search.py QUERY FOLDER [--server URL] [--model efficientnet_lite0] [--weights DEFAULT]
 
-Every image becomes one vector, the average of its C5, of length 1; the nearest are found by their cosine.
+Every image becomes one vector, the average of its C5 normalised to length 1; neighbours are found by cosine similarity.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Why not the second? Where in a photo the evidence for a model's first and second class lies, by Grad-CAM.
+"""Why not the second? Show where in a photo the evidence for a model's first and second class is, by Grad-CAM.
 
     python tests/examples/second_best.py PHOTO PICTURE [--server URL] [--model efficientnet_lite0]
         [--result classifier.1] [--at C5] [--weights DEFAULT]
 
-PICTURE gets both maps side by side, white where the evidence is.
+Both maps are written to PICTURE side by side, white where the evidence is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A network in two halves: the backbone on the server, the head here in onnxruntime, as a browser could run it.
+"""Split a network: the backbone runs on the server, the head here in onnxruntime, as a browser could run it.
 
     python tests/examples/split_network.py PHOTO [--server URL] [--model resnet18] [--at layer3] [--weights DEFAULT]
 
-An extractor may begin at any node. The one from ``--at`` to the model's result is downloaded as ONNX once; afterwards
-the server computes the first half only.
+An extractor may start at any node. The extractor from ``--at`` to the model's result is downloaded once, as ONNX; after
+that, the server computes only the first half.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.exhaustive
 def test_search_finds_the_photograph_that_a_piece_is_of(
     url: str, photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_search_finds_the_photograph_that_a_piece_is_of(
     assert sorted(found) == sorted(photos)
 
 
+@pytest.mark.exhaustive
 def test_the_frechet_distance_is_that_of_the_features(
     photos: dict[str, bytes], tmp_path: Path, run: Callable[..., str]
 ) -> None:

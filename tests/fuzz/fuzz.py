@@ -1,7 +1,7 @@
-"""Coverage-guided fuzzing of one target, by hand: ``python -m tests.fuzz.fuzz TARGET [-max_total_time=600 …]``.
+"""Coverage-guided fuzzing of one target, run by hand: ``python -m tests.fuzz.fuzz TARGET [-max_total_time=600 …]``.
 
-Needs the extra ``fuzz``. Options after the target are libFuzzer's. What is found is written to ``crash-…`` in the
-working directory; ``python -m tests.fuzz.fuzz TARGET crash-…`` runs it again.
+Needs the extra ``fuzz``. Options after the target are libFuzzer's. Crashing inputs are written to ``crash-…`` in the
+working directory; ``python -m tests.fuzz.fuzz TARGET crash-…`` replays one.
 """
 
 from __future__ import annotations

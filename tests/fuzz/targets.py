@@ -1,6 +1,6 @@
-"""The parsers of untrusted bytes, each as a function that may raise its documented errors and no other.
+"""The parsers of untrusted bytes, each as a function that may raise only its documented errors.
 
-Where there is another implementation of the format, what is accepted must be what that one reads.
+If there is another implementation of the format, accepted values must equal those that it reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DECODER = Decoder(ImagePreprocessing(ImageClassification(crop_size=8, resize_siz
 
 
 def image(data: bytes) -> None:
-    """The decoders; what PIL and simplejpeg decode has the size that the header said."""
+    """Fuzz the decoders: images that PIL and simplejpeg decode must have the size given in the header."""
     try:
         height, width = image_size(data, LIMIT)
     except (BadImage, ImageTooLarge):
@@ -57,7 +57,7 @@ def image(data: bytes) -> None:
 
 
 def npy_body(data: bytes) -> None:
-    """npy bodies; numpy reads the same, without unpickling."""
+    """Fuzz npy bodies: numpy must read the same, without unpickling."""
     try:
         tensor = npy.read(bytearray(data))
     except Problem:
@@ -67,7 +67,7 @@ def npy_body(data: bytes) -> None:
 
 
 def safetensors_body(data: bytes) -> None:
-    """safetensors bodies; the format's own library reads the same."""
+    """Fuzz safetensors bodies: the format's own library must read the same."""
     try:
         tensors = our_safetensors.read(bytearray(data))
     except Problem:
@@ -86,7 +86,7 @@ INPUTS = [
 
 
 def v2_body(data: bytes) -> None:
-    """V2 requests: the first two bytes say how long the JSON is, or that it is all JSON."""
+    """Fuzz V2 requests: the first two bytes give the length of the JSON, or 0xFFFF if all of the body is JSON."""
     length = int.from_bytes(data[:2], "little")
     header = None if length == 0xFFFF else str(length)
     encoding = "gzip" if data[2:4] == b"\x1f\x8b" else ""
@@ -98,7 +98,7 @@ def v2_body(data: bytes) -> None:
 
 
 def multipart_body(data: bytes) -> None:
-    """multipart bodies, in pieces of a size that the first byte says."""
+    """Fuzz multipart bodies, in pieces of one byte more than the value of the first byte."""
 
     async def pieces() -> AsyncIterator[bytes]:
         step = 1 + data[0] if data else 1
@@ -113,7 +113,7 @@ def multipart_body(data: bytes) -> None:
 
 
 def compressed_body(data: bytes) -> None:
-    """gzip and deflate bodies, which unpack to no more than the limit."""
+    """Fuzz gzip and deflate bodies, which must unpack to at most the limit."""
     for encoding in compression.ENCODINGS:
         try:
             unpacked = compression.decompress(bytearray(data), encoding, LIMIT)
@@ -128,7 +128,7 @@ def graph() -> ModelGraph:
 
 
 def node_names(data: bytes) -> None:
-    """Names of nodes, from the query to a spec and to the one node that is meant."""
+    """Fuzz names of nodes, from the query to a spec and to the single node that each resolves to."""
     text = data.decode("utf-8", "replace")
     try:
         named = named_nodes(text)
@@ -140,14 +140,14 @@ def node_names(data: bytes) -> None:
             assert graph().resolve([name])[name] in graph().eval_nodes
 
 
-# Shapes without an element, whose other sizes are more than can be counted, but for the first one's.
+# Shapes without elements; except in the first, the product of the other sizes overflows.
 NOTHING = [[0, 2**39], [0, 2**62], [0, 2**63], [2**39, 2**39, 0], [0, 2**62, 2**62]]
 
 OFFERED = ["application/json", "application/x-safetensors", "image/png"]
 
 
 def header_values(data: bytes) -> None:
-    """Content-Type, Accept and X-Request-ID."""
+    """Fuzz Content-Type, Accept and X-Request-ID."""
     text = data.decode("latin-1")
     media_type(text)
     with suppress(Problem):
@@ -170,7 +170,7 @@ def _npy_of_nothing(shape: list[int]) -> bytes:
 
 
 def _safetensors(x: list[int], y: list[int], size: int) -> bytes:
-    """A file of two tensors of four bytes at these places."""
+    """Build a file of two tensors of four bytes at these offsets."""
     entries = {"x": x, "y": y}
     header = json.dumps({k: {"dtype": "U8", "shape": [4], "data_offsets": v} for k, v in entries.items()}).encode()
     return len(header).to_bytes(8, "little") + header + bytes(size)

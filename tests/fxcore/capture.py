@@ -1,4 +1,4 @@
-"""What the tests of graph work trace with."""
+"""Tracing for the tests of graph passes."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from fxcore import trace
 
 
 def traced(model: nn.Module) -> fx.GraphModule:
-    """``model`` as fxcore traces it, in eval mode."""
+    """Trace ``model`` with fxcore, in eval mode."""
     return trace(model.eval())

@@ -1,4 +1,4 @@
-"""A weights cache of the test's own, and models that torchvision does not know."""
+"""A separate weights cache for each test, and models that torchvision does not have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OwnEntry = Callable[[Callable[[], nn.Module]], ModelEntry]
 
 @pytest.fixture(autouse=True)
 def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty weights cache: tests neither read nor fill that of the person who runs them."""
+    """An empty weights cache, so that tests neither read nor fill the user's cache."""
     home = tmp_path / "torch home"
     monkeypatch.setenv("TORCH_HOME", str(home))
     return home
@@ -29,14 +29,14 @@ def torch_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def memory_given_back() -> Iterator[None]:
-    """For tests over every model: without it the weights of a hundred would be in memory at once."""
+    """Return memory after each test over every model; otherwise the weights of a hundred models would accumulate."""
     yield
     give_back()
 
 
 @pytest.fixture
 def put() -> Put:
-    """``put(model, weights, state)`` saves a state dict under the real name of these published weights."""
+    """Save a state dict under the real file name of published weights: ``put(model, weights, state)``."""
 
     def save(name: str, weights: str, state: Mapping[str, torch.Tensor]) -> Path:
         file = get_model(name).weights_info(weights).file
@@ -49,7 +49,7 @@ def put() -> Put:
 
 @pytest.fixture
 def own_entry() -> OwnEntry:
-    """A catalogue entry for a model of the test's own, which takes images of 32 x 32 pixels."""
+    """Make a catalog entry for a test's own model with images of 32 x 32 pixels."""
 
     def make(build: Callable[[], nn.Module]) -> ModelEntry:
         def builder(*, weights: object = None) -> nn.Module:

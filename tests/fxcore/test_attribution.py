@@ -56,6 +56,7 @@ def front(name: str, node: str) -> Extractor:
     return build_extractor(graph, model(name), graph.resolve([node]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_gradcam_are_captums_and_grad_cams(name: str) -> None:
     node, result, path = CASES[name]
@@ -85,6 +86,7 @@ def test_gradients_and_gradcam_are_captums_and_grad_cams(name: str) -> None:
         torch.testing.assert_close(cam[:, None], captums, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_integrated_gradients_are_captums() -> None:
     x, whole = image("resnet18"), back("resnet18", "x", "fc").module
     found = torch.zeros_like(x)
@@ -94,6 +96,7 @@ def test_integrated_gradients_are_captums() -> None:
     torch.testing.assert_close(found * x, expected.float(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_integrated_gradients_at_an_inner_node_are_captums_of_what_follows(name: str) -> None:
     """From zeros at that node: captum's LayerIntegratedGradients begin at what a black image gives there."""

@@ -35,7 +35,7 @@ SUMS = fxcore.trace(lambda x, y: x.relu() + y)
         (lambda: fxcore.build_extractor(3, nn.ReLU(), {}), "what model_graph returns"),
         (lambda: fxcore.build_extractor(GRAPH, nn.ReLU(), ["features.5"]), "what graph.resolve returns"),
         (lambda: fxcore.build_extractor(GRAPH, nn.ReLU(), {"features.5": "nope"}), "what graph.resolve returns"),
-        (lambda: fxcore.load_model("squeezenet1_1", "random"), "what get_model returns"),
+        (lambda: fxcore.load_model("squeezenet1_1", "random"), "a model entry from get_model"),
         (lambda: fxcore.load_model(fxcore.get_model("squeezenet1_1"), 3), "'random', not by 3"),
         (lambda: fxcore.load_model(fxcore.get_model("squeezenet1_1"), "nope"), "ask for one of DEFAULT"),
         (lambda: fxcore.open_image("cat.jpg"), "the bytes of its file"),

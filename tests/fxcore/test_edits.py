@@ -298,13 +298,13 @@ def test_factors_of_several_requests_are_one_batch() -> None:
         (Edit("layer2", tokens=[0]), "has no tokens but 128 x 8 x 8; select channels or a box, or scale or"),
         (Edit("layer2", box=[0, 0, 9, 1]), "x1 < x2 <= 8"),
         (Edit("layer2", box=[3, 0, 3, 1]), "x1 < x2 <= 8"),
-        (Edit("fc", box=[0, 0, 1, 1]), "'fc' is no map, nor tokens of a grid, but 1000; select channels, or scale or"),
+        (Edit("fc", box=[0, 0, 1, 1]), "'fc' is neither a map nor tokens on a grid, but 1000; select channels, or"),
         (Edit("layer2", images=[2]), "no image 2 in the request: it has 2"),
-        (Edit("layer2", scale=float("nan")), "scale nan is no finite number"),
-        (Edit("layer2", shift=1e39), "no finite number of float32"),
+        (Edit("layer2", scale=float("nan")), "scale nan is not a finite float32 number"),
+        (Edit("layer2", shift=1e39), "not a finite float32 number"),
         (Edit("layer2", scale=[1.0, 2.0], channels=[1]), "has 2 numbers for 1 channels"),
         (Edit("layer2", scale=[1.0, 2.0]), "has 2 numbers for 128 channels"),
-        (Edit("layer3"), "edits layer2, fc, and not 'layer3'"),
+        (Edit("layer3"), "edits layer2, fc, but not 'layer3'"),
     ],
 )
 def test_selectors_that_do_not_exist_are_refused(edit: Edit, said: str) -> None:

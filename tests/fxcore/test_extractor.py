@@ -47,6 +47,7 @@ def reference(model: nn.Module, node: str, x: Tensor) -> Tensor:
     return value.clone()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each(["convnext_tiny", "mobilenet_v3_small", "swin_t"], frozenset(["convnext_tiny"])))
 def test_values_do_not_depend_on_what_else_is_asked_for(name: str, models: dict[str, nn.Module]) -> None:
     """Asked alone, together, in another order, under another name: bit for bit what torchvision gives for one node."""

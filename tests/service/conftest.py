@@ -18,7 +18,7 @@ from service.settings import Settings
 
 
 class Client:
-    """A started service and a client of it, for tests that are not async themselves."""
+    """A started service and a client for it, for tests that are not async."""
 
     def __init__(self, **settings: Any) -> None:
         self.app = create_app(Settings(**{"lowering": False, **settings}))
@@ -48,7 +48,7 @@ class Client:
 
     @contextmanager
     def builders_busy(self) -> Iterator[None]:
-        """Nothing is traced or built meanwhile."""
+        """Keep all build threads busy within the block, so that nothing is traced or built."""
         engine, free = self.app.state.fxserve.engine, threading.Event()
         for _ in range(engine.settings.build_threads):
             engine.threads.builders.submit(free.wait, 120)
@@ -68,7 +68,7 @@ class Client:
 
 
 def checked(client: Client, id: str) -> dict[str, Any]:
-    """The checks of an extractor, once its errors are measured."""
+    """Return the checks of an extractor once its errors are measured."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         checks: dict[str, Any] = client.get(f"/v1/extractors/{id}").json()["checks"]
@@ -80,7 +80,7 @@ def checked(client: Client, id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def client() -> Iterator[Client]:
-    """A service with settings as they come, but for images as PIL decodes them: values are compared with those."""
+    """A service with default settings, shared by all tests."""
     client = Client()
     yield client
     client.close()
@@ -88,7 +88,7 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture
 def make_client() -> Iterator[Callable[..., Client]]:
-    """Services with settings of a test's own: ``make_client(max_body_bytes=1000)``."""
+    """Start a service with a test's own settings: ``make_client(max_body_bytes=1000)``."""
     made: list[Client] = []
 
     def make(**settings: Any) -> Client:
@@ -102,6 +102,6 @@ def make_client() -> Iterator[Callable[..., Client]]:
 
 @pytest.fixture
 def no_graphs() -> None:
-    """Forgets the graphs that other tests had traced: they count towards a memory budget."""
+    """Drop the graphs that other tests traced, since they count towards the memory budget."""
     for graph in kept_graphs():
         forget_graph(graph)

@@ -48,7 +48,9 @@ def test_poolings_are_those_that_the_documented_pattern_matches(text: str) -> No
     "text", ["", "sum", "cls+", "+", "cls+none", "avg+roi", "cls avg", "avg,max", None, 3, ["avg"]]
 )
 def test_other_poolings_are_refused_with_those_there_are(text: Any) -> None:
-    with pytest.raises(ValueError, match=r"pool is none, .*, or one or more of avg, max, gem, cls joined by \+, not "):
+    with pytest.raises(
+        ValueError, match=r"pool must be none, .*, or one or more of avg, max, gem, cls joined by \+, not "
+    ):
         choices.pooling(text)
     assert not isinstance(text, str) or not re.match(choices.POOL_PATTERN, text)
 

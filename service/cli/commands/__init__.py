@@ -1,1 +1,1 @@
-"""The subcommands of ``fxserve``, a file each or a few of one kind."""
+"""The subcommands of ``fxserve``, one or a few related ones per module."""

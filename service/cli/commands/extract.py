@@ -44,8 +44,8 @@ def extract(
             parser=pooling,
             metavar="POOLING",
             help="none, or pool each map to one vector per image: avg, max, gem or cls, or several joined by +; roi "
-            "pools the boxes of --boxes by roi_align, points samples at those of --points, mask averages over those of "
-            "--masks.",
+            "pools the boxes in --boxes with roi_align, points samples the map at the points in --points, mask "
+            "averages over the masks in --masks.",
         ),
     ] = "none",
     boxes: Annotated[
@@ -63,7 +63,7 @@ def extract(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="With --pool points: such a file with the column points, lists of \\[x, y].",
+            help="With --pool points: a file like that of --boxes, with the column points: lists of \\[x, y].",
         ),
     ] = None,
     masks: Annotated[
@@ -71,8 +71,8 @@ def extract(
         typer.Option(
             metavar="FILE",
             show_default=False,
-            help="With --pool mask: such a file with the column masks, lists of PNG files, binary or in base64, or of "
-            "COCO's run lengths.",
+            help="With --pool mask: a file like that of --boxes, with the column masks: lists of PNG files, binary or "
+            "in base64, or of COCO run-length encodings.",
         ),
     ] = None,
     roi_size: Annotated[
@@ -90,21 +90,21 @@ def extract(
             min=1,
             max=65536,
             show_default=False,
-            help="Project each row, flattened after pooling, to this many values by the matrix of scikit-learn's "
+            help="Project each row, flattened after pooling, to this many values with the matrix of scikit-learn's "
             "SparseRandomProjection.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="With --project: seed of the matrix.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="With --project: seed of the projection matrix.")] = 0,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
-            help="Dtype of floating-point outputs; the model's by default. Images with values beyond those of float16 "
-            "are listed in errors.jsonl.",
+            help="Dtype of floating-point outputs; the model's by default. Images with values outside the range of "
+            "float16 are listed in errors.jsonl.",
             show_default=False,
         ),
     ] = None,
     normalize: Annotated[
-        Normalize | None, typer.Option(help="l2 scales to unit length over the channels.", show_default=False)
+        Normalize | None, typer.Option(help="l2 scales to unit length along the channels.", show_default=False)
     ] = None,
     preprocess: Annotated[
         Preprocess,
@@ -115,7 +115,7 @@ def extract(
     ] = "default",
     precision: Annotated[Precision, typer.Option(help="The arithmetic the model runs in.")] = "float32",
     backend: Annotated[
-        Backend, typer.Option(help="What runs the model; auto looks for a faster backend if that saves time.")
+        Backend, typer.Option(help="Backend that runs the model; auto looks for a faster backend if that saves time.")
     ] = "auto",
     image_size: Annotated[
         str | None,
@@ -128,8 +128,8 @@ def extract(
     fit: Annotated[
         Fit,
         typer.Option(
-            help="How an image comes to that size: the weights' resize and centre crop, stretch it, pad it (the output "
-            "valid_box has its place), or native, its own aspect ratio."
+            help="How images are fitted to that size: crop (the weights' resize and centre crop), stretch, pad (adds "
+            "an output valid_box with the image's position), or native (keeps the aspect ratio)."
         ),
     ] = "crop",
     reduce: Annotated[
@@ -159,7 +159,7 @@ def extract(
         typer.Option(
             metavar="ADDRESS",
             show_default=False,
-            help="Compute on a Ray cluster and write Parquet: its address, auto for the one this machine belongs to, "
+            help="Compute on a Ray cluster and write Parquet: its address, auto for the cluster of this machine, or "
             "local to start one. Needs fxserve\\[ray].",
         ),
     ] = None,
@@ -205,17 +205,17 @@ def extract(
         image_size=_size(image_size),
         fit=fit,
     )
-    settings = settings_of({"device": device, "workers": 1})  # the processes of a server, which share the cores
+    settings = settings_of({"device": device, "workers": 1})  # a single process, so it gets all cores
     device_of(settings)
     files = {"roi": boxes, "points": points, "mask": masks}
     for region, file in files.items():
         if (pool == region) != (file is not None):
-            raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} go together")
+            raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} must be given together")
     if roi_size is not None and boxes is None:
-        raise typer.BadParameter("--roi-size goes with --pool roi")
+        raise typer.BadParameter("--roi-size needs --pool roi")
     if reduce is not None and (format != "safetensors" or shard_rows is not None):
         given = "--shard-rows" if shard_rows is not None else f"--format {format}"
-        raise typer.BadParameter(f"--reduce writes stats.safetensors and top.parquet, no shards; leave out {given}")
+        raise typer.BadParameter(f"--reduce writes stats.safetensors and top.parquet, not shards; leave out {given}")
     options = FeatureOptions(
         pool,
         dtype,
@@ -251,7 +251,7 @@ def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
     from fxcore.errors import FxError
 
     if job.servers:
-        raise typer.BadParameter("--ray and --server exclude each other")
+        raise typer.BadParameter("--ray and --server cannot be combined")
     if job.format not in ("safetensors", "parquet"):
         raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
     try:

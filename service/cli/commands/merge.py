@@ -10,7 +10,7 @@ import typer
 def merge(
     folders: Annotated[
         list[str],
-        typer.Argument(metavar="FOLDERS...", help="Folders or URLs that [bold]fxserve extract --reduce[/bold] made."),
+        typer.Argument(metavar="FOLDERS...", help="Folders or URLs created by [bold]fxserve extract --reduce[/bold]."),
     ],
     out: Annotated[str, typer.Option(help="A new folder or URL.")],
 ) -> None:

@@ -62,7 +62,9 @@ def nodes(
     train: Annotated[
         bool, typer.Option("--train", help="List only the node names of the graph in train mode.")
     ] = False,
-    weights: Annotated[str, typer.Option(help="Weights, which decide the structure; they are not loaded.")] = "DEFAULT",
+    weights: Annotated[
+        str, typer.Option(help="Weights, which determine the structure; they are not loaded.")
+    ] = "DEFAULT",
 ) -> None:
     """List a model's nodes: levels first, then each node with its shape, layout and target.
 
@@ -93,9 +95,11 @@ def graph(
     width: Annotated[int | None, typer.Option(help="Width of the input, for shapes.")] = None,
     depth: Annotated[
         int | None,
-        typer.Option(min=1, help="Depth of the modules to draw as one box each: 1 is layer1, 2 is layer1.0."),
+        typer.Option(min=1, help="Depth of the modules to draw as one box each: 1 means layer1, 2 means layer1.0."),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Weights, which decide the structure; they are not loaded.")] = "DEFAULT",
+    weights: Annotated[
+        str, typer.Option(help="Weights, which determine the structure; they are not loaded.")
+    ] = "DEFAULT",
     out: Annotated[Path | None, typer.Option(help="File to write to instead of stdout.")] = None,
 ) -> None:
     """Print or draw a model's eval graph.
@@ -106,10 +110,12 @@ def graph(
     fxserve graph resnet50 --format json --height 480 --width 640
     """
     if (height is None) != (width is None):
-        raise typer.BadParameter("--height and --width go together")
+        raise typer.BadParameter("--height and --width must be given together")
     suffix = out.suffix.lower() if out is not None else ""
     if format is None and suffix and suffix not in _FORMAT_OF:
-        raise typer.BadParameter(f"--out: {suffix} is none of {', '.join(_FORMAT_OF)}; or give a --format")
+        raise typer.BadParameter(
+            f"--out: the suffix {suffix} is none of {', '.join(_FORMAT_OF)}; use one of these or give --format"
+        )
     chosen = format or _FORMAT_OF.get(suffix, "table")
     if depth is not None and chosen not in _DRAWINGS:
         raise typer.BadParameter(f"--depth is for drawings ({', '.join(_DRAWINGS)}), not for {chosen}")

@@ -32,7 +32,7 @@ def serve(
     log_format: Annotated[
         LogFormat | None, typer.Option(help="Format of the log: text, or json with one object per line.")
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="info and debug log each request.")] = "warning",
+    log_level: Annotated[LogLevel, typer.Option(help="Log level; info and debug log each request.")] = "warning",
 ) -> None:
     """Serve the HTTP API until Ctrl-C or SIGTERM, then finish accepted requests.
 
@@ -64,7 +64,7 @@ def serve(
     if settings.workers > 1:
         if settings.port == 0:
             raise typer.BadParameter("--workers: several processes need a fixed --port, not 0")
-        # Which the processes read these options from.
+        # The server processes read these options from the environment.
         os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in options.items() if value is not None}
         run_workers(settings, chosen, log_level)
         return
@@ -74,9 +74,9 @@ def serve(
 
 
 def _warn_misspelt_variables() -> None:
-    """Warn on stderr of unknown ``FXSERVE_*`` variables that resemble known ones.
+    """Warn on stderr about unknown ``FXSERVE_*`` variables that resemble known ones.
 
-    Any others may be legitimate: for a Service named fxserve, Kubernetes sets FXSERVE_SERVICE_HOST and others.
+    Other unknown ones may be legitimate: for a Service named fxserve, Kubernetes sets FXSERVE_SERVICE_HOST and others.
     """
     from service.settings import Settings
 
@@ -91,7 +91,9 @@ def _warn_misspelt_variables() -> None:
 
 
 def _check_dependencies(settings: Settings) -> None:
-    """Open what each server process needs, before starting any: the message of one that fails would be in its log only.
+    """Open the resources that server processes need before starting any.
+
+    Later errors would only be in the log of a process.
 
     Raises:
         FxError: the store, the file of keys or OpenTelemetry is not usable.
@@ -109,7 +111,10 @@ def _check_dependencies(settings: Settings) -> None:
             try:
                 store.probe()
             except StoreError as error:
-                print(f"fxserve: {error}; what it has is served, nothing is added or deleted", file=sys.stderr)
+                print(
+                    f"fxserve: {error}; existing extractors are served, but none can be added or deleted",
+                    file=sys.stderr,
+                )
         if settings.api_keys_file is not None:
             Keys(settings.api_keys_file)
         if settings.tracing:
@@ -155,4 +160,7 @@ def key(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     print(created.line)
-    print(f"{secret}\nkeep it, it is not stored; send it as Authorization: Bearer {secret[:8]}…", file=sys.stderr)
+    print(
+        f"{secret}\nkeep this key, the server does not store it; send it as Authorization: Bearer {secret[:8]}…",
+        file=sys.stderr,
+    )

@@ -1,4 +1,4 @@
-"""``fxserve why``: which places of a photo a model's answer came from."""
+"""``fxserve why``: draw the regions of a photo that a model's prediction is based on."""
 
 from __future__ import annotations
 
@@ -22,21 +22,26 @@ _SHOWN = 5
 def why(
     photo: Annotated[Path, typer.Argument(help="An image file.")],
     model: Annotated[str, typer.Option(help="A name from [bold]fxserve models[/bold].")],
-    target: Annotated[str, typer.Option(help="The class to explain: its number, its name, or max, the first.")] = "max",
+    target: Annotated[
+        str, typer.Option(help="Class to explain: its number, its name, or max for the top class.")
+    ] = "max",
     at: Annotated[
         str | None,
-        typer.Option(show_default=False, help="A map, or tokens on a grid; by default the deepest that counts."),
+        typer.Option(
+            show_default=False,
+            help="Node with a map, or tokens on a grid; by default the deepest that affects the result.",
+        ),
     ] = None,
     of: Annotated[
         str | None,
-        typer.Option(show_default=False, help="A node with one vector an image; by default the model's last."),
+        typer.Option(show_default=False, help="Node with one vector per image; by default the model's last."),
     ] = None,
     weights: Annotated[str, typer.Option(help="DEFAULT, the name of weights, random, or file:NAME.")] = "DEFAULT",
     out: Annotated[
         Path | None, typer.Option(show_default=False, help="The PNG to write; by default PHOTO.why.png.")
     ] = None,
 ) -> None:
-    """Print a photo's top classes, and draw by Grad-CAM where in it the evidence for one of them lies.
+    """Print a photo's top classes, and draw with Grad-CAM which regions are evidence for one of them.
 
     \b
     fxserve why cat.jpg --model efficientnet_lite0
@@ -56,13 +61,13 @@ def why(
 
     for option, name in (("--of", of), ("--at", at)):
         if is_group(name):
-            raise typer.BadParameter(f"{option} is one node, and {name!r} stands for several")
+            raise typer.BadParameter(f"{option} must be one node, but {name!r} stands for several")
     settings = settings_of({})
     register_models(settings.models_dir, try_each=False)
     entry = get_model(model)
     chosen = entry.canonical_weights(weights)
     if entry.is_quantized(chosen):
-        raise BadTensor(f"{chosen} of {model} is quantized, and has no gradients; name other weights by --weights")
+        raise BadTensor(f"{chosen} of {model} is quantized and has no gradients; choose other weights with --weights")
     graph = model_graph(entry, entry.structure(chosen))
     of = of or _last_vector(graph)
     data = photo.read_bytes()
@@ -71,7 +76,7 @@ def why(
     with torch.no_grad():
         [result] = build_extractor(graph, module, graph.resolve([of])).module(pixels).values()
     if result.ndim != 2:
-        raise BadTensor(f"--of is a node with one vector an image; {of} gives {list(result.shape)}")
+        raise BadTensor(f"--of must be a node with one vector per image; {of} gives {list(result.shape)}")
     names = entry.weights_info(chosen).categories if chosen in entry.published else ()
     index = _index(target, result[0], names)
     _print_top(result[0], names, index)
@@ -84,8 +89,11 @@ def why(
 def _cam(
     graph: ModelGraph, module: nn.Module, pixels: Tensor, at: Sequence[str], of: str, index: int
 ) -> tuple[str, Tensor]:
-    """Return the first node of ``at`` through whose positions the result depends on the image, and its Grad-CAM,
-    ``[1, H, W]``. Behind a vision transformer's last attention only the class token counts."""
+    """Return the first usable node of ``at`` and its Grad-CAM, ``[1, H, W]``.
+
+    A node is usable if the result depends on the image through its positions. After the last attention of a vision
+    transformer, for example, only the class token matters.
+    """
     from fxcore.attribution import gradcam, gradients, positions
     from fxcore.errors import UnknownNode
     from fxcore.extractor import build_extractor
@@ -104,7 +112,9 @@ def _cam(
         maps, slopes = (positions(one, info.layout, info.tokens) for one in (values[0], found))
         if len(at) == 1 or slopes.any():
             return info.node, gradcam(maps, slopes)
-    raise UnknownNode(f"no feature map is between the image and {of}; name a node by --at", name=of, suggestions=[])
+    raise UnknownNode(
+        f"there is no feature map between the image and {of}; name a node with --at", name=of, suggestions=[]
+    )
 
 
 def _last_vector(graph: ModelGraph) -> str:
@@ -112,7 +122,7 @@ def _last_vector(graph: ModelGraph) -> str:
 
     vectors = [node.name for node in graph.nodes if node.extractable and len(node.shape or ()) == 2]
     if not vectors:
-        raise BadTensor(f"{graph.entry.name} has no node with one vector an image")
+        raise BadTensor(f"{graph.entry.name} has no node with one vector per image")
     return vectors[-1]
 
 
@@ -123,13 +133,13 @@ def _deepest_first(graph: ModelGraph) -> list[str]:
 
 
 def _index(target: str, result: Tensor, names: Sequence[str]) -> int:
-    """Return the index of the class that ``target`` names."""
+    """Return the index of the class named by ``target``."""
     if target == "max":
         return int(result.argmax())
     if target.isdecimal():
         if int(target) < len(result):
             return int(target)
-        raise typer.BadParameter(f"--target: {target} is not from 0 to {len(result) - 1}")
+        raise typer.BadParameter(f"--target must be from 0 to {len(result) - 1}, not {target}")
     lower = [name.lower() for name in names]
     if target.lower() in lower:
         return lower.index(target.lower())
@@ -141,7 +151,7 @@ def _index(target: str, result: Tensor, names: Sequence[str]) -> int:
 
 
 def _print_top(result: Tensor, names: Sequence[str], index: int) -> None:
-    """Print the largest values of a result, as probabilities, and that of ``index``."""
+    """Print the largest values of a result, as probabilities, and the value at ``index``."""
     order = result.argsort(descending=True).tolist()
     shares = result.softmax(0)
     for rank, one in enumerate(order):

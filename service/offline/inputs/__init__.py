@@ -1,1 +1,1 @@
-"""Images to extract features from: where they are found, what is skipped, and which regions they have."""
+"""The images to extract features from: finding them, counting skipped files, and reading their regions."""

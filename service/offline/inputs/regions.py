@@ -1,9 +1,9 @@
-"""Read the boxes, points or masks of images from a Parquet or CSV file.
+"""Boxes, points or masks of images from a Parquet or CSV file.
 
-The file has the column ``path`` and one of ``boxes``, ``points`` and ``masks``, or several of these, of which a run
-reads one. Paths are absolute, URLs, or relative to the folder of the file; members of archives are ``ARCHIVE/NAME``.
-Regions are a list as JSON bodies have it, as JSON in CSV files; in Parquet files, PNG files may be binary. An image may
-have several rows.
+The file has the column ``path`` and at least one of ``boxes``, ``points`` and ``masks``; a run reads one of these.
+Paths are absolute, URLs, or relative to the folder of the file; members of archives are ``ARCHIVE/NAME``. Regions are
+lists as in JSON bodies, encoded as JSON in CSV files; in Parquet files, PNG masks may be binary. An image may have
+several rows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def read(file: str, pool: RegionPooling) -> Iterator[tuple[str, Regions]]:
 
     Args:
         file: a path or a URL that ends in ``.parquet`` or ``.csv``.
-        pool: the pooling that takes the regions.
+        pool: the pooling of the regions.
 
     Raises:
-        FxError: it cannot be read, lacks a column, or a row is wrong.
+        FxError: it cannot be read, lacks a column, or has an invalid row.
     """
     folder = posixpath.dirname(file) if is_url(file) else os.path.dirname(os.path.abspath(file))
     kind = os.path.splitext(file)[1].lower()
@@ -99,10 +99,10 @@ def _check_columns(file: str, found: Any, column: str) -> None:
 
 
 def _checked(given: Any, pool: RegionPooling, place: str) -> Regions:
-    """Return regions as JSON has them.
+    """Validate the regions of a row and return them in JSON form.
 
     Raises:
-        FxError: they are none.
+        FxError: they are invalid.
     """
     column = KINDS[pool].field
     listed = given if isinstance(given, list) else [given]
@@ -125,7 +125,7 @@ def _checked(given: Any, pool: RegionPooling, place: str) -> Regions:
 def _mask(mask: Any) -> Any:
     if isinstance(mask, bytes):
         return base64.b64encode(mask).decode()
-    if isinstance(mask, dict) and isinstance(mask.get("counts"), bytes):  # as pycocotools has them
+    if isinstance(mask, dict) and isinstance(mask.get("counts"), bytes):  # pycocotools returns bytes
         return {**mask, "counts": mask["counts"].decode("ascii", "replace")}
     return mask
 

@@ -1,4 +1,4 @@
-"""Files that a run skips since they are not images."""
+"""Counting of files that a run skips because they are not images."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from service.offline.folder import is_url
 
 _MAX_KINDS = 1000
-"""Kinds that are counted one by one; a folder may have a suffix or a name of its own for each of millions of files."""
+"""Maximum kinds that are counted separately: a folder may have millions of files with distinct suffixes or names."""
 
 _SHOWN = 5
 _LONGEST = 40

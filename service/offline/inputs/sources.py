@@ -1,4 +1,4 @@
-"""Find and read images: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
+"""Finding and reading images: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from service.offline.inputs.skipped import Skipped
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 _UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
-"""What reading a damaged file or archive raises."""
+"""Exceptions raised when reading a damaged file or archive."""
 
 WHOLE = -1
 """Offset of an image that is a whole file."""
 
 Regions = Sequence[Any]
-"""Boxes, points or masks of an image, in its pixels, as JSON has them; see :mod:`service.codecs.requests.regions`."""
+"""Boxes, points or masks of an image, in its pixels, in JSON form; see :mod:`service.codecs.requests.regions`."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Source:
     Attributes:
         path: its absolute path or URL; ``ARCHIVE/NAME`` for a member of an archive. Bytes that are not UTF-8 are
             escaped.
-        file: the file to open, with such bytes as Python decodes them.
+        file: the file to open; bytes that are not UTF-8 are surrogate escapes.
         offset: where the image begins in the (decompressed) file, or :data:`WHOLE`.
-        size: its bytes; None if not known yet.
+        size: its size in bytes; None if not known yet.
         error: why it cannot be read, if that is known already.
-        regions: what to pool, at least one; None for the whole image.
+        regions: the regions to pool, at least one; None for the whole image.
     """
 
     path: str
@@ -66,15 +66,15 @@ class Source:
 
 
 def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Source]:
-    """Yield every image that ``inputs`` name, in no particular order and possibly repeated.
+    """Yield every image in ``inputs``, in no particular order and possibly repeated.
 
-    In folders, archives and matches of patterns, files with a suffix of images are images, and others if they begin as
-    one. Below the URL of a bucket it is the suffix alone, since reading each object would take a request; everything
-    that a pattern there matches is taken for an image.
+    In folders, archives and matches of patterns, a file is an image if it has the suffix of an image format or begins
+    like an image. Below the URL of a bucket only the suffix counts, because reading each object would take a request;
+    everything that a pattern for a bucket matches is treated as an image.
 
     Args:
         inputs: files with any suffix; folders, which are searched recursively for archives and images; patterns of
-            :func:`glob.glob`, ``**`` included; and URLs of these that fsspec has a driver for. Only the listing of a
+            :func:`glob.glob`, including ``**``; and URLs of these that fsspec has a driver for. Only the listing of a
             bucket is held in memory.
         skipped: counts the files that are not images.
 
@@ -97,7 +97,7 @@ def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Sour
             for match in glob.iglob(path, recursive=True):
                 matched = True
                 if os.path.isdir(match):
-                    if not text.endswith("**"):  # which matches folders and their files
+                    if not text.endswith("**"):  # it matches folders and their files
                         yield from _in_folder(match, skipped)
                 elif _is_candidate(match) or _begins_as_image(match):
                     yield from _find_at(match, skipped)
@@ -113,7 +113,7 @@ def _is_candidate(path: str) -> bool:
 
 
 def _begins_as_image(path: str) -> bool:
-    """Return whether a file is an image by its content; not if it cannot be read."""
+    """Return whether a file is an image by its content; False if it cannot be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe might never end
             return False
@@ -133,7 +133,7 @@ def _find_at(path: str, skipped: Skipped) -> Iterator[Source]:
 
 
 def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
-    """Yield the file at ``url``, or all images below it, or those that match it."""
+    """Yield the file at ``url``, all images below it, or all matches of a pattern."""
     fs, path = filesystem(url)
     with driver_errors(url):
         if glob.has_magic(path):
@@ -230,8 +230,7 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
 
 
 def _is_image_member(name: str, member: tarfile.TarInfo, stream: IO[bytes]) -> bool:
-    """Return whether a member of the (decompressed) archive ``stream`` is an image by a name of it or by its
-    content."""
+    """Return whether a member of the decompressed archive ``stream`` is an image, by its name or its content."""
     if name.lower().endswith(suffixes()):
         return True
     stream.seek(member.offset_data)
@@ -239,20 +238,20 @@ def _is_image_member(name: str, member: tarfile.TarInfo, stream: IO[bytes]) -> b
 
 
 class _Member(tarfile.TarInfo):
-    """Raises ``ReadError`` for a damaged header, which tarfile takes for the end of the archive."""
+    """A member that raises ``ReadError`` for a damaged header, which tarfile would treat as the end of the archive."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
         try:
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
-            if not buf.strip(b"\0"):  # it is the end
+            if not buf.strip(b"\0"):  # the real end
                 raise
             raise tarfile.ReadError(str(error)) from error
 
 
 def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """Yield the members of an archive, each with the decompressed archive, which may be read at any place."""
+    """Yield the members of an archive, each with the decompressed archive as a seekable stream."""
     with (
         open_binary(path) as file,
         tarfile.open(fileobj=file, mode="r:*", errors="surrogateescape", tarinfo=_Member) as archive,
@@ -316,7 +315,7 @@ class Reader:
             raise BadImage(reason_of(error)) from error
 
     def close(self) -> None:
-        """Close the archive that is open."""
+        """Close the open archive."""
         with self._lock:
             self._close_archive()
 
@@ -342,10 +341,10 @@ class Reader:
 
     def _check(self, size: int) -> None:
         if size > self._limit:
-            raise BadImage(f"the file has {size:,} bytes; at most {self._limit:,} are taken (FXSERVE_MAX_BODY_BYTES)")
+            raise BadImage(f"the file has {size:,} bytes; at most {self._limit:,} are allowed (FXSERVE_MAX_BODY_BYTES)")
 
     def _read_compressed(self, source: Source) -> bytes:
-        """Read from a compressed archive, which stays open, since the next image usually comes after this one."""
+        """Read from a compressed archive. It stays open, because the next image usually follows this one."""
         with self._lock:
             if self._archive is None or self._archive[0] != source.file:
                 self._close_archive()

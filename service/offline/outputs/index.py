@@ -1,11 +1,11 @@
-"""The index of an output folder: which images there are, and where the features of each are. An SQLite file.
+"""The index of an output folder: an SQLite file of all images and the locations of their features.
 
 Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its features, or those of its first region;
-``error`` says why it has none; if all are NULL, the image is pending. Of runs that pool boxes, points or masks, the
-table ``regions`` has those of each image as JSON. The rows of a shard are added in one transaction after its file is
-complete, so that the index never refers to missing files, and no image is computed twice.
+``error`` says why it has none; if all are NULL, the image is pending. For runs that pool boxes, points or masks, the
+table ``regions`` has the regions of each image as JSON. The rows of a shard are added in one transaction after its file
+is complete, so that the index never refers to missing files, and no image is computed twice.
 
-Of runs that reduce images to statistics, the table ``statistics`` has the state of each output, replaced in the same
+For runs that reduce images to statistics, the table ``statistics`` has the state of each output. It is replaced in the
 transaction that marks its images as done, so that each image counts exactly once.
 """
 
@@ -35,7 +35,7 @@ CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
 """
 
-# Finished images stay finished. Of several archive members with one name the last counts, as it does for tar.
+# Finished images stay finished. If archive members have the same name the last one counts, as in tar.
 _ADD = """
 INSERT INTO images (path, file, "offset", size, error) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT (path) DO UPDATE SET file = excluded.file, "offset" = excluded."offset", size = excluded.size,
@@ -71,7 +71,7 @@ class Index:
                 self._database.execute("COMMIT")
                 self._database.executescript(_SCHEMA)
             except BaseException:
-                self._database.close()  # or this process would go on holding the lock
+                self._database.close()  # otherwise this process would keep the lock
                 raise
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -83,13 +83,13 @@ class Index:
     def add(
         self, sources: Iterable[Source], regions: Iterable[tuple[str, Regions]] | None = None, field: str = "regions"
     ) -> None:
-        """Make ``sources`` the pending images, without the finished ones. Images that could not be read are retried.
+        """Make ``sources`` the pending images, except finished ones. Images that could not be read are retried.
 
         Args:
             sources: the images.
             regions: (path, regions) of images; a path may occur several times. Images without regions are skipped, and
                 regions without an image are recorded as errors.
-            field: what they are called.
+            field: name of the regions: ``boxes``, ``points`` or ``masks``.
 
         Raises:
             FxError: a finished image was computed with other regions.
@@ -121,7 +121,7 @@ class Index:
         run("DROP TABLE given")
 
     def keep_shards(self, shards: Iterable[str]) -> None:
-        """Keep only these shards; images in others become pending again."""
+        """Keep only ``shards``. Images in other shards become pending again."""
         kept = set(shards)
         with self._lock, self._database:
             self._database.execute("BEGIN")
@@ -137,13 +137,13 @@ class Index:
             return [shard for (shard,) in found]
 
     def counts(self) -> tuple[int, int, int]:
-        """Count all images, those in shards, and those that could not be read."""
+        """Return the number of all images, of those in shards, and of those that could not be read."""
         with self._lock:
             found = self._database.execute("SELECT count(*), count(shard), count(error) FROM images").fetchone()
             return found[0], found[1], found[2]
 
     def pending(self) -> Iterator[list[Source]]:
-        """Yield pending images in blocks: files by name, members of an archive by their offset, and links to them."""
+        """Yield pending images in blocks: files by name, then members of an archive by offset, with links to them."""
         after: tuple[object, int, str] = ("", -2, "")
         while True:
             with self._lock:
@@ -168,7 +168,7 @@ class Index:
 
         Args:
             shard: name of its file.
-            paths: path of each row's image. An image with several rows, its regions, is indexed at the first.
+            paths: path of each row's image. An image with several rows (its regions) is indexed at the first.
             errors: (path, reason) of images that could not be read.
         """
         first: dict[str, int] = {}
@@ -187,11 +187,11 @@ class Index:
     def commit_statistics(
         self, file: str, paths: Sequence[str], errors: Sequence[tuple[str, str]], states: Mapping[str, bytes]
     ) -> None:
-        """Replace the statistics in the transaction that marks the images that they gained.
+        """Replace the statistics, and mark the images added to them, in one transaction.
 
         Args:
-            file: name of the file that the statistics end in.
-            paths: of images that count in ``states`` for the first time.
+            file: name of the file that will hold the statistics.
+            paths: images that are new in ``states``.
             errors: (path, reason) of images that could not be read.
             states: output → its statistics.
         """
@@ -216,7 +216,7 @@ class Index:
                     known = self._database.execute("SELECT shard FROM images WHERE path = ?", (path,)).fetchone()
                     if known is not None and known[0] is not None:
                         if shard is not None:
-                            raise FxError(f"{path} counts in several of the folders")
+                            raise FxError(f"{path} is in several of the folders; each image may count only once")
                         continue
                     self._database.execute(
                         'REPLACE INTO images (path, file, "offset", size, shard, error) VALUES (?, ?, ?, ?, ?, ?)',
@@ -245,7 +245,7 @@ class Index:
             return dict(self._database.execute("SELECT output, state FROM statistics"))
 
     def finished(self, paths: Sequence[str]) -> set[str]:
-        """Return those of ``paths`` that are in a shard or could not be read."""
+        """Return the subset of ``paths`` that are in a shard or could not be read."""
         found: set[str] = set()
         with self._lock:
             query = "SELECT 1 FROM images WHERE path = ? AND (shard IS NOT NULL OR error IS NOT NULL)"
@@ -255,7 +255,7 @@ class Index:
         return found
 
     def errors(self) -> Iterator[tuple[str, str]]:
-        """Yield (path, reason) of every image that could not be read, by path."""
+        """Yield (path, reason) of every image that could not be read, ordered by path."""
         after = ""
         while True:
             with self._lock:
@@ -286,8 +286,8 @@ class Index:
 
 
 def regions_changed(path: str, field: str) -> FxError:
-    """Return the error for an image that was extracted with other regions, called ``field``, than requested now."""
-    return FxError(f"{path} was extracted with other {field}; use a new folder")
+    """Return the error for an image that was extracted with other regions (``field``) than those requested now."""
+    return FxError(f"{path} was extracted with different {field}; use a new folder")
 
 
 def _values(source: Source) -> tuple[object, ...]:

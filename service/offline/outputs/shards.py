@@ -1,4 +1,4 @@
-"""Shards: files of features in four formats, written atomically."""
+"""Shards: feature files in four formats, written atomically."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service.codecs.tensors import npy, safetensors
 from service.offline.atomic import remove, write_whole
 
 PATH = "path"
-"""Key of the paths of a shard's images, beside the outputs."""
+"""Key of the image paths in a shard, next to the outputs."""
 
 
 class ShardFormat(ABC):
@@ -27,7 +27,7 @@ class ShardFormat(ABC):
 
     Attributes:
         suffix: suffix of its files.
-        library: optional package that it needs, if any.
+        library: the optional package it needs, if any.
         bfloat16: whether it supports bfloat16, which NumPy lacks.
     """
 
@@ -52,7 +52,7 @@ class Safetensors(ShardFormat):
 
 
 class Npz(ShardFormat):
-    """Paths are an array of strings; ``numpy.savez`` itself takes no key called ``file``."""
+    """Paths are an array of strings. ``numpy.savez`` is not used because it does not accept a key called ``file``."""
 
     suffix = ".npz"
 
@@ -65,8 +65,10 @@ class Npz(ShardFormat):
 
 
 class Parquet(ShardFormat):
-    """A column of paths and one per output: numbers, or tensors of fixed shape, which other readers than Arrow see as
-    lists."""
+    """A column of paths and one per output, of numbers or of tensors of fixed shape.
+
+    Readers other than Arrow see such tensors as lists.
+    """
 
     suffix = ".parquet"
     library = "pyarrow"
@@ -79,15 +81,15 @@ class Parquet(ShardFormat):
         for key, values in rows.items():
             columns[key] = arrow_column(values)
         table = pyarrow.table(columns).replace_schema_metadata(dict(metadata))
-        # Floating-point values hardly repeat: dictionaries and compression would take time and save nothing.
+        # Floating-point values rarely repeat: dictionaries and compression would take time and save nothing.
         pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=[PATH])
 
 
 def arrow_column(values: Tensor) -> Any:
-    """Convert ``[n, ...]`` to a column of ``n`` numbers, or of tensors of fixed shape."""
+    """Convert ``[n, ...]`` to a column of ``n`` numbers or of ``n`` tensors of fixed shape."""
     import pyarrow
 
-    if values.dtype is torch.bool:  # Arrow's booleans are bits
+    if values.dtype is torch.bool:  # Arrow packs booleans into bits
         values = values.to(torch.uint8)
     if values.ndim == 1:
         return pyarrow.array(values.numpy())
@@ -132,7 +134,7 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
                 f"--format {name} needs {chosen.library}, which is not installed: pip install 'fxserve[offline]'"
             ) from error
     if PATH in keys:
-        raise FxError(f"an output cannot be called {PATH!r}, the name of the column of paths")
+        raise FxError(f"an output cannot be named {PATH!r}, which is the column of paths")
     if not chosen.bfloat16 and not all(map(npy.has_numpy_dtype, dtypes)):
         raise FxError(
             f"--format {name} has no bfloat16; use --format safetensors, --dtype float32 or --precision float16"
@@ -143,7 +145,7 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
 def write_shard(
     chosen: ShardFormat, target: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]
 ) -> None:
-    """Write a shard as :func:`write_whole` does.
+    """Write a shard atomically; see :func:`write_whole`.
 
     Raises:
         OSError: it cannot be written.
@@ -159,5 +161,5 @@ def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
 
 
 def shard_name(number: int, suffix: str) -> str:
-    """File name of a shard: ``shard-000012.npz``."""
+    """Return the file name of a shard, such as ``shard-000012.npz``."""
     return f"shard-{number:06d}{suffix}"

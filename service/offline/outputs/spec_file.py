@@ -1,4 +1,4 @@
-"""``spec.json``: describes the features in an output folder, so that no others are added to it."""
+"""``spec.json``: a description of the features in an output folder, so that no incompatible ones are added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from service.offline.runners import ExtractorInfo, Rows
 FILE = "spec.json"
 
 _TOLERANCE = 0.02
-"""Relative to an output's mean or standard deviation: backends and precisions differ by less, other weights by more."""
+"""Maximum difference relative to an output's mean or standard deviation: backends and precisions differ by less, other
+weights by more."""
 
 
 class SpecFile:
@@ -64,7 +65,7 @@ class SpecFile:
         return str(self._document["format"])
 
     def metadata(self) -> dict[str, str]:
-        """Metadata of each shard, as strings."""
+        """Return the metadata of each shard, as strings."""
         return metadata(self._document)
 
     def differences(self, other: SpecFile) -> list[str]:
@@ -72,7 +73,7 @@ class SpecFile:
         return differences(other._document, self._document)
 
     def write_or_check(self, folder: Folder) -> None:
-        """Write it into a new folder, or compare it with the file that is there.
+        """Write it to a new folder, or compare it with the existing file.
 
         Raises:
             FxError: the folder holds something else.
@@ -85,7 +86,9 @@ class SpecFile:
             write(folder, self._document)
             return
         if found := differences(before, self._document):
-            raise FxError(f"{folder} was made with {'; '.join(found)}: use the same to resume it, or name a new folder")
+            raise FxError(
+                f"{folder} was made with {'; '.join(found)}; use the same options to resume it, or name a new folder"
+            )
 
 
 def write(folder: Folder, document: Mapping[str, Any]) -> None:
@@ -94,7 +97,7 @@ def write(folder: Folder, document: Mapping[str, Any]) -> None:
 
 
 def metadata(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return what files of features say about themselves, as strings."""
+    """Return the metadata of feature files, as strings."""
     spec = document["spec"]
     return {
         "model": spec["model"],
@@ -111,7 +114,7 @@ def read(folder: Folder) -> dict[str, Any] | None:
         FxError: it is damaged, or ``folder`` is a file.
     """
     if folder.disk is not None and folder.disk.exists() and not folder.disk.is_dir():
-        raise FxError(f"{folder} is a file; --out names a folder")
+        raise FxError(f"{folder} is a file; --out must be a folder")
     data = folder.read(FILE)
     if data is None:
         return None
@@ -125,22 +128,25 @@ def read(folder: Folder) -> dict[str, Any] | None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe how the content of a file differs from that of another; empty if one folder may hold both's features."""
+    """Describe how the content of one file differs from that of another.
+
+    Empty if one folder may hold the features of both.
+    """
     found = []
     for part in ("spec", "options"):
         old, new = before.get(part, {}), now[part]
-        # As text, since the order of outputs matters.
+        # Compare as text, because the order of outputs matters.
         differing = [k for k in {**new, **old} if orjson.dumps(old.get(k)) != orjson.dumps(new.get(k))]
         found += [f"{k} {old.get(k)}, not {new.get(k)}" for k in differing]
     if not before.get("images") and before.get("options", {}).get("preprocess") != "none":
-        found.append("a version of fxserve with another preprocess=default")
+        found.append("a version of fxserve with a different preprocess=default")
     elif before.get("images", now["images"]) != now["images"]:
-        found.append(f"images prepared by {before['images']}, not {now['images']}")
+        found.append(f"images preprocessed by {before['images']}, not {now['images']}")
     if before.get("reduce") != now.get("reduce"):
         found.append(f"--reduce {before.get('reduce')}, not {now.get('reduce')}")
     found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
     if not found and not _agree(before.get("probe", {}), now["probe"]):
-        found.append("weights that give other values under the same name")
+        found.append("weights of the same name that give different values")
     return found
 
 
@@ -154,6 +160,6 @@ def _agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def _statistics(values: Tensor) -> list[float]:
-    """Mean and standard deviation, with 0 for non-finite values, which JSON lacks."""
+    """Return mean and standard deviation, with 0 for non-finite values, which JSON does not support."""
     wide = values.double()
     return [n if math.isfinite(n) else 0.0 for n in (float(wide.mean()), float(wide.std(correction=0)))]

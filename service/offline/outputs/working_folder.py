@@ -13,14 +13,14 @@ from service.offline.folder import Folder
 from service.offline.outputs import index, shards
 
 _INDEX_SECONDS = 30.0
-"""Interval between uploads of the index to a bucket: a run that is killed loses at most about this much work."""
+"""Seconds between uploads of the index to a bucket: a killed run loses at most about this much work."""
 
 
 class WorkingFolder:
     """The local folder that a run writes to. For a bucket, its files are uploaded one by one.
 
-    The index of a bucket is downloaded at the start, and uploaded regularly and at the end. Shards that it does not
-    name are removed and computed again, as on disk. Concurrent runs into one bucket are not prevented.
+    The index in a bucket is downloaded at the start, and uploaded regularly and at the end. Shards that are not in the
+    index are removed and computed again, as on disk. Concurrent runs into one bucket are not prevented.
 
     Args:
         out: the output folder.
@@ -62,13 +62,13 @@ class WorkingFolder:
             remove(self.path / name)
 
     def publish_index(self) -> None:
-        """Upload the index, for a bucket, if the last upload is long enough ago."""
+        """Upload the index, for a bucket, if the last upload was long enough ago."""
         if self._scratch is not None and time.monotonic() - self._uploaded > _INDEX_SECONDS:
             self._out.put(self.path / index.FILE)
             self._uploaded = time.monotonic()
 
     def discard(self) -> None:
-        """Remove the folder and all that is in it; for a bucket, nothing of it is uploaded."""
+        """Remove the folder and its content; for a bucket, nothing is uploaded."""
         if self._scratch is not None:
             self._scratch.cleanup()
         else:

@@ -1,4 +1,4 @@
-"""Gather rows of features into shards and write them in a thread of its own."""
+"""Gathering of feature rows into shards, which are written in a separate thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERRORS = "errors.jsonl"
 _MAX_BYTES = 64 * 1024**2
 _MAX_ROWS = 4096
 _MAX_SECONDS = 300.0
-"""Maximum time between shards, so that a run that is killed does not lose more work than that."""
+"""Maximum seconds between shards, so that a killed run loses no more work than that."""
 
 _MAX_ERRORS = 1024
 
@@ -32,9 +32,9 @@ class Writer:
     """Gathers rows of equal shape into shards and writes them in a thread; at most two shards are in memory.
 
     Args:
-        folder: where to write.
+        folder: the folder to write to.
         chosen: the file format.
-        index: where finished shards are added.
+        index: the index that finished shards are added to.
         metadata: metadata of each shard.
         shard_rows: rows per shard; None for about 64 MiB of them.
     """
@@ -97,7 +97,7 @@ class Writer:
             if not self._paths:
                 self._allocate(part, _end_of_image(paths, start) - start)
             there = len(self._paths)
-            stop = start  # all rows of an image, its regions, go into one shard
+            stop = start  # all rows of an image (its regions) go into one shard
             while stop < len(paths) and there + (end := _end_of_image(paths, stop)) - start <= self._capacity:
                 stop = end
             for key, values in part.items():
@@ -143,11 +143,11 @@ class Writer:
             self._folder.publish_index()
             with (self._folder.path / ERRORS).open("ab") as file:
                 file.writelines(error_line(path, reason) for path, reason in errors)
-        give_back()  # otherwise memory that the allocator keeps after each shard accumulates
+        give_back()  # otherwise the allocator accumulates memory with every shard
 
 
 def _end_of_image(paths: Sequence[str], start: int) -> int:
-    """Index after the last row of the image at row ``start``."""
+    """Return the index after the last row of the image at row ``start``."""
     return next((row for row in range(start, len(paths)) if paths[row] != paths[start]), len(paths))
 
 

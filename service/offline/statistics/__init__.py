@@ -1,1 +1,1 @@
-"""Statistics of all images of a run in place of their rows."""
+"""Statistics of all images of a run, instead of their rows."""

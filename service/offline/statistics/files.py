@@ -20,10 +20,10 @@ TOP = "top.parquet"
 
 
 def check_installed(reduce: str) -> None:
-    """Check that the packages that the files need are installed.
+    """Check that the packages required for the files are installed.
 
     Raises:
-        FxError: pyarrow is not.
+        FxError: pyarrow is not installed.
     """
     if "top" in reduce:
         try:
@@ -42,15 +42,15 @@ def write_statistics(
     images: int,
     metadata: Mapping[str, str],
 ) -> None:
-    """Write the files atomically, each if there is something for it.
+    """Write the files atomically. A file without content is not written.
 
     Args:
-        folder: where to write them.
-        statistics: of at least one image.
+        folder: the folder to write to.
+        statistics: statistics of at least one image.
         reduce: see :func:`service.choices.reductions`.
-        outputs: ``key`` and ``node`` of each.
+        outputs: ``key`` and ``node`` of each output.
         images: number of images.
-        metadata: what both say about themselves, beside ``images`` and ``reduce``.
+        metadata: metadata of both files, in addition to ``images`` and ``reduce``.
 
     Raises:
         OSError: they cannot be written.

@@ -1,4 +1,4 @@
-"""Reduce rows to statistics, and keep these in the index."""
+"""Reduction of rows to statistics, which are kept in the index."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
 
 _SECONDS = 60.0
-"""Minimum time between two commits: a run that is killed loses about this much work."""
+"""Minimum seconds between two commits: a killed run loses about this much work."""
 
 _MAX_SHARE = 0.05
-"""Maximum share of the time that commits may take, as of large covariances."""
+"""Maximum share of the time spent on commits, which are slow for large covariances."""
 
 _MAX_IMAGES = 65536
 
 
 class Reduction:
-    """The statistics of a folder: those of earlier runs, and what is added to them. Images count once they are
-    committed to the index, and the files are written at the end.
+    """The statistics of a folder, including those of earlier runs.
+
+    Images count once they are committed to the index. The files are written at the end.
 
     Args:
-        folder: where the files are written.
-        index: where the statistics are kept.
-        statistics: of no images.
+        folder: the folder of the files.
+        index: the index that keeps the statistics.
+        statistics: empty statistics, for a new folder.
         reduce: see :func:`service.choices.reductions`.
-        outputs: ``key`` and ``node`` of each.
-        metadata: what the files say about themselves.
+        outputs: ``key`` and ``node`` of each output.
+        metadata: metadata of the files.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Reduction:
         self._added(added, [*errors, *refused])
 
     def merge(self, paths: Sequence[str], statistics: Statistics, errors: Sequence[tuple[str, str]]) -> None:
-        """Add statistics of some images that were reduced elsewhere.
+        """Add statistics of images that were reduced elsewhere.
 
         Args:
-            paths: of the images.
-            statistics: of these.
+            paths: paths of the images.
+            statistics: statistics of these images.
             errors: (path, reason) of images without features.
         """
         self._whole = False
@@ -92,8 +93,8 @@ class Reduction:
         self._added(paths, errors)
 
     def finish(self) -> None:
-        """Commit what was added and write the files."""
-        if not self._whole:  # a failure left some outputs with images that others lack
+        """Commit all additions and write the files."""
+        if not self._whole:  # a failure left the outputs with different images
             return
         self._commit()
         images = self._index.counts()[1]
@@ -126,7 +127,7 @@ class Reducer:
     """Reduces rows in a thread, one batch at a time while others are computed.
 
     Args:
-        reduction: what the rows are added to.
+        reduction: the reduction that rows are added to.
         layouts: key → layout of rows.
     """
 
@@ -137,7 +138,7 @@ class Reducer:
         self._adding: asyncio.Future[None] | None = None
 
     async def add(self, paths: Sequence[str], parts: Sequence[Rows], errors: Sequence[tuple[str, str]]) -> None:
-        """Add the features of some images, as :meth:`Reduction.add`."""
+        """Add the features of some images; see :meth:`Reduction.add`."""
         await self._wait()
         run = asyncio.get_running_loop().run_in_executor
         self._adding = run(self._thread, self._reduction.add, paths, parts, errors, self._layouts)

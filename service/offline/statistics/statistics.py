@@ -1,4 +1,4 @@
-"""Statistics of all outputs of a run, in place of its rows."""
+"""Statistics of all outputs of a run, instead of its rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.codecs.tensors import safetensors
 from service.offline.runners import RowLayout, Rows
 
 _MAX_COVARIANCES = 512 * 1024**2
-"""Maximum bytes of all covariances; a batch needs as much again."""
+"""Maximum bytes of all covariances; a batch needs the same amount again."""
 
 _MAX_ENTRIES = 512 * 1024
 """Maximum entries of ``top``: images times channels of all outputs."""
@@ -56,7 +56,7 @@ class Statistics:
             most = _MAX_ENTRIES // sum(channels.values())
             raise FxError(
                 f"--reduce top:{top} of {sum(channels.values()):,} channels keeps too many entries; "
-                + (f"top:{most} is the most" if most else "name fewer nodes, or pool maps whose layout is unknown")
+                + (f"the maximum is top:{most}" if most else "name fewer nodes, or pool maps whose layout is unknown")
             )
         moments = bool({"mean", "std"} & {*names})
         return cls(
@@ -67,11 +67,11 @@ class Statistics:
         )
 
     def add(self, paths: Sequence[str], rows: Rows, layouts: Mapping[str, RowLayout]) -> list[tuple[str, str]]:
-        """Add rows of images, but those of images that have a value that is not finite.
+        """Add rows of images, except images with a value that is not finite.
 
         Args:
             paths: path of each row's image. With ``top``, an image has one row.
-            rows: key → ``[n, ...]``; others than those of outputs do not count.
+            rows: key → ``[n, ...]``; keys that are not outputs are ignored.
             layouts: key → layout of rows.
 
         Returns:
@@ -81,10 +81,10 @@ class Statistics:
         errors: dict[str, str] = {}
         for key, one in values.items():
             if one.shape[1] != self.outputs[key].channels:
-                reason = f"{key} has {one.shape[1]} channels, not {self.outputs[key].channels} as of other images"
+                reason = f"{key} has {one.shape[1]} channels, not {self.outputs[key].channels} as for other images"
                 return [(path, reason) for path in dict.fromkeys(paths)]
             if not self.outputs[key].takes(one):
-                reason = f"{key} has {one.ndim - 2} dimensions of positions, not as many as of other images"
+                reason = f"{key} has {one.ndim - 2} dimensions of positions, not as many as for other images"
                 return [(path, reason) for path in dict.fromkeys(paths)]
             finite = one.flatten(1).isfinite().all(1).tolist()
             for path, is_finite in zip(paths, finite, strict=True):
@@ -101,8 +101,10 @@ class Statistics:
     def add_parts(
         self, paths: Sequence[str], parts: Sequence[Rows], layouts: Mapping[str, RowLayout]
     ) -> tuple[list[str], list[tuple[str, str]]]:
-        """Add consecutive parts of rows as :meth:`add`; returns the paths of images that were added, and the others
-        with reasons."""
+        """Add consecutive parts of rows; see :meth:`add`.
+
+        Returns the paths of the added images, and (path, reason) of the others.
+        """
         added: list[str] = []
         errors: list[tuple[str, str]] = []
         start = 0
@@ -116,7 +118,7 @@ class Statistics:
         return added, errors
 
     def merge(self, other: Statistics) -> None:
-        """Add the images of ``other``: the same statistics of other images.
+        """Add the images of ``other``, which has the same statistics for other images.
 
         Raises:
             FxError: it has other outputs or channels.
@@ -138,7 +140,7 @@ class Statistics:
 
     @classmethod
     def from_states(cls, states: Mapping[str, bytes]) -> Statistics:
-        """Return the statistics whose :meth:`states` these are."""
+        """Restore statistics from the result of :meth:`states`."""
         outputs = {}
         for key, state in states.items():
             tensors = safetensors.read(bytearray(state))
@@ -153,6 +155,6 @@ def _check_covariances(channels: Mapping[str, int]) -> None:
         largest = max(sizes, key=lambda key: sizes[key])
         whole = f" of {sum(sizes.values()) / 1024**2:,.0f} MiB in all" if len(sizes) > 1 else ""
         raise FxError(
-            f"--reduce cov of {largest} takes {sizes[largest] / 1024**2:,.0f} MiB{whole}, for {channels[largest]:,} "
-            f"channels; {_MAX_COVARIANCES // 1024**2} MiB are taken: name fewer nodes, or use --project 4096"
+            f"--reduce cov of {largest} needs {sizes[largest] / 1024**2:,.0f} MiB{whole}, for {channels[largest]:,} "
+            f"channels; {_MAX_COVARIANCES // 1024**2} MiB are allowed: name fewer nodes, or use --project 4096"
         )

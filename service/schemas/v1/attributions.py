@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from service.choices import Attribution, Fit, Preprocess
 from service.schemas.image_size import ImageSizeText
@@ -12,32 +13,49 @@ from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 from service.schemas.v1.features import Encoding, FeatureDocument
 
 
+def _index_or_max(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Validate a target with one error; pydantic reports one for each member of a union."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError("target", "give the index of a result, or max") from None
+
+
+_Target = Annotated[int | Literal["max"], WrapValidator(_index_or_max)]
+
+
 class AttributionQuery(BaseModel):
     """Query of an attribution."""
 
     of: str = Field(
-        min_length=1, max_length=MAX_NAME_LENGTH, description="A node with one vector an image.", examples=["fc"]
+        min_length=1,
+        max_length=MAX_NAME_LENGTH,
+        description="Node whose result is explained; it must give one vector per image.",
+        examples=["fc"],
     )
-    target: int | Literal["max"] = Field(
+    target: _Target = Field(
         default="max",
-        description="Index of the result that is attributed; `max` is the largest of each image.",
+        description="Index of the value in `of` to explain; `max` selects the largest value of each image.",
         examples=[281],
     )
     at: str | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_NAME_LENGTH,
-        description="The node whose values it is attributed to; by default the model's input, which `gradcam` cannot "
-        "take.",
+        description="Node whose values the result is attributed to. The default is the model's input, which `gradcam` "
+        "does not support.",
         examples=["layer4"],
     )
     method: Attribution = Field(
         default="gradcam",
-        description="`gradient` is that of the result by the values; `gradcam` the positive part of the channels' sum "
-        "weighted by their mean gradients, `[n, H, W]`; `integrated_gradients` goes from zeros to the values.",
+        description="`gradient` is the gradient of the result with respect to the values; `gradcam` is the positive "
+        "part of the sum of the channels, weighted by their mean gradients, `[n, H, W]`; `integrated_gradients` "
+        "integrates gradients from zeros to the values.",
         examples=["gradient"],
     )
-    steps: int = Field(default=20, ge=1, le=100, description="Passes of `integrated_gradients`.", examples=[50])
+    steps: int = Field(
+        default=20, ge=1, le=100, description="Number of steps of `integrated_gradients`.", examples=[50]
+    )
     preprocess: Preprocess = Field(default="default", description="As for features.", examples=["pil"])
     encoding: Encoding = Field(
         default="json", description="Encoding of the values in a JSON response.", examples=["base64"]
@@ -45,11 +63,11 @@ class AttributionQuery(BaseModel):
 
 
 class AttributionDocument(FeatureDocument):
-    """An attribution; its output is ``attribution``."""
+    """An attribution. Its output is named ``attribution``."""
 
     method: str = Field(examples=["gradcam"])
-    backend: Literal["eager"] = Field(description="What computed it.", examples=["eager"])
-    targets: list[int] = Field(description="Index of the result of each image.", examples=[[281]])
+    backend: Literal["eager"] = Field(description="Backend that computed the attribution.", examples=["eager"])
+    targets: list[int] = Field(description="Index of the explained value, for each image.", examples=[[281]])
 
 
 class OneStepAttributionQuery(AttributionQuery):
@@ -57,4 +75,6 @@ class OneStepAttributionQuery(AttributionQuery):
 
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
     image_size: ImageSizeText | None = Field(default=None, description="As for features.", examples=["448x672"])
-    fit: Fit = Field(default="crop", description="As for features, but for `native`.", examples=["stretch"])
+    fit: Fit = Field(
+        default="crop", description="As for features, except that `native` is not supported.", examples=["stretch"]
+    )

@@ -14,15 +14,17 @@ State = Literal["building", "ready", "failed"]
 class TokenGrid(BaseModel):
     """The grid of patches, in row-major order, behind tokens `[N, L, C]` or attention weights `[N, heads, L, L]`."""
 
-    node: str = Field(description="The map that was flattened.", examples=["conv_proj"])
+    node: str = Field(description="Node of the feature map that was flattened into tokens.", examples=["conv_proj"])
     height: int = Field(examples=[14])
     width: int = Field(examples=[14])
-    prefix: int = Field(description="Number of tokens before the patches: a class token, registers.", examples=[1])
-    class_token: bool = Field(description="Whether the first of them is a class token.", examples=[True])
+    prefix: int = Field(
+        description="Number of tokens before the patches, such as a class token or registers.", examples=[1]
+    )
+    class_token: bool = Field(description="Whether the first of these is a class token.", examples=[True])
 
 
 class PrefixTokens(BaseModel):
-    """The tokens before those of the patches: a class token, registers."""
+    """The tokens before the patch tokens, such as a class token or registers."""
 
     count: int = Field(examples=[1])
     class_token: bool = Field(description="Whether the first is a class token, which `pool=cls` returns.")
@@ -33,7 +35,9 @@ class AttentionGrid(BaseModel):
 
     height: int = Field(examples=[56])
     width: int = Field(examples=[56])
-    prefix: int = Field(description="Number of tokens before the positions, which also attend.", examples=[0])
+    prefix: int = Field(
+        description="Number of tokens before the positions; they also take part in attention.", examples=[0]
+    )
     window: tuple[int, int] | None = Field(
         description="Height and width of the windows that the map is split into, in row-major order, after padding at "
         "the bottom and right; null if every position attends to all.",
@@ -46,7 +50,7 @@ class AttentionGrid(BaseModel):
 
 
 class OutputDetail(BaseModel):
-    """One output of an extractor; null in a shape is the number of images, or a size that depends on the input."""
+    """One output of an extractor. Null in a shape is the number of images, or a size that depends on the input."""
 
     key: str = Field(examples=["C4"])
     node: str = Field(examples=["layer3"])
@@ -62,10 +66,12 @@ class OutputDetail(BaseModel):
         examples=[None],
     )
     prefix: PrefixTokens | None = Field(
-        default=None, description="The tokens that stand for no patch, which pooling leaves out.", examples=[None]
+        default=None, description="The tokens that do not represent a patch; pooling excludes them.", examples=[None]
     )
     attention: AttentionGrid | None = Field(
-        default=None, description="The positions that attend, if the output is attention weights.", examples=[None]
+        default=None,
+        description="The grid of attending positions, if the output is attention weights.",
+        examples=[None],
     )
 
 
@@ -74,33 +80,33 @@ class InputDetail(BaseModel):
 
     name: str = Field(examples=["x"])
     node: str | None = Field(
-        description="The inner node it stands for; null for an input of the model.", examples=[None]
+        description="The inner node that this input replaces; null for an input of the model.", examples=[None]
     )
     layout: str | None = Field(examples=["NCHW"])
     shape: list[int | None] | None = Field(
-        description="Sizes, null where any is taken.", examples=[[None, 3, 224, 224]]
+        description="Sizes; null where any size is accepted.", examples=[[None, 3, 224, 224]]
     )
 
 
 class InputSize(BaseModel):
-    """An input size that an extractor with `fit=native` is in memory for, of a model that is built for one size."""
+    """An input size for which an extractor with `fit=native` is in memory, if its model is built for one size."""
 
     height: int = Field(examples=[518])
     width: int = Field(examples=[784])
-    backend: str = Field(description="What computes images of that size.", examples=["eager"])
-    images: int = Field(description="Images of that size that were answered.", examples=[3])
+    backend: str = Field(description="Backend that computes images of this size.", examples=["eager"])
+    images: int = Field(description="Number of images of this size processed so far.", examples=[3])
 
 
 class EditedNodes(BaseModel):
-    """Nodes that requests to an extractor edit, which a graph of its own computes."""
+    """Nodes that requests to an extractor edit. Such requests run on a separate graph."""
 
     nodes: list[str] = Field(examples=[["layer2.3.relu_2"]])
     backend: str = Field(
-        description="What computes requests that edit these nodes, whatever backend computes the others; boxes and "
-        "tokens are edited on eager.",
+        description="Backend that computes requests that edit these nodes; it may differ from the extractor's. Edits "
+        "of boxes and tokens run on eager.",
         examples=["eager"],
     )
-    images: int = Field(description="Images of such requests that were answered.", examples=[3])
+    images: int = Field(description="Number of images in such requests so far.", examples=[3])
 
 
 class ExtractorDetail(BaseModel):
@@ -114,15 +120,15 @@ class ExtractorDetail(BaseModel):
     device: str | None = Field(examples=["cpu"])
     backend: str | None = Field(examples=["eager"])
     precision: Precision = Field(examples=["float32"])
-    inputs: list[InputDetail] = Field(description="What its requests hold as tensors.")
+    inputs: list[InputDetail] = Field(description="Tensors that requests may send.")
     outputs: list[OutputDetail]
     preprocessing: dict[str, Any] | None = Field(examples=[{"resize_size": [232], "crop_size": [224]}])
     fingerprint: str | None = Field(examples=["b0f1c6d2a4e8"])
     sizes: list[InputSize] = Field(
-        default_factory=list, description="Input sizes beside the usual one that it is in memory for.", examples=[[]]
+        default_factory=list, description="Additional input sizes that the extractor is in memory for.", examples=[[]]
     )
     edits: list[EditedNodes] = Field(
-        default_factory=list, description="Nodes whose edits it is in memory for.", examples=[[]]
+        default_factory=list, description="Edited nodes that the extractor is in memory for.", examples=[[]]
     )
     checks: dict[str, Any] | None = Field(
         description="Errors of the backend's values relative to the unmodified model in eager PyTorch, on photographs; "

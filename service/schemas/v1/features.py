@@ -12,7 +12,7 @@ from service.schemas.image_size import ImageSizeText
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 
 MAX_IMAGES = 1024
-"""Maximum images of a request in any form that lists them."""
+"""Maximum images of a request, in any form."""
 
 MAX_DIMENSIONS = 8
 """Maximum dimensions of a tensor in a request."""
@@ -24,7 +24,7 @@ MAX_EDITS = 16
 """Maximum edits of a request."""
 
 MAX_RUNS = 2**20
-"""Maximum run lengths of all masks of a request that are written as numbers."""
+"""Maximum run lengths in a request, of all masks written as numbers."""
 
 MAX_PROJECT = 65_536
 """Maximum values of a projected row."""
@@ -33,7 +33,7 @@ MAX_SEED = 2**32 - 1
 """Maximum seed of NumPy's generator."""
 
 MAX_TOKENS = 1024
-"""Maximum tokens that a request chooses."""
+"""Maximum tokens that a request can select."""
 
 ROI_SIZE = 7
 """Default side of the pooled boxes of `pool=roi`."""
@@ -49,16 +49,16 @@ _Pooling = Annotated[str, BeforeValidator(_pooling), WithJsonSchema({"type": "st
 
 
 def listed_tokens(text: object) -> tuple[int, ...]:
-    """Return the tokens of ``0,57``.
+    """Parse token indices such as ``0,57``.
 
     Raises:
-        PydanticCustomError: it is no such text.
+        PydanticCustomError: the text is invalid.
     """
     found = text.split(",") if isinstance(text, str) else []
     if not all(one.isascii() and one.isdigit() and len(one) < 8 for one in found) or not 0 < len(found) <= MAX_TOKENS:
         raise PydanticCustomError(
             "tokens",
-            "Input should be up to {most} indices of tokens from 0, separated by commas, such as 0,57",
+            "Input should be up to {most} token indices from 0, separated by commas, such as 0,57",
             {"most": MAX_TOKENS},
         )
     return tuple(map(int, found))
@@ -76,10 +76,11 @@ class FeatureQuery(BaseModel):
 
     pool: _Pooling = Field(
         default="none",
-        description="Pool each map to one vector per image, or to several joined by `+`, which are concatenated; of "
-        "tokens, `cls` returns the class token, and the others leave it and registers out. Of a JSON body, `roi` pools "
-        "each box to a small map, by `torchvision.ops.roi_align`; `points` samples the map at each point, bilinearly; "
-        "`mask` averages over each mask, by its area in each position.",
+        description="Pool each map to one vector per image; the vectors of several poolings joined by `+` are "
+        "concatenated. For tokens, `cls` returns the class token; the others exclude it and registers. With a JSON "
+        "body, `roi` pools each box to a small map with `torchvision.ops.roi_align`; `points` samples the map "
+        "bilinearly at each point; `mask` averages the map over each mask, weighting each position by the area of the "
+        "mask in it.",
         examples=["avg", "cls+avg"],
     )
     roi_size: int = Field(
@@ -93,33 +94,36 @@ class FeatureQuery(BaseModel):
         default=None,
         ge=1,
         le=MAX_PROJECT,
-        description="Project each row, flattened after pooling, to this many values, by the matrix of scikit-learn's "
-        "`SparseRandomProjection(n_components=project, random_state=seed)` for its length. Distances are nearly kept.",
+        description="Project each row, flattened after pooling, to this many values, with the matrix of "
+        "scikit-learn's `SparseRandomProjection(n_components=project, random_state=seed)` for rows of that length. "
+        "Distances are approximately preserved.",
         examples=[4096],
     )
-    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="With `project`: seed of the matrix.", examples=[1])
+    seed: int = Field(
+        default=0, ge=0, le=MAX_SEED, description="With `project`: seed of the projection matrix.", examples=[1]
+    )
     tokens: _Tokens | None = Field(
         default=None,
-        description="Without pooling: indices of the tokens to answer, in this order; prefix tokens such as the class "
-        "token come first. Of attention weights, the queries: `tokens=0` of `[N, heads, L, L]` is what the class token "
-        "attends to, `[N, heads, 1, L]`. Of windows, the index in each.",
+        description="Without pooling: indices of the tokens to return, in this order; prefix tokens such as the class "
+        "token come first. For attention weights, indices of the queries: `tokens=0` of `[N, heads, L, L]` is what "
+        "the class token attends to, `[N, heads, 1, L]`. With attention windows, indices within each window.",
         examples=["0,57"],
     )
     dtype: Dtype | None = Field(
         default=None,
-        description="Dtype of floating-point outputs in the response; by default as computed. Values beyond those of "
-        "`float16` are an error.",
+        description="Dtype of floating-point outputs in the response; by default, the dtype they are computed in. "
+        "Values outside the range of `float16` are an error.",
         examples=["float16"],
     )
     normalize: Normalize | None = Field(
         default=None,
-        description="`l2` scales to unit length over the channels, after pooling and projection.",
+        description="`l2` scales to unit length along the channels, after pooling and projection.",
         examples=["l2"],
     )
     preprocess: Preprocess = Field(
         default="default",
-        description="`default` is the weights' own transform of the decoded tensor, as torchvision documents it, "
-        "unless the server is configured otherwise (see `GET /v1/models/{model}`); `pil` is that of the PIL image; "
+        description="`default` applies the weights' own transform to the decoded tensor, as torchvision documents it, "
+        "unless the server is configured otherwise (see `GET /v1/models/{model}`); `pil` applies it to the PIL image; "
         "`fast` decodes large JPEG files at half or quarter size, on CUDA with less exact colours; `none` only scales "
         "pixels to [0, 1].",
         examples=["fast"],
@@ -143,7 +147,7 @@ class OneStepQuery(FeatureQuery):
         default=None,
         min_length=1,
         max_length=16384,
-        description="Nodes to begin at, separated by commas: the body holds tensors of these names.",
+        description="Nodes to start from, separated by commas. The body must contain tensors with these names.",
         examples=["layer2"],
     )
     precision: Precision = Field(default="float32", examples=["bfloat16"])
@@ -156,7 +160,7 @@ class OneStepQuery(FeatureQuery):
     )
     fit: Fit = Field(
         default="crop",
-        description="How an image comes to `image_size`, as in `POST /v1/extractors`.",
+        description="How images are fitted to `image_size`, as in `POST /v1/extractors`.",
         examples=["stretch"],
     )
 
@@ -176,7 +180,7 @@ _MASK = {
                 },
                 "counts": {
                     "anyOf": [{"type": "array", "items": {"type": "integer", "minimum": 0}}, {"type": "string"}],
-                    "description": "Run lengths down the columns, beginning outside of the mask.",
+                    "description": "Run lengths in column-major order, starting outside the mask.",
                 },
             },
             "required": ["size", "counts"],
@@ -187,7 +191,7 @@ _MASK = {
 
 
 _Lists = Annotated[list[Any], Field(max_length=MAX_IMAGES)] | None
-"""A list for each image, whose items are checked elsewhere: pydantic would name none of a thousand by its image."""
+"""A list for each image. Its items are checked elsewhere, because pydantic's errors would not name the image."""
 
 
 def _numbers(count: int) -> dict[str, Any]:
@@ -200,8 +204,8 @@ def _listed(one: dict[str, Any]) -> WithJsonSchema:
 
 
 class NodeEdit(BaseModel):
-    """A multiply-add of a node's value: `value * scale + shift` where the selectors say, as a forward hook would
-    return it. Each selector is optional, and means all without it."""
+    """A multiply-add of a node's value, as if returned by a forward hook: `value * scale + shift` where the selectors
+    apply. A missing selector selects everything."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -212,24 +216,26 @@ class NodeEdit(BaseModel):
         examples=["layer2"],
     )
     channels: list[StrictInt] | None = Field(
-        default=None, description="Indices of channels; of attention weights, of heads.", examples=[[5, 17]]
+        default=None, description="Indices of channels; for attention weights, of heads.", examples=[[5, 17]]
     )
     tokens: list[StrictInt] | None = Field(
-        default=None, description="Indices of tokens, prefix tokens such as the class token first.", examples=[[0]]
+        default=None, description="Indices of tokens; prefix tokens such as the class token come first.", examples=[[0]]
     )
     box: list[StrictInt] | None = Field(
         default=None,
-        description="`[x1, y1, x2, y2]` in positions of the map, or of the grid of tokens; x2 and y2 are not included.",
+        description="`[x1, y1, x2, y2]` in positions of the map, or of the grid of tokens; x2 and y2 are exclusive.",
         examples=[[0, 0, 7, 14]],
     )
     scale: StrictFloat | list[StrictFloat] = Field(
         default=1.0,
-        description="A number, or one for each chosen channel. Zero makes zeros of finite values.",
+        description="Factor: a number, or one for each selected channel. 0 sets finite values to zero.",
         examples=[0],
     )
-    shift: StrictFloat | list[StrictFloat] = Field(default=0.0, description="What is added, likewise.", examples=[0.5])
+    shift: StrictFloat | list[StrictFloat] = Field(
+        default=0.0, description="Summand: a number, or one for each selected channel.", examples=[0.5]
+    )
     images: list[StrictInt] | None = Field(
-        default=None, description="Indices of images of the request.", examples=[[0]]
+        default=None, description="Indices of images in the request.", examples=[[0]]
     )
 
 
@@ -257,29 +263,32 @@ class ImagesBody(BaseModel):
     )
     masks: Annotated[_Lists, _listed(_MASK)] = Field(
         default=None,
-        description="With `pool=mask`: for each image a list of masks of its size after EXIF orientation: PNG files of "
-        "one channel, zero outside of the mask, as base64, or COCO's run lengths, as numbers or as its strings.",
+        description="With `pool=mask`: for each image a list of masks, which have the image's size after EXIF "
+        "orientation: a single-channel PNG file in base64 that is zero outside the mask, or a COCO run-length "
+        "encoding with counts as numbers or as COCO's string.",
         examples=[[[{"size": [300, 451], "counts": [600, 90, 210, 134400]}]]],
     )
     edits: list[NodeEdit] = Field(
         default_factory=list,
         max_length=MAX_EDITS,
-        description="Edits of inner values before the nodes after them are computed, in this order. Requests that edit "
-        "the same nodes share batches, and none sees another's edits.",
+        description="Edits of inner values, applied in this order before later nodes are computed. Requests that edit "
+        "the same nodes share batches, but never see each other's edits.",
         examples=[[{"node": "layer2", "channels": [5, 17], "scale": 0}]],
     )
 
 
 class FeatureTensor(BaseModel):
-    """One output tensor. The first dimension is the images; with `pool=roi`, `points` or `mask` the regions."""
+    """One output tensor. Its first dimension is the images, or the regions with `pool=roi`, `points` or `mask`."""
 
     name: str = Field(
-        description="Its key. With `pool=roi`, the output `box_image` is the index of each box's image, and likewise "
-        "`point_image` and `mask_image`; with `fit=pad`, `valid_box` is the place of each row's image in the input, "
-        "`[x1, y1, x2, y2]`.",
+        description="Key of the output. With `pool=roi`, the output `box_image` is the index of each box's image, and "
+        "likewise `point_image` and `mask_image`; with `fit=pad`, `valid_box` is the position of each row's image in "
+        "the input, `[x1, y1, x2, y2]`.",
         examples=["C5"],
     )
-    node: str | None = Field(description="Its node; null for `box_image` and such.", examples=["layer4"])
+    node: str | None = Field(
+        description="Node of the output; null for additional outputs such as `box_image`.", examples=["layer4"]
+    )
     shape: list[int] = Field(examples=[[1, 2048, 7, 7]])
     datatype: str = Field(examples=["FP32"])
     data: list[float | None] | list[int] | list[bool] | str = Field(

@@ -64,24 +64,24 @@ class NodeMeasured(BaseModel):
 
 
 class ServingMeasured(BaseModel):
-    """The backend that serves requests, on the same photograph."""
+    """The backend that serves requests, measured on the same photograph."""
 
     backend: str = Field(examples=["openvino"])
-    milliseconds: float = Field(description="Time of a whole pass.", examples=[21.3])
+    milliseconds: float = Field(description="Time of a full forward pass.", examples=[21.3])
 
 
 class GraphMeasured(BaseModel):
     """Profile of an extractor in eager, node by node, with batches of one photograph."""
 
-    backend: Literal["eager"] = Field(description="The backend profiled: compiled ones have no nodes.")
+    backend: Literal["eager"] = Field(description="The profiled backend; compiled backends have no nodes.")
     precision: Precision = Field(
         description="Precision of the nodes. An int8 extractor is profiled in `int8` if eager serves it, and in "
         "`float32` if another backend does.",
         examples=["float32"],
     )
     serving: ServingMeasured
-    runs: int = Field(description="Number of runs that each figure is the median of.", examples=[5])
-    milliseconds: float = Field(description="Time of a whole pass, without profiling.", examples=[42.5])
+    runs: int = Field(description="Number of runs; each figure is their median.", examples=[5])
+    milliseconds: float = Field(description="Time of a full forward pass, without profiling.", examples=[42.5])
     peak_bytes: int = Field(description="Maximum of `live_bytes`.", examples=[12845056])
     nodes: list[NodeMeasured]
 
@@ -93,5 +93,7 @@ class GraphDocument(BaseModel):
     totals: GraphTotals
     closed: list[ClosedPart] = Field(default_factory=list)
     profile: GraphMeasured | None = Field(
-        default=None, description="Time and memory of each node, of extractors with `profile=true`.", examples=[None]
+        default=None,
+        description="Time and memory of each node; only for extractors, with `profile=true`.",
+        examples=[None],
     )

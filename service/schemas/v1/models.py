@@ -23,16 +23,16 @@ class ModelSummary(BaseModel):
 class OpenAIModel(BaseModel):
     """A model in OpenAI's shape."""
 
-    id: str = Field(description="Its name; `NAME:NODE` is a model of `POST /v1/embeddings`.", examples=["resnet50"])
+    id: str = Field(description="Name of the model; `POST /v1/embeddings` accepts `NAME:NODE`.", examples=["resnet50"])
     object: Literal["model"] = "model"
-    created: int = Field(description="Always 0: the time is not known.", examples=[0])
-    owned_by: str = Field(description="Where it comes from.", examples=["torchvision"])
+    created: int = Field(description="Always 0: the creation time is unknown.", examples=[0])
+    owned_by: str = Field(description="Source of the model.", examples=["torchvision"])
 
 
 class CountedModels(BaseModel):
     """Models that are counted instead of listed."""
 
-    models: int = Field(description="How many there are.", examples=[1371])
+    models: int = Field(description="Number of models.", examples=[1371])
     list: str = Field(description="URL of their list.", examples=["/v1/models?source=timm"])
 
 
@@ -51,7 +51,7 @@ class WeightsSummary(BaseModel):
     """One set of trained weights."""
 
     num_params: int | None = Field(
-        description="Parameters of the model; null if not published, for weights other than the default.",
+        description="Number of parameters of the model; null if unpublished, for weights other than the default.",
         examples=[25557032],
     )
     url: str | None = Field(examples=["https://download.pytorch.org/models/resnet50-11ad3fa6.pth"])
@@ -59,7 +59,7 @@ class WeightsSummary(BaseModel):
     categories: int = Field(description="Number of classes that the weights were trained on.", examples=[1000])
     category_names: list[str] | None = Field(
         None,
-        description="With `categories=true`, their names in the order of the model's outputs; null where not known.",
+        description="With `categories=true`, the class names in the order of the model's outputs; null if unknown.",
         examples=[["tench", "goldfish"]],
     )
     cached: bool = Field(description="Whether the file is in the server's cache.", examples=[True])
@@ -87,16 +87,16 @@ class LevelInfo(BaseModel):
 
 
 class ClosedPart(BaseModel):
-    """A submodule that could not be traced, and why."""
+    """A submodule that could not be traced, with the reason."""
 
     path: str = Field(examples=["rpn"])
     reason: str = Field(examples=["its forward loops over a list of images"])
 
 
 class DefaultPreprocess(BaseModel):
-    """What `preprocess=default` means on this server."""
+    """The meaning of `preprocess=default` on this server."""
 
-    way: ServerPreprocess = Field(description="`FXSERVE_PREPROCESS`.", examples=["default"])
+    way: ServerPreprocess = Field(description="Value of `FXSERVE_PREPROCESS`.", examples=["default"])
     meaning: str = Field(
         description="As a Python expression, or in words.",
         examples=['weights.transforms()(torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True))'],
@@ -107,8 +107,8 @@ class ServedPrecision(BaseModel):
     """How a model is served in one precision on this server."""
 
     backends: list[str] = Field(
-        description="Of `backend=auto`: the last one answers first, and those before it replace it where they are "
-        "faster. Empty: the precision is refused.",
+        description="Backends that `backend=auto` chooses from. The last one serves first; an earlier one replaces it "
+        "if it is faster. An empty list means that the precision is refused.",
         examples=[["openvino", "eager"]],
     )
     note: str | None = Field(description="Why it is refused, or slower than float32 here.", examples=[None])
@@ -135,18 +135,18 @@ class ModelDetail(BaseModel):
     default_preprocess: DefaultPreprocess
     levels: dict[str, LevelInfo]
     multiple: int = Field(
-        description="With `fit=native`, each side of the input is a multiple of this: the side of a ViT's patches, the "
+        description="With `fit=native`, each side of the input is a multiple of this: the patch size of a ViT, or the "
         "deepest stride of other models.",
         examples=[32],
     )
     precisions: dict[Precision, ServedPrecision] = Field(
-        description="How this server serves each precision, with the weights asked for.",
+        description="How this server serves each precision, with the requested weights.",
         examples=[{"float32": {"backends": ["openvino", "eager"], "note": None}}],
     )
     closed: list[ClosedPart] = Field(default_factory=list)
     statistics: StatisticsSummary | None = Field(
         default=None,
-        description="Of which nodes `GET /v1/models/{model}/statistics` has top images; null for none.",
+        description="Nodes for which `GET /v1/models/{model}/statistics` has top images; null if there are none.",
         examples=[{"weights": "IMAGENET1K_V2", "images": 50000, "nodes": ["layer3.5.relu_2"]}],
     )
 

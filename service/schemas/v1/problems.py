@@ -13,4 +13,4 @@ class Problem(BaseModel):
     type: str = Field(examples=["/problems/unknown-node"])
     title: str = Field(examples=["Unknown node"])
     status: int = Field(examples=[422])
-    detail: str = Field(examples=["'layer5' is no node, level or path of resnet50; did you mean 'layer4'?"])
+    detail: str = Field(examples=["resnet50 has no node 'layer5'; did you mean layer4?"])

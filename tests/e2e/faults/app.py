@@ -1,7 +1,7 @@
-"""The service in a process where things go wrong when a test asks for it: ``uvicorn tests.e2e.faults.app:create_app``.
+"""The service with faults that a test can trigger: ``uvicorn tests.e2e.faults.app:create_app``.
 
-Nothing stands in for the service's own code. A model, a decoder and the clock misbehave, and the published weights of
-some models lie on a server of the test's.
+None of the service's own code is replaced. A model, a decoder and the clock misbehave, and the published weights of
+some models are on the test's own server.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fxcore.images.decoding import Decoder
 from fxcore.images.presets import ImageClassification
 from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_models
 
-# The first value of a row says what happens to its batch.
+# The first value of a row selects the fault of its batch.
 RAISES, NAN, HANGS, NO_MEMORY, TOO_MANY_ROWS, DIES = range(1001, 1007)
 
-# The end of a file says what happens to its decoder.
+# The end of a file selects the fault of its decoder.
 DECODER_DIES, DECODER_HAS_NO_MEMORY = b"<the decoder dies>", b"<the decoder has no memory>"
 
 DOWNLOADED = ("stalls", "wrong_hash", "disk_full", "half_written")
@@ -34,13 +34,13 @@ STALL_SECONDS = 4.0
 
 
 def folder() -> Path:
-    """What test and service tell each other: ``release`` ends a hang, ``clock`` holds seconds to add to the time."""
+    """Return the folder shared with the test: ``release`` ends a hang, ``clock`` has seconds to add to the time."""
     return Path(os.environ["FAULTS_DIR"])
 
 
 @torch.fx.wrap
 def misbehave(x: Tensor) -> Tensor:
-    """``[N, 3, H, W]``, unchanged where no row asks for anything."""
+    """Return ``x`` ``[N, 3, H, W]`` unchanged, unless a row triggers a fault."""
     if x.is_meta:
         return x
     marks = x[:, 0, 0, 0].tolist()
@@ -59,7 +59,7 @@ def misbehave(x: Tensor) -> Tensor:
 
 
 class Faulty(nn.Module):
-    """Two outputs: ``conv`` ``[N, 8, 16, 16]`` and ``head`` ``[N, 1024]``; 2 MB of weights."""
+    """A model with two outputs, ``conv`` ``[N, 8, 16, 16]`` and ``head`` ``[N, 1024]``, and 2 MB of weights."""
 
     def __init__(self) -> None:
         super().__init__()

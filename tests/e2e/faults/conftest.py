@@ -1,4 +1,4 @@
-"""A server that misbehaves when told, clients that keep asking meanwhile, and the right answers by plain torch."""
+"""A server with faults on request, clients that send requests meanwhile, and the right results from plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from tests.e2e.conftest import Server, servers, until
 from tests.e2e.faults.app import Faulty
 
-# What a test sits out, and what a machine that others use as well must not take for an answer.
+# Short enough for a test to wait for, and long enough for a right response from a busy machine.
 REQUEST_TIMEOUT = 15.0
 GRACE_PERIOD = 6.0
 
@@ -30,7 +30,7 @@ FEATURES = "/v1/models/{}/features?nodes=conv,head"
 
 
 class Weights:
-    """Published weights on a server of this machine, which can be told to stall, or to send something else."""
+    """Published weights on a local server, which can be made to stall or to send other data."""
 
     def __init__(self) -> None:
         torch.manual_seed(7)
@@ -67,41 +67,41 @@ class Weights:
 
 
 def rows(*marks: float) -> torch.Tensor:
-    """``[N, 3, 32, 32]``: noise that differs by mark, with the mark as each row's first value."""
+    """Return ``[N, 3, 32, 32]`` of noise that differs by mark, with the mark as each row's first value."""
     made = torch.stack([torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(int(m))) for m in marks])
     made[:, 0, 0, 0] = torch.tensor(marks, dtype=torch.float32)
     return made
 
 
 class FaultyServer(Server):
-    """``tests.e2e.faults.app``."""
+    """A server that runs ``tests.e2e.faults.app``."""
 
     def command(self) -> list[str]:
         return ["uvicorn", "tests.e2e.faults.app:create_app", "--factory", "--port", f"{self.port}"]
 
     def features(self, *marks: float, model: str = "faulty", **headers: str) -> httpx.Response:
-        """Features of a request whose rows are :func:`rows`."""
+        """Request features of the rows from :func:`rows`."""
         body = io.BytesIO()
         np.save(body, rows(*marks).numpy())
         given = {"content-type": "application/x-npy", "accept": "application/x-safetensors", **headers}
         return self.http.post(FEATURES.format(model), content=body.getvalue(), headers=given)
 
     def settled(self) -> bool:
-        """Whether nothing is in flight."""
+        """Return whether nothing is in flight."""
         return all(
             not self.metric(f"fxserve_{name} ") for name in ("inflight_requests", "inflight_bytes", "queue_size")
         )
 
 
 class Clients:
-    """What clients get, checked row by row against plain torch."""
+    """Clients whose responses are checked row by row against plain torch."""
 
     def __init__(self, server: FaultyServer, model: Faulty) -> None:
         self.server = server
         self.model = model
 
     def check(self, response: httpx.Response, *marks: float) -> None:
-        """That ``answer`` is the right one, and to this request."""
+        """Check that ``response`` is right, and belongs to this request."""
         assert response.status_code == 200, response.text
         found = safetensors.torch.load(response.content)
         with torch.inference_mode():
@@ -111,8 +111,10 @@ class Clients:
         assert_close(found["head"], head, rtol=1e-4, atol=1e-5)
 
     def ask(self, among: Sequence[float] = (), good: int = 40, at_once: int = 8) -> list[httpx.Response]:
-        """Answers to requests of a row each for the marks ``among``, in that order; ``good`` others meanwhile are
-        right, and each is answered once."""
+        """Send a request with one row for each mark in ``among``, and return the responses in that order.
+
+        Meanwhile, send ``good`` other requests, and check that each gets one response, which is right.
+        """
         marks: list[float] = [float(i) for i in range(good)]
         for place, mark in enumerate(among):
             marks.insert((place + 1) * len(marks) // (len(among) + 1), mark)
@@ -136,7 +138,7 @@ def weights() -> Iterator[Weights]:
 
 @pytest.fixture(scope="package")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which test and server leave words for each other."""
+    """The folder through which test and server communicate."""
     return tmp_path_factory.mktemp("faults")
 
 
@@ -144,7 +146,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def begin(
     tmp_path_factory: pytest.TempPathFactory, weights: Weights, together: Path
 ) -> Iterator[Callable[..., FaultyServer]]:
-    """Starts servers over one weights cache, which holds the weights of ``faulty``."""
+    """Start a server; all share a weights cache that has the weights of ``faulty``."""
     home = tmp_path_factory.mktemp("torch-home")
     environment = {
         "FAULTS_DIR": str(together),
@@ -178,7 +180,7 @@ def clients(server: FaultyServer, weights: Weights) -> Clients:
 
 @pytest.fixture
 def sound(server: FaultyServer, clients: Clients) -> Iterator[None]:
-    """After a fault: nothing is left of it, it is the same process, ready, and its answers are right."""
+    """Check after a fault that no trace of it is left: same process, ready, right responses, and no memory growth."""
     before = psutil.Process(server.process.pid).memory_info().rss
     yield
     until(server.settled)

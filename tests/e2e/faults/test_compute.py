@@ -90,7 +90,7 @@ def test_a_model_that_hangs(clients: Clients, server: FaultyServer, together: Pa
         profiles = list(pool.map(server.http.get, [profile] * 2))
     assert problems(profiles) == {(504, "/problems/deadline-exceeded")}
     until(lambda: server.http.get("/readyz").status_code == 503)
-    assert "has been on one batch" in server.http.get("/readyz").json()["reason"]
+    assert "has been busy with one batch" in server.http.get("/readyz").json()["reason"]
     refused = server.features(3)
     assert problems([refused]) == {(503, "/problems/not-ready")}
     assert server.http.get("/v1/models/faulty/nodes").status_code == 200  # what needs no device goes on

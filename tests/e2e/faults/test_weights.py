@@ -67,6 +67,7 @@ def test_a_download_that_stalls(server: FaultyServer, clients: Clients, cache: P
     taken(server, clients, "stalls", cache, weights)
 
 
+@pytest.mark.exhaustive
 def test_downloads_keep_no_build_waiting(
     begin: Callable[..., FaultyServer], clients: Clients, weights: Weights
 ) -> None:
@@ -89,6 +90,7 @@ def test_downloads_keep_no_build_waiting(
     server.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_download_with_the_wrong_hash(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     weights.sent = weights.data[:-1] + b"x"
     assert "SHA-256 hash" in unavailable(server.features(1, model="wrong_hash"))
@@ -116,6 +118,7 @@ def full(server: FaultyServer, cache: Path) -> Iterator[str]:
         resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     assert len(weights.data) > 2_000_000
     with full(server, cache) as said:
@@ -126,6 +129,7 @@ def test_a_disk_that_is_full(server: FaultyServer, clients: Clients, cache: Path
     taken(server, clients, "disk_full", cache, weights)
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_is_half_written(server: FaultyServer, clients: Clients, cache: Path, weights: Weights) -> None:
     file = cache / f"half_written-{weights.digits}.pth"
     for damaged in (weights.data[: len(weights.data) // 2], b""):

@@ -12,7 +12,7 @@ import pytest
 from service.http.access.keys import make
 from tests.e2e.conftest import Server
 
-# The headless shell opens a tab for a fifth of what the whole browser takes, which draws a window around each.
+# The headless shell opens a tab in a fifth of the time of the full browser, which draws a window around each.
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MODELS = (
     *("squeezenet1_1", "resnet18", "swin_t", "vit_b_16", "r3d_18", "fasterrcnn_mobilenet_v3_large_320_fpn"),
@@ -44,7 +44,7 @@ def open_server(start: Callable[..., Server]) -> Server:
 
 @pytest.fixture(scope="package")
 def locked_server(start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> tuple[Server, str]:
-    """A server that wants a key, and one of scope ``admin``."""
+    """A server that requires keys, and a key with scope ``admin``."""
     key, secret = make("page", "admin")
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(key.line + "\n")
@@ -52,11 +52,11 @@ def locked_server(start: Callable[..., Server], tmp_path_factory: pytest.TempPat
 
 
 class Visit:
-    """A tab, with what it asked for and what it complained of.
+    """A tab, with its requests and errors.
 
     Attributes:
         page: Playwright's page.
-        urls: every URL that was asked for.
+        urls: every requested URL.
         complaints: errors of scripts, of the console, and of the Content-Security-Policy.
     """
 
@@ -64,7 +64,7 @@ class Visit:
         self.url = url
         self.context = browser.new_context(viewport={"width": 1280, "height": 800}, **options)
         self.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
-        self.context.set_default_timeout(120_000)  # as a busy machine may take
+        self.context.set_default_timeout(120_000)  # a busy machine may take long
         self.page = self.context.new_page()
         self.urls: list[str] = []
         self.complaints: list[str] = []
@@ -73,14 +73,14 @@ class Visit:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def go(self, fragment: str = "", path: str = "/") -> Any:
-        """Open a place of the page."""
+        """Open a location of the page."""
         self.page.goto(f"{self.url}{path}#{fragment}")
         return self.page
 
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Visit]]:
-    """Opens tabs: ``visit(server.url)``."""
+    """Open a tab: ``visit(server.url)``."""
     visits: list[Visit] = []
 
     def begin(url: str, **options: Any) -> Visit:

@@ -1,4 +1,4 @@
-"""What is to be seen on the page, from what the API answers."""
+"""Expected contents of the page, computed from the API's responses."""
 
 import base64
 import io
@@ -28,7 +28,7 @@ VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 
 def asked(server, model, node, weights, photo=None, headers=None, **query):
-    """What the service answers to the request that the page should have made."""
+    """Return the service's response to the request that the page should have made."""
     response = server.http.post(
         f"/v1/models/{model}/features",
         params={"nodes": node, "weights": weights, **query},
@@ -40,7 +40,7 @@ def asked(server, model, node, weights, photo=None, headers=None, **query):
 
 
 def attention(server, model, node, photo=CHELSEA, edits=(), **more):
-    """The weights of one photo, as the service gives them: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
+    """Return the service's attention weights for one photo: ``[heads, L, L]`` or ``[windows, heads, L, L]``."""
     spec = {"model": model, "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"], **more}
     made = server.http.post("/v1/extractors", json=spec).json()
     response = server.http.post(
@@ -53,7 +53,7 @@ def attention(server, model, node, photo=CHELSEA, edits=(), **more):
 
 
 def coloured(values, low=None, high=None):
-    """A map as the page paints it: from its least to its greatest value, or about zero if there are both signs."""
+    """Colour a map as the page does: from its least to its greatest value, or centred on zero if signs differ."""
     low, high = (values.min() if low is None else low), (values.max() if high is None else high)
     colours = INFERNO
     if low < 0 < high:
@@ -64,18 +64,18 @@ def coloured(values, low=None, high=None):
 
 
 def pixels(canvas):
-    """Its pixels, ``[H, W, 4]``."""
+    """Return the pixels of ``canvas``, ``[H, W, 4]``."""
     drawn = canvas.evaluate("c => c.toDataURL('image/png')").partition(",")[2]
     return np.array(PIL.Image.open(io.BytesIO(base64.b64decode(drawn))).convert("RGBA")).astype(int)
 
 
 def shown(page, node, photo="chelsea.jpg"):
-    """Wait until a map of ``node`` is seen."""
+    """Wait until a map of ``node`` is visible."""
     page.locator(f'.stage[aria-label$=" of {node} over {photo}"]').wait_for()
 
 
 def until(page, expression):
-    """Wait until ``expression`` is true. Playwright's own way evaluates strings, which the page's policy forbids."""
+    """Wait until ``expression`` is true. Playwright's own method evaluates strings, which the page's CSP forbids."""
     deadline = time.monotonic() + 120
     while not page.evaluate(expression):
         assert time.monotonic() < deadline, expression
@@ -83,7 +83,7 @@ def until(page, expression):
 
 
 def eventually(page, check, seconds=60):
-    """Return what ``check`` does once it passes: what is seen may still be what was there before."""
+    """Retry ``check`` until it passes, since the page may still show its earlier contents; return its value."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -100,8 +100,11 @@ def shown_channels(page):
 
 
 def looks(page, label, values, scale=(None, None)):
-    """The stage of that label, without the photo under it, becomes the map ``values`` on ``scale`` or its own, or the
-    colours ``[H, W, 3]``: at the middle of each of its places, but for what smoothing does there."""
+    """Check that the stage with that label, without the photo under it, shows ``values``.
+
+    These are a map, coloured on ``scale`` or its own range, or colours ``[H, W, 3]``. They are compared at the middle
+    of each position, with a tolerance for smoothing.
+    """
     stage = page.locator(f'.stage[aria-label="{label}"]')
     stage.wait_for()
     page.get_by_label("Opacity of the map").fill("1")
@@ -122,7 +125,7 @@ def looks(page, label, values, scale=(None, None)):
 
 
 def check_tiles(page, maps, some=5):
-    """The first tiles get the pixels of the channels of ``maps``, ``[C, H, W]``, that vary most over the positions."""
+    """Check that the first tiles show the channels of ``maps`` ``[C, H, W]`` that vary most over the positions."""
     variation = maps.std(axis=(1, 2))
 
     def check():
@@ -138,7 +141,7 @@ def check_tiles(page, maps, some=5):
 
 
 def said(page, number=0):
-    """The place that is read out, and the least and the greatest value."""
+    """Return the location in the readout, and the least and greatest value."""
     place, values = page.locator(".readout").nth(number).inner_text().split(": ")
     return place, *map(float, values.split(" to "))
 

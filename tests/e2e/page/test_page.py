@@ -29,6 +29,7 @@ from tests.e2e.page.seen import (
 )
 
 
+@pytest.mark.exhaustive
 def test_neither_page_asks_another_host_for_anything(open_server, visit):
     for path, ready in (("/", ".results a"), ("/docs", ".opblock"), ("/#m=squeezenet1_1", TILES)):
         tab = visit(open_server.url)
@@ -106,6 +107,7 @@ def test_choose_a_model_open_a_module_and_look(open_server, visit):
     assert tab.complaints == []
 
 
+@pytest.mark.exhaustive
 def test_the_first_model_to_start_with_is_trained_and_here(open_server, visit):
     page = visit(open_server.url).go()
     page.get_by_text("nothing to download").wait_for()
@@ -249,6 +251,7 @@ def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
     assert tab.complaints == []
 
 
+@pytest.mark.exhaustive
 def test_a_server_with_keys_asks_for_one(locked_server, visit):
     server, key = locked_server
     tab = visit(server.url)
@@ -257,7 +260,7 @@ def test_a_server_with_keys_asks_for_one(locked_server, visit):
     dialog.wait_for()
     page.get_by_role("textbox", name="Key").fill("fxs_wrong")
     page.get_by_role("button", name="Use this key").click()
-    page.get_by_text("the API key is not known here").wait_for()
+    page.get_by_text("the API key is unknown").wait_for()
     page.get_by_role("textbox", name="Key").fill(key)
     page.get_by_role("button", name="Use this key").click()
     check_tiles(

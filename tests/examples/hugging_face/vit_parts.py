@@ -9,7 +9,7 @@ from transformers import ViTModel
 
 
 class ViTParts(nn.Module):
-    """The parts of a ``ViTModel`` under their own names: images ``[N, 3, H, W]`` → tokens ``[N, 1 + L, C]``."""
+    """The parts of a ``ViTModel`` under their own names, from images ``[N, 3, H, W]`` to tokens ``[N, 1 + L, C]``."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -24,5 +24,5 @@ class ViTParts(nn.Module):
 
 
 def from_pretrained(name: str) -> ViTParts:
-    """The model of the hub's repository, or the folder, ``name``."""
+    """Load the model from the hub's repository, or the folder, ``name``."""
     return ViTParts(ViTModel.from_pretrained(name, add_pooling_layer=False))

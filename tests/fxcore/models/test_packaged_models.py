@@ -79,5 +79,5 @@ def test_a_file_of_something_else_is_refused(entry, tmp_path, monkeypatch):
     torch.save({"weight": torch.zeros(1)}, file)
     monkeypatch.setattr(packaged_models, "_weights_file", lambda name: file)
     other = packaged_models.packaged_models.__wrapped__()["efficientnet_lite0"]
-    with pytest.raises(WeightsUnavailable, match=r"other\.pth is not of efficientnet_lite0"):
+    with pytest.raises(WeightsUnavailable, match=r"other\.pth does not belong to efficientnet_lite0"):
         other.load_published("IMAGENET1K")

@@ -53,6 +53,7 @@ def test_the_nearest_image_is_the_other_crop_of_the_same_photo(model: nn.Module)
     assert alike.argmax(1).tolist() == [1, 0, 3, 2, 5, 4, 7, 6]
 
 
+@pytest.mark.exhaustive
 @torch.inference_mode()
 def test_a_linear_probe_tells_faces_from_other_things(model: nn.Module) -> None:
     """Of 25 x 25 pixels, from Labeled Faces in the Wild: the first 100 are faces, the others backgrounds."""

@@ -294,8 +294,8 @@ WRONG = {
         "builder = 'MODULE:Tiny'\nleaf_modules = 'MODULE:Gone'",
         ":Gone cannot be imported: AttributeError",
     ),
-    "sixteen": ("builder = 'MODULE:Tiny'\nconcrete_args = { msk = 1 }", "its forward takes pixels, mask, and no 'msk'"),
-    "resnet50": ("builder = 'MODULE:Tiny'", "there is a model of this name already"),
+    "sixteen": ("builder = 'MODULE:Tiny'\nconcrete_args = { msk = 1 }", "forward takes pixels, mask, but not 'msk'"),
+    "resnet50": ("builder = 'MODULE:Tiny'", "there is already a model of this name"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
     "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
 }

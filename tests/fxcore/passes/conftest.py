@@ -1,4 +1,4 @@
-"""One thread or two: these tests share their machine."""
+"""Limit these tests to two threads, since they share the machine."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ def tapped(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph).eval()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", each((name for name in TRACEABLE if name in FAMILIES), QUICK))
 def test_values_stay(name: str) -> None:
     model = filled(name, shrink=True)

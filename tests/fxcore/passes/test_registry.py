@@ -96,6 +96,7 @@ def test_suggestions(module: fx.GraphModule) -> None:
     assert "fuse_conv_bn" in caught.value.extra["suggestions"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [t.name for t in list_transforms() if t.exact and not t.changes_input])
 def test_with_every_node_tapped_every_value_stays(name: str) -> None:
     """Nothing is fused across a tapped node, and what is taken out hands on the value that it had."""

@@ -325,7 +325,10 @@ def test_what_only_takes_names_gets_names() -> None:
     assert torch.equal(made(torch.ones(2)), torch.full((2,), 2.0))
 
 
-@pytest.mark.parametrize("name", ["resnet18", "swin_t", "vit_b_32", "densenet121"])
+@pytest.mark.parametrize(
+    "name",
+    ["resnet18", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("swin_t", "vit_b_32", "densenet121"))],
+)
 def test_real_models_keep_names_and_values(name: str) -> None:
     module = traced(filled(name, shrink=True))
     pure = out_of_place(module)

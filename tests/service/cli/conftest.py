@@ -1,4 +1,4 @@
-"""What commands find on disk."""
+"""Files on disk for the tests of commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def no_weights_on_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 @pytest.fixture
 def files(tmp_path: Path, photos: dict[str, bytes]) -> list[Path]:
-    """A cat and a cup of coffee."""
+    """Photographs of a cat and a cup of coffee."""
     paths = [tmp_path / "cat.jpg", tmp_path / "coffee.jpg"]
     for path, name in zip(paths, ("chelsea", "coffee"), strict=True):
         path.write_bytes(photos[name])

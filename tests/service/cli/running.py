@@ -1,4 +1,4 @@
-"""Running a command, and reading the tables that it prints."""
+"""Run commands, and parse the tables that they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fxserve(*arguments: object) -> Any:
 
 
 def rows(stdout: str, first: str) -> list[list[str]]:
-    """The cells of the table whose first column is called ``first``."""
+    """Return the cells of the table whose first column is called ``first``."""
     lines = stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.split()[:1] == [first])
     body = []

@@ -428,7 +428,7 @@ def test_the_images_of_edits_are_those_of_each_request():
         [whole, {"node": "layer3", "images": [0]}], [whole, {"node": "layer3", "images": [0, 1]}]
     ]  # fmt: skip
     assert [part.edits[1]["images"] for part in parts[1].split(1)] == [[0], [0]]
-    with pytest.raises(ValueError, match="of image 6, and there are 6"):
+    with pytest.raises(ValueError, match="selects image 6, but the 6 images are numbered from 0"):
         split_call([b"image"] * 6, 4, MB, edits=[{"node": "layer3", "images": [6]}])
     with pytest.raises(ValueError, match="edits need image files"):
         split_call(np.zeros((2, 3, 8, 8), np.float32), 4, MB, edits=edits)

@@ -1,4 +1,4 @@
-"""What the tests of whole folders have, for those on Ray."""
+"""The fixtures of the offline tests, for the tests on Ray."""
 
 from tests.service.offline.conftest import bucket, folder
 

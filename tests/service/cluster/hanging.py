@@ -1,4 +1,4 @@
-"""A model of one's own that hangs where a row asks for it."""
+"""A user's model that hangs if a row requests it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ HANG = 1001.0
 
 @torch.fx.wrap
 def hang(x: Tensor) -> Tensor:
-    """``[N, 3, H, W]``, unchanged; for an hour, where the first value of a row is :data:`HANG`."""
+    """Return ``x`` ``[N, 3, H, W]``, after an hour if the first value of a row is :data:`HANG`."""
     if not x.is_meta and HANG in x[:, 0, 0, 0].tolist():
         time.sleep(3600)
     return x
 
 
 class Hanging(nn.Module):
-    """``conv``, ``[N, 8, H, W]``."""
+    """A model with a single convolution, ``conv``, that returns ``[N, 8, H, W]``."""
 
     def __init__(self) -> None:
         super().__init__()

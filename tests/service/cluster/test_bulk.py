@@ -126,7 +126,7 @@ def test_boxes_are_those_of_a_run_without_ray(folder: Callable[..., Path], tmp_p
     run = begin(root, tmp_path / "ray", *options)
     _, complaint = run.communicate(timeout=600)
     assert run.returncode == 1
-    assert "001.png was extracted with other boxes; use a new folder" in complaint
+    assert "001.png was extracted with different boxes; use a new folder" in complaint
 
 
 @pytest.mark.exhaustive
@@ -174,9 +174,10 @@ def test_killed_actors_and_a_killed_driver_lose_and_repeat_nothing(tmp_path: Pat
     assert not errors
 
 
+@pytest.mark.exhaustive
 def test_bad_input_is_a_one_line_error(tmp_path: Path, folder: Callable[..., Path]) -> None:
     run = begin(folder(1), tmp_path / "out", "--server", "http://127.0.0.1:1")
-    assert "--ray and --server exclude each other" in run.communicate()[1]
+    assert "--ray and --server cannot be combined" in run.communicate()[1]
     run = begin(folder(1), tmp_path / "out", "--format", "zarr")
     assert "--ray writes Parquet, not zarr" in run.communicate()[1]
 

@@ -1,4 +1,4 @@
-"""Small images of their own kind each, and jobs over them."""
+"""Small images, all different, and jobs over them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = Settings(device="cpu", lowering=False, compute_threads=1)
 
 
 def png(number: int) -> bytes:
-    """A piece of a photograph that no other number gives."""
+    """Encode a piece of a photograph that is different for each number."""
     top, left = divmod(number, 20)
     piece = skimage.data.coffee()[8 * top : 8 * top + 64, 16 * left : 16 * left + 80]
     buffer = io.BytesIO()
@@ -37,7 +37,7 @@ def png(number: int) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[..., Path]:
-    """``folder(8)``: a folder with the images 0 to 7, some of them deeper in it."""
+    """Make a folder of images: ``folder(8)`` has the images 0 to 7, some of them in subfolders."""
 
     def make(count: int) -> Path:
         root = tmp_path / "photos"
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
 
 def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
-    """Pooled features of squeezenet with random weights, four to a shard."""
+    """Return a job for pooled features of squeezenet with random weights, four rows per shard."""
     options = FeatureOptions(
         pool=changed.pop("pool", "avg"),
         preprocess=changed.pop("preprocess", "default"),
@@ -64,24 +64,24 @@ def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
 
 
 def places(out: Path) -> dict[str, tuple[str, int]]:
-    """Path → shard and row, by the index."""
+    """Return shard and row by path, from the index."""
     with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as database:
         found = database.execute('SELECT path, shard, "row" FROM images WHERE shard IS NOT NULL').fetchall()
     return {path: (shard, row) for path, shard, row in found}
 
 
 def rows(out: Path) -> dict[str, dict[str, NDArray[Any]]]:
-    """Path → its features, where the index says they are."""
+    """Return the features by path, from the places given by the index."""
     shards = {file.name: load_file(file) for file in out.glob("shard-*.safetensors")}
     found = places(out)
-    assert sum(len(shard["top"]) for shard in shards.values()) == len(found)  # no row is without a path
+    assert sum(len(shard["top"]) for shard in shards.values()) == len(found)  # every row has a path
     return {path: {key: values[row] for key, values in shards[shard].items()} for path, (shard, row) in found.items()}
 
 
 def assert_right(
     found: dict[str, dict[str, NDArray[Any]]], numbers: dict[str, int], reference: Callable[..., Any]
 ) -> None:
-    """Each path of ``numbers`` is there, with what torchvision itself gives for the image of its number."""
+    """Assert that exactly the paths of ``numbers`` were found, with torchvision's values for the images."""
     assert sorted(found) == sorted(numbers)
     images = [png(number) for number in numbers.values()]
     for key, node in (("mid", "features.5"), ("top", "features.12.cat")):

@@ -72,6 +72,7 @@ def test_a_run_between_buckets_gives_what_one_on_the_disk_does(
     assert b"broken.png" in fs.cat_file(f"{bucket}/out/errors.jsonl")
 
 
+@pytest.mark.exhaustive
 def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
     out = f"{bucket}/resumed"
     extract(job(out, f"{photos}/*.png"), SETTINGS)

@@ -211,6 +211,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root, out
 
 
+@pytest.mark.exhaustive
 def test_a_faster_backend_is_looked_for_if_that_saves_time(
     folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +237,10 @@ def test_a_faster_backend_is_looked_for_if_that_saves_time(
         ({"spec": {"image_size": 64}}, "made with image_size None, not 64"),
         ({"spec": {"model": "squeezenet1_0"}}, "made with model squeezenet1_1, not squeezenet1_0"),
         ({"pool": "max"}, "made with pool avg, not max"),
-        ({"preprocess": "pil"}, r"made with preprocess default, not pil; images prepared by .*decode_image.*PIL image"),
+        (
+            {"preprocess": "pil"},
+            r"made with preprocess default, not pil; images preprocessed by .*decode_image.*PIL image",
+        ),
         ({"format": "npz"}, "made with format safetensors, not npz"),
     ],
     ids=str,
@@ -257,13 +261,13 @@ def test_a_folder_whose_default_preprocessing_was_another_is_refused(
     root, out = folder(2), tmp_path / "out"
     extract(job(out, root), SETTINGS)
     before = (out / "spec.json").read_bytes()
-    with pytest.raises(FxError, match=r"images prepared by weights.*decode_image.*, not weights.*PIL image"):
+    with pytest.raises(FxError, match=r"images preprocessed by weights.*decode_image.*, not weights.*PIL image"):
         extract(job(out, root), SETTINGS.model_copy(update={"preprocess": "pil"}))
     assert (out / "spec.json").read_bytes() == before
     written = json.loads(before)
     del written["images"]  # as before it was written down
     (out / "spec.json").write_text(json.dumps(written))
-    with pytest.raises(FxError, match="made with a version of fxserve with another preprocess=default"):
+    with pytest.raises(FxError, match="made with a version of fxserve with a different preprocess=default"):
         extract(job(out, root), SETTINGS)
 
 
@@ -276,7 +280,7 @@ def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path],
     extract(job(out, root, **mine), settings)
     extract(job(out, root, **mine), settings)
     torch.save(squeezenet1_1().state_dict(), tmp_path / "mine.pth")
-    with pytest.raises(FxError, match="weights that give other values under the same name"):
+    with pytest.raises(FxError, match="weights of the same name that give different values"):
         extract(job(out, root, **mine), settings)
 
 
@@ -298,7 +302,7 @@ def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Pat
     root = folder(2)
     with pytest.raises(FxError, match=r"is not empty and holds no spec.json; name a new folder"):
         extract(job(root, root), SETTINGS)
-    with pytest.raises(FxError, match="is a file; --out names a folder"):
+    with pytest.raises(FxError, match="is a file; --out must be a folder"):
         extract(job(root / "001.png", root), SETTINGS)
 
 

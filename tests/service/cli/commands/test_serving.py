@@ -23,7 +23,7 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
         serving._check_dependencies(Settings(extractors=url))
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert "No space left on device; what it has is served, nothing is added or deleted" in said
+        assert "No space left on device; existing extractors are served, but none can be added or deleted" in said
         with pytest.raises(FxError, match=r"cannot be opened: OSError: \[Errno 28\] No space left"):
             serving._check_dependencies(Settings(extractors=str(disk.path / "other")))
         disk.free()

@@ -53,6 +53,7 @@ def test_a_class_by_name_or_number(files: list[Path], tmp_path: Path) -> None:
         assert done.stdout.splitlines()[5].split()[:2] == [">", "967"]  # after the five best
 
 
+@pytest.mark.exhaustive
 def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: Path) -> None:
     """Behind it only the class token counts."""
     (tmp_path / "noise.png").write_bytes(saved(PIL.Image.effect_noise((64, 64), 90).convert("RGB"), "PNG"))
@@ -64,18 +65,19 @@ def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: P
     assert at.startswith(f"blocks.{last}.attn") or at == f"blocks.{last}.norm1"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ((*LITE, "--target", "taby"), "did you mean tabby"),
         ((*LITE, "--target", "1000"), "from 0 to 999"),
-        ((*LITE, "--of", "C5"), "one vector an image; C5 gives [1, 320, 7, 7]"),
-        ((*LITE, "--of", "features.*"), "--of is one node, and 'features.*' stands for several"),
-        ((*LITE, "--at", "features.1.*"), "--at is one node"),
-        ((*LITE, "--at", "classifier.1", "--of", "classifier.0"), "no feature map is between"),
+        ((*LITE, "--of", "C5"), "one vector per image; C5 gives [1, 320, 7, 7]"),
+        ((*LITE, "--of", "features.*"), "--of must be one node, but 'features.*' stands for several"),
+        ((*LITE, "--at", "features.1.*"), "--at must be one node"),
+        ((*LITE, "--at", "classifier.1", "--of", "classifier.0"), "there is no feature map between"),
         (("--model", "resnet18", "--weights", "random", "--target", "tabby"), "have no names"),
-        (("--model", "fasterrcnn_mobilenet_v3_large_fpn", "--weights", "random"), "no node with one vector an image"),
-        (("--model", "quantized_resnet18"), "is quantized, and has no gradients"),
+        (("--model", "fasterrcnn_mobilenet_v3_large_fpn", "--weights", "random"), "no node with one vector per image"),
+        (("--model", "quantized_resnet18"), "is quantized and has no gradients"),
     ],
 )
 def test_what_cannot_be_explained_is_said(files: list[Path], options: tuple[str, ...], said: str) -> None:

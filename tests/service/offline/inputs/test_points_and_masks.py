@@ -63,10 +63,11 @@ def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, refer
     error = json.loads((out / "errors.jsonl").read_text())["error"]
     assert error == "point 0, [1, 40], lies outside of the part of its image that the model sees: leave it out"
     file.write_text('path,points\n001.png,"[[1, 2]]"\n')
-    with pytest.raises(FxError, match=r"001\.png was extracted with other points; use a new folder"):
+    with pytest.raises(FxError, match=r"001\.png was extracted with different points; use a new folder"):
         extract(asked(out, file, root, pool="points"), SETTINGS)
 
 
+@pytest.mark.exhaustive
 def test_points_of_a_vision_transformer_at_each_images_size(folder: Callable[..., Path], tmp_path: Path) -> None:
     """Against timm's model made for that size of the same weights, whose tokens are sampled where the points are."""
     root, out = folder(3), tmp_path / "out"
@@ -107,6 +108,7 @@ def mask_png() -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_masks_of_a_file(folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any], kind: str) -> None:
     """A mask of everything is the mean; one of no pixel costs its image its place."""
@@ -128,7 +130,7 @@ def test_masks_of_a_file(folder: Callable[..., Path], tmp_path: Path, reference:
     right = reference("resnet18", "layer3.1.relu_1", [png(1)]).mean((2, 3))[0].numpy()
     for _, row in rows_of:
         np.testing.assert_allclose(row, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
-    assert ("is empty" if kind == "csv" else "no PNG file") in (out / "errors.jsonl").read_text()
+    assert ("is empty" if kind == "csv" else "not a PNG file") in (out / "errors.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

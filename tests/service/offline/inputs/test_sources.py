@@ -251,7 +251,7 @@ def test_names_that_are_not_text(tmp_path: Path) -> None:
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(png(0))
-    with pytest.raises(BadImage, match=r"at most 100 are taken \(FXSERVE_MAX_BODY_BYTES\)"):
+    with pytest.raises(BadImage, match=r"at most 100 are allowed \(FXSERVE_MAX_BODY_BYTES\)"):
         Reader(100).read(Source(str(file), str(file)))
     with pytest.raises(BadImage, match="No such file or directory"):
         Reader(100).read(Source("x", str(tmp_path / "x")))

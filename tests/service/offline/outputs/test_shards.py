@@ -82,7 +82,7 @@ def test_unsupported_dtypes_of_a_format_are_refused_before_any_compute() -> None
         with pytest.raises(FxError, match="has no bfloat16"):
             shard_format(name, ["C5"], [torch.float32, torch.bfloat16])
     shard_format("safetensors", ["C5"], [torch.bfloat16])
-    with pytest.raises(FxError, match="an output cannot be called 'path'"):
+    with pytest.raises(FxError, match="an output cannot be named 'path'"):
         shard_format("safetensors", ["path"], [torch.float32])
 
 

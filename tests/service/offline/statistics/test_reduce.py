@@ -58,6 +58,7 @@ def assert_statistics(out: Path, right: dict[str, dict[str, NDArray[Any]]], rtol
         assert top(out) == ranked
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("pool", ["none", "avg"])
 def test_statistics_are_those_of_the_rows_of_the_same_run(
     pool: str, folder: Callable[..., Path], tmp_path: Path
@@ -80,6 +81,7 @@ def test_statistics_are_those_of_the_rows_of_the_same_run(
     }
 
 
+@pytest.mark.exhaustive
 def test_tokens_before_the_positions_do_not_count(folder: Callable[..., Path], tmp_path: Path) -> None:
     """As in averages: the mean over all tokens is that of the averages of the images."""
     root, out = folder(3), tmp_path / "out"
@@ -94,6 +96,7 @@ def test_tokens_before_the_positions_do_not_count(folder: Callable[..., Path], t
         assert value == positions[:, channel].max() == right[path]["mid"][1 + place[0], channel]
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_continues_the_first(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(4), tmp_path / "out"
     extract(job(out, root, reduce=ALL), SETTINGS)
@@ -104,7 +107,7 @@ def test_a_second_run_continues_the_first(folder: Callable[..., Path], tmp_path:
     extract(job(out, folder(11), reduce=ALL), SETTINGS)
     extract(job(tmp_path / "rows", root), SETTINGS)
     assert_statistics(out, rows(tmp_path / "rows"))
-    with pytest.raises(FxError, match="--reduce mean,std,cov,top:3, not mean: use the same"):
+    with pytest.raises(FxError, match="--reduce mean,std,cov,top:3, not mean; use the same"):
         extract(job(out, root, reduce="mean"), SETTINGS)
     with pytest.raises(FxError, match="--reduce mean,std,cov,top:3, not None"):
         extract(job(out, root), SETTINGS)
@@ -134,6 +137,7 @@ main()
 """
 
 
+@pytest.mark.exhaustive
 def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(11), tmp_path / "out"
     (root / "broken.png").write_bytes(png(0)[:500])
@@ -153,12 +157,14 @@ def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_p
 
     with pytest.raises(FxError, match="out is not empty"):
         merge(parts, out)
-    with pytest.raises(FxError, match=r"\d+\.png counts in several of the folders"):
+    with pytest.raises(FxError, match=r"\d+\.png is in several of the folders"):
         merge([str(out), parts[1]], tmp_path / "twice")
-    with pytest.raises(FxError, match="rows holds features; name folders that fxserve extract --reduce made"):
+    with pytest.raises(FxError, match="rows holds features; name folders created by fxserve extract --reduce"):
         merge([parts[0], str(tmp_path / "rows")], tmp_path / "other")
     extract(job(tmp_path / "less", *files[:1], reduce="mean"), SETTINGS)
-    with pytest.raises(FxError, match=r"less was made with --reduce mean, not mean,std,cov,top:3 as .*a: they cannot"):
+    with pytest.raises(
+        FxError, match=r"less was made with --reduce mean, not mean,std,cov,top:3 as in .*a; they cannot"
+    ):
         merge([parts[0], str(tmp_path / "less")], tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -192,15 +198,15 @@ def test_an_image_with_a_value_that_is_not_finite_is_listed_and_does_not_count()
     assert largest is not None
     assert moments.mean.tolist() == values[[0, 2]].mean((0, 2, 3)).tolist()
     assert [entry.path for entry in largest] == ["c", "a"] * 2
-    assert made.add(["d"], {"mid": values[:1, :1]}, layouts) == [("d", "mid has 1 channels, not 2 as of other images")]
+    assert made.add(["d"], {"mid": values[:1, :1]}, layouts) == [("d", "mid has 1 channels, not 2 as for other images")]
 
 
 def test_what_takes_too_much_memory_is_refused() -> None:
     layouts = {"one": RowLayout(), "two": RowLayout()}
     wide = {"one": torch.zeros(1, 8000), "two": torch.zeros(1, 3000)}
-    with pytest.raises(FxError, match=r"cov of one takes 488 MiB of 557 MiB in all, for 8,000 channels; 512 MiB are"):
+    with pytest.raises(FxError, match=r"cov of one needs 488 MiB of 557 MiB in all, for 8,000 channels; 512 MiB are"):
         Statistics.empty("cov", layouts, wide)
-    with pytest.raises(FxError, match=r"top:100 of 11,000 channels keeps too many entries; top:47 is the most"):
+    with pytest.raises(FxError, match=r"top:100 of 11,000 channels keeps too many entries; the maximum is top:47"):
         Statistics.empty("mean,top:100", layouts, wide)
     Statistics.empty("mean,std,top:47", layouts, wide)
 
@@ -216,13 +222,13 @@ def test_what_cannot_be_merged_leaves_nothing(folder: Callable[..., Path], tmp_p
     files = sorted(folder(4).rglob("*.png"))
     for part, some in (("a", files[:2]), ("b", files[1:])):
         extract(job(tmp_path / part, *some, reduce="mean"), SETTINGS)
-    with pytest.raises(FxError, match=r"\.png counts in several of the folders"):
+    with pytest.raises(FxError, match=r"\.png is in several of the folders"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with sqlite3.connect(tmp_path / "b/index.sqlite") as index:  # as an interrupted run leaves it
         index.execute("UPDATE images SET shard = NULL WHERE path = ?", (str(files[1]),))
     index.close()
-    with pytest.raises(FxError, match=r"1 of 3 images of .*b are still to be done"):
+    with pytest.raises(FxError, match=r"1 of 3 images of .*b are not done yet"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
