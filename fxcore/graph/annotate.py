@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fxcore.graph import layout
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
+from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import map_tensors
 from fxcore.tracing.interpreter import Interpreter, on_device
 
@@ -128,6 +129,7 @@ def annotate(
         node.meta["value"] = value
         node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
         node.meta["carries"] = bool(node.meta["memory"])
+        node.meta.pop(ORDERS, None)  # those of another size
         target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         node.meta["patches"] = patches_of(node, value, target)
         node.meta[ADDS_PREFIX] = adds_prefix(node, target)

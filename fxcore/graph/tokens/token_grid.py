@@ -109,7 +109,7 @@ def _found(node: fx.Node) -> tuple[TokenGrid | None, Tensor | None]:
         return None, None
     height, width, source = grids[area]
     prefix = length - area
-    order = token_order(ancestors, source, area)
+    order = token_order(node, source, area)
     class_token = prefix > 0 and _with_class_token(node, ancestors)
     known = order if order is not None and len(order) == length else None
     return TokenGrid(source.meta[PATH], height, width, prefix, class_token), known

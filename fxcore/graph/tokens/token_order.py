@@ -5,7 +5,7 @@ Operations that join, cut or reorder tokens are applied to the numbers of their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from fxcore.graph.tokens.patches import MAX_PREFIX
 
 ELSEWHERE = -1
 """For tokens that stand for no position, or an unknown one."""
+
+ORDERS = "token_orders"
+"""Key in the ``meta`` of a node with a map: the orders of the nodes that depend on it, by its number of positions."""
 
 _FOLLOWED = {
     *("cat", "concat", "concatenate", "getitem", "narrow", "split", "split_with_sizes", "tensor_split", "chunk"),
@@ -26,20 +29,26 @@ _SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "ma
 _Orders = Mapping[fx.Node, Any]
 
 
-def token_order(nodes: Iterable[fx.Node], source: fx.Node, area: int) -> Tensor | None:
-    """Return the position, or :data:`ELSEWHERE`, of each token of the last of ``nodes``; None if unknown.
+def token_order(node: fx.Node, source: fx.Node, area: int) -> Tensor | None:
+    """Return the position, or :data:`ELSEWHERE`, of each token of an annotated ``node``; None if unknown.
 
     Args:
-        nodes: an annotated node and all its ancestors.
-        source: the one of them whose map of ``area`` positions, row by row, is flattened into tokens.
+        source: its ancestor whose map of ``area`` positions, row by row, is flattened into tokens.
     """
-    orders: dict[fx.Node, Any] = {}
-    node = source
-    for node in sorted(nodes):
-        if node is source or not orders.keys().isdisjoint(node.all_input_nodes):
-            orders[node] = _order(node, orders, area)
-    order = orders.get(node)
+    known = source.meta.setdefault(ORDERS, {})
+    if area not in known:
+        known[area] = _orders(source, area)
+    order = known[area].get(node)
     return order if isinstance(order, Tensor) else None
+
+
+def _orders(source: fx.Node, area: int) -> _Orders:
+    """Return the orders of ``source`` and of all nodes that depend on it."""
+    orders: dict[fx.Node, Any] = {}
+    for node in source.graph.nodes:
+        if node.op != "output" and (node is source or not orders.keys().isdisjoint(node.all_input_nodes)):
+            orders[node] = _order(node, orders, area)
+    return orders
 
 
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
