@@ -44,7 +44,7 @@ _KEEPING = {
     *("mean", "sum", "amax", "amin", "max", "min", "prod", "std", "var", "norm", "vector_norm", "logsumexp", "all"),
     *("any", "argmax", "argmin", "median", "add", "iadd", "sub", "mul", "imul", "div", "truediv", "floordiv", "pow"),
     *("where", "maximum", "minimum", "lerp", "addcmul", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("and_", "or_", "dequantize"),
+    *("and_", "or_", "dequantize", "hstack"),
     *("cat", "concat", "concatenate", "getitem", "narrow", "index_select", "gather", "take_along_dim", "slice_scatter"),
     *("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "diff", "topk"),
 }

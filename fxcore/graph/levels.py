@@ -51,6 +51,15 @@ class Level:
     stride: int
 
 
+def map_size(node: fx.Node) -> tuple[int, int] | None:
+    """Return height and width of the node's feature map; None if it has none."""
+    value, axes = node.meta.get("value"), node.meta.get("axes")
+    if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
+        return None
+    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
+    return (height, width) if height and width else None
+
+
 def stride_of(node: fx.Node, size: tuple[int, int], usual: int | None = None) -> int | None:
     """Return input pixels per position of the node's feature map, a power of two; None if it has no map.
 
@@ -59,16 +68,13 @@ def stride_of(node: fx.Node, size: tuple[int, int], usual: int | None = None) ->
         usual: the stride at the model's usual input size, which is kept if it fits: maps of small inputs have too few
             positions to tell.
     """
-    value, axes = node.meta.get("value"), node.meta.get("axes")
-    if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
+    positions = map_size(node)
+    if positions is None:
         return None
-    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    if not height or not width:
-        return None
-    sides = tuple(zip(size, (height, width), strict=True))
+    sides = tuple(zip(size, positions, strict=True))
     if usual is not None and all(abs(full / usual - part) <= _MARGIN for full, part in sides):
         return usual
-    if height < 2 and width < 2:
+    if max(positions) < 2:
         return None  # pooled away
     vertical, horizontal = (_power(full, part) for full, part in sides)
     return int(2**vertical) if vertical == horizontal else None

@@ -21,7 +21,7 @@ from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.head_pooling import attention_pools
-from fxcore.graph.levels import Level, find_levels, stride_of
+from fxcore.graph.levels import Level, find_levels, map_size, stride_of
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
 from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
@@ -98,9 +98,8 @@ class ModelGraph:
         if origin is not None:
             self.fingerprint = origin.fingerprint
         self._annotate()
-        usual: Mapping[str, int | None] = {} if origin is None else origin._strides
         self._strides: Mapping[str, int | None] = {
-            name: stride_of(node, input_size, usual.get(name)) for name, node in self.by_name.items()
+            name: stride_of(node, input_size, self._usual_stride(node, origin)) for name, node in self.by_name.items()
         }
         self.levels: dict[str, Level] = (
             find_levels(self.entry.name, self.graph, self.root, self._strides, traced.feature_maps)
@@ -263,6 +262,14 @@ class ModelGraph:
             if node.meta.get(PATH) in self.entry.apart:
                 node.meta["rows"], node.meta[naming.APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
+
+    def _usual_stride(self, node: fx.Node, origin: ModelGraph | None) -> int | None:
+        before = None if origin is None else origin.by_name.get(node.meta[PATH])
+        if origin is None or before is None:
+            return None
+        # Adaptive pooling makes the same map of any input.
+        fixed = origin.input_size != self.input_size and map_size(before) == map_size(node)
+        return None if fixed else origin.stride_of(before)
 
     @property
     def passes(self) -> tuple[Applied, ...]:

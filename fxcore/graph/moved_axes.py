@@ -33,6 +33,8 @@ def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
     elif name in _PRODUCTS:
         left, right = (_axes_of(a) or "" for a in node.args[:2])
         axes = left[:-1] + right[-1:] if len(left) == len(right) else None
+    elif name == "getitem":
+        axes = _indexed(node)
     elif name == "getattr" or name in _PERMUTING:
         axes = _permuted(node)
     fits = axes is not None and len(axes) == value.ndim == len(set(axes))
@@ -54,6 +56,17 @@ def _reorders(node: fx.Node, name: str) -> bool:
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     others = [one for one in index if not isinstance(one, slice) and one is not Ellipsis]
     return len(others) > 1 and isinstance(node.args[0].meta.get("value"), Tensor)
+
+
+def _indexed(node: fx.Node) -> str | None:
+    """Return the axes that integers and slices leave, as in ``x[:, :, 0, 0]``."""
+    axes = _axes_of(node.args[0])
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    if axes is None or not all(isinstance(one, (int, slice)) or one is Ellipsis for one in index):
+        return None
+    whole: Any = tuple(0 if isinstance(one, int) else slice(None) if isinstance(one, slice) else one for one in index)
+    marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
+    return "".join(axes[size - 2] for size in marked[whole].shape)
 
 
 def _permuted(node: fx.Node) -> str | None:

@@ -244,6 +244,8 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
         return True
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name == "einsum" and len(node.all_input_nodes) > 1:  # of one operand it may be a view
+        return True
     if name not in _ALLOCATING or "out" in node.kwargs:
         return False
     home = "torch" if node.op == "call_method" else getattr(node.target, "__module__", None) or "torch"

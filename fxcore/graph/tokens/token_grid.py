@@ -78,7 +78,10 @@ def prefix_tokens(node: fx.Node) -> PrefixTokens:
         return NO_PREFIX
     grid, order = _found(node)
     if grid is not None and order is not None and not _is_usual(order, grid.prefix):
-        return UNKNOWN_PREFIX if ELSEWHERE in order else NO_PREFIX
+        if ELSEWHERE not in order:
+            return NO_PREFIX
+        comes_first = torch.equal(order == ELSEWHERE, torch.arange(len(order)) < grid.prefix)
+        return PrefixTokens(grid.prefix, grid.class_token) if comes_first else UNKNOWN_PREFIX
     if grid is not None:
         return PrefixTokens(grid.prefix, grid.class_token)
     ancestors = _ancestors(node)
@@ -87,6 +90,8 @@ def prefix_tokens(node: fx.Node) -> PrefixTokens:
     length = node.meta["value"].shape[1]
     volume = _positions(length, {volume for n in ancestors for volume in _volumes(n)}, node)
     declared = node.meta.get(DECLARED)
+    if volume is None and declared is None and node.meta.get("axes") is None:
+        return UNKNOWN_PREFIX
     count = length - volume if volume is not None else declared.count if declared is not None else 0
     return PrefixTokens(count if count < length else 0, _with_class_token(node, ancestors))
 

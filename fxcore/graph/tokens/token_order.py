@@ -20,8 +20,8 @@ ORDERS = "token_orders"
 """Key in the ``meta`` of a node with a map: the orders of the nodes that depend on it, by its number of positions."""
 
 _FOLLOWED = {
-    *("cat", "concat", "concatenate", "getitem", "narrow", "split", "split_with_sizes", "tensor_split", "chunk"),
-    *("flip", "roll"),
+    *("cat", "concat", "concatenate", "hstack", "getitem", "narrow", "flip", "roll"),
+    *("split", "split_with_sizes", "tensor_split", "chunk"),
 }
 _SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
 
@@ -38,17 +38,17 @@ def token_order(node: fx.Node, source: fx.Node, area: int) -> Tensor | None:
     known = source.meta.setdefault(ORDERS, {})
     if area not in known:
         known[area] = _orders(source, area)
-    order = known[area].get(node)
-    return order if isinstance(order, Tensor) else None
+    order: Tensor | None = known[area].get(node.name)
+    return order
 
 
-def _orders(source: fx.Node, area: int) -> _Orders:
-    """Return the orders of ``source`` and of all nodes that depend on it."""
+def _orders(source: fx.Node, area: int) -> dict[str, Tensor]:
+    """Return the known orders of ``source`` and of the nodes that depend on it, by the nodes' names in torch.fx."""
     orders: dict[fx.Node, Any] = {}
     for node in source.graph.nodes:
         if node.op != "output" and (node is source or not orders.keys().isdisjoint(node.all_input_nodes)):
             orders[node] = _order(node, orders, area)
-    return orders
+    return {node.name: order for node, order in orders.items() if isinstance(order, Tensor)}
 
 
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:

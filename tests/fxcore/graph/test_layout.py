@@ -130,6 +130,12 @@ def test_operations_that_permute_axes_permute_the_layout(turn: Callable[[Tensor]
     assert torch.allclose(pooled, by_hand, atol=1e-6)
 
 
+def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
+    for turn, last, axes in ((lambda h: h[:, :, 0, 0], 6, "NC"), (lambda h: h[:, 1, 2], 4, "NW")):
+        graph = trace_graph(turned(turn, last))
+        assert graph.by_name["getitem"].meta["axes"] == axes
+
+
 @pytest.mark.parametrize(
     ("turn", "last"),
     [

@@ -185,6 +185,7 @@ def arranged(arrange):
         lambda patches, cls: torch.cat([cls, patches], dim=1).flip(dims=(-2,)),
         lambda patches, cls: torch.cat([cls, patches], dim=1)[:, :-1],
         lambda patches, cls: torch.cat([cls, patches], dim=1).index_select(1, torch.arange(16, -1, -1)),
+        lambda patches, cls: torch.hstack([patches, cls]),
         lambda patches, cls: torch.cat([patches.mT, cls.mT], dim=-1).mT,
         lambda patches, cls: torch.cat([cls, patches], dim=1) + torch.cat([patches, cls], dim=1),
     ],
@@ -210,6 +211,7 @@ def test_tokens_among_or_after_the_patches_are_no_prefix(arrange):
     ("arrange", "prefix"),
     [
         (lambda patches, cls: torch.cat([cls, patches], dim=1), 1),
+        (lambda patches, cls: torch.hstack([cls, patches]), 1),
         (lambda patches, cls: torch.cat([patches, cls], dim=1).roll(1, 1), 1),
         (lambda patches, cls: torch.cat([patches, cls], dim=1)[:, :-1], 0),
         (lambda patches, cls: torch.cat([cls, patches], dim=1).split([1, 16], dim=1)[1], 0),
