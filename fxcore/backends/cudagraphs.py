@@ -10,16 +10,18 @@ Therefore one thread must call all graphs of a process; capture requires this to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering
 from fxcore.backends.eager import EagerModule
 from fxcore.backends.folds import WeakCache
 from fxcore.errors import summarize
+from fxcore.nesting import tensors_in
 from fxcore.tensors import offsets
 from fxcore.tracing.fake_tensors import fake_failure
 
@@ -42,12 +44,40 @@ class CudaGraphs:
     def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> GraphedModule:
         with lowering(self.name):
             eager = EagerModule(module)
-            failure = fake_failure(eager, example)
+            failure = fake_failure(watched(eager), example)
             # A failed capture leaves the device's allocator and random generator in torch unusable.
             if failure is not None:
                 why = f"it reads values on the host, or has operations that torch does not know: {summarize(failure)}"
                 raise LoweringFailed(f"a CUDA graph cannot be captured of this model: {why}", backend=self.name)
             return GraphedModule(eager, example)
+
+
+class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode in which operations raise if they copy values between the host and a device.
+
+    Kernels take the value of a tensor without dimensions as an argument, so that it is not copied.
+
+    Raises:
+        RuntimeError: an operation copies values; the message names it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = tensors_in((args, kwargs, result))
+        copies = "copy" in func.__name__
+        if {x.device.type for x in tensors if x.ndim > 0 or copies} > {"cpu"}:
+            raise RuntimeError(f"{func} copies values between the host and a device")
+        return result
+
+
+def watched(run: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
+    """Return a function that calls ``run`` as a capture does, and raises where a capture would fail."""
+
+    def call(*inputs: Tensor) -> dict[str, Tensor]:
+        with inputs[0].device, OnDevice():  # type: ignore[no-untyped-call]
+            return run(*inputs)
+
+    return call
 
 
 class Captured(NamedTuple):
@@ -95,7 +125,8 @@ class GraphedModule:
         for x in inputs:
             x.zero_()
         scratch.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(scratch.stream):
+        # Models that make tensors of constants on the host, as MViT does, make them on the device.
+        with device, torch.cuda.stream(scratch.stream):
             for _ in range(3):  # warm up: libraries choose kernels and allocate workspaces in the first passes
                 values = self._eager(*inputs)
         torch.cuda.current_stream(device).wait_stream(scratch.stream)
@@ -106,7 +137,8 @@ class GraphedModule:
         current = torch.cuda.current_stream(device)
         try:
             # Other threads may use the device meanwhile (uploads); only this thread's calls must be capturable.
-            with torch.cuda.graph(graph, scratch.pool, scratch.stream, capture_error_mode="thread_local"):
+            captured = torch.cuda.graph(graph, scratch.pool, scratch.stream, capture_error_mode="thread_local")
+            with device, captured:
                 for key, value in self._eager(*inputs).items():
                     outputs[key].copy_(value)
         except BaseException:

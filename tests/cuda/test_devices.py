@@ -1,6 +1,10 @@
-"""No family of models makes a tensor on another device than its input's: walked on CUDA without one."""
+"""No family of models makes a tensor on another device than its input's, or copies values between the host and the
+device, which cannot be captured: walked on CUDA without one."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxcore import build_extractor, get_model, model_graph
+from fxcore.backends.cudagraphs import OnDevice, watched
 from tests.fxcore.model_list import OF_FAMILIES, each
 
 CUDA = torch.device("cuda", 0)
@@ -34,5 +39,23 @@ def test_every_node(name: str) -> None:
     with FakeTensorMode(), torch.no_grad():
         move(module)
         x = [torch.empty(2, *(size or 1 for size in spec.shape[1:]), device=CUDA) for spec in graph.inputs]
-        values = module(*x)
+        values = watched(module)(*x)
     assert {key: value.device for key, value in values.items()} == dict.fromkeys(nodes, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("function", "copied"),
+    [
+        (lambda x: x[torch.arange(3)], "index"),
+        (lambda x: x + torch.ones(3).to(x.device), "_to_copy"),
+        (lambda x: torch.ones(4, 3).copy_(x), "copy_"),
+        (lambda x: x.cpu(), "_to_copy"),
+        (lambda x: x[torch.arange(3, device=x.device)] * torch.tensor(0.5), None),
+        (lambda x: x.half().mT.contiguous() + torch.ones(2).sum(), None),
+    ],
+)
+def test_copies_are_refused(function: Callable[[Tensor], Tensor], copied: str | None) -> None:
+    with FakeTensorMode():
+        x = torch.empty(4, 3, device=CUDA)
+        with OnDevice(), nullcontext() if copied is None else pytest.raises(RuntimeError, match=rf"aten\.{copied}\."):
+            function(x)

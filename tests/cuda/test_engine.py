@@ -79,18 +79,18 @@ async def test_fifty_extractors_over_one_model() -> None:
         nodes = model_graph("resnet50").by_name
         names = [name for name in nodes if name.startswith("layer") and nodes[name].meta["value"].numel() < 10**6][:50]
 
-        async def served(name: str) -> None:
-            record = await built(running, "resnet50", (name,))
+        async def served(*nodes: str) -> None:
+            record = await built(running, "resnet50", nodes)
             await running.features(record, images(32))
             await running.settle(record.runtime)
             await running.features(record, images(32))
 
-        await served(names[0])
+        await served(names[0], names[-1])  # the largest values, and all layers
         torch.cuda.empty_cache()
         one = torch.cuda.memory_reserved(CUDA)
         for name in names[1:]:
             await served(name)
-        assert len(running.records.list()) == 50
+        assert len(running.records.list()) == len(names) == 50
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved(CUDA) <= 1.3 * one
 
