@@ -45,6 +45,10 @@ number of values close to a half, and the time for each of them."""
 _MIN_SIDE = 16
 """Minimum side of images and results; torch resizes smaller ones, because it sums few columns in a different order."""
 
+_SCALE_AND_BIAS = np.array((1, 0), np.float32).view(np.uint32)
+_PIXEL = np.dtype({"names": ["rgb"], "formats": ["V12"], "itemsize": 16})
+"""A pixel of four floats, of which NumPy copies three at once."""
+
 log = logging.getLogger("fxcore.images.resizing")
 
 
@@ -105,16 +109,18 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     down = _side(pixels.shape[0], size[0], lines.start, lines.stop, mode)
     across = _side(pixels.shape[1], size[1], columns.start, columns.stop, mode)
     sums = _sums(pixels, down, across)
-    rounded = np.rint(sums)
     if max(down.taps, across.taps) > _EQUAL_TAPS:
         # Twice the largest rounding error, since both sums are rounded.
         error = 2 * (down.taps + across.taps) * _ROUNDING * 255 * down.gain * across.gain
+        rounded = np.rint(sums)
         np.abs(np.subtract(sums, rounded, out=sums), out=sums)
-        close = np.flatnonzero(sums >= 0.5 - error)
-        _settle(rounded.reshape(-1), close[close % 4 < 3], pixels, down, across, mode)
+        _settle(rounded.reshape(-1), np.flatnonzero(sums >= 0.5 - error), pixels, down, across, mode)
+        sums = rounded
     if mode == "bicubic":
-        np.clip(rounded, 0, 255, out=rounded)
-    return _three(rounded.astype(np.uint8).reshape(len(lines), len(columns), 4))
+        np.clip(sums, 0, 255, out=sums)
+    made = np.empty((len(lines), len(columns), 3), np.uint8)
+    np.rint(sums.reshape(made.shape), out=made, casting="unsafe")
+    return made
 
 
 def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], mode: str) -> int:
@@ -141,16 +147,15 @@ def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) ->
 
 
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
-    """Return the resized pixels before rounding, ``[kept rows, kept columns * 4]``."""
+    """Return the resized pixels before rounding, ``[kept rows, kept columns * 3]``."""
     words = pixels[down.read, across.read].view(np.uint32)[..., 0]
     # Each column of the image is a row of the table, followed by the row's scale, 1, and bias, 0.
     table = np.empty((words.shape[1], words.shape[0] + 2), np.uint32)
     table[:, :-2] = words.T
-    table[:, -2:] = np.array((1, 0), np.float32).view(np.uint32)
+    table[:, -2:] = _SCALE_AND_BIAS
     bags = (across.indices, across.offsets, False, 0, False, across.weights, None, True)
     columns = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(torch.from_numpy(table.view(np.uint8)), *bags)
-    # A pixel of four floats is one complex128, which NumPy copies at once.
-    lines = np.ascontiguousarray(columns.numpy().view(np.complex128).T).view(np.float32)
+    lines = np.ascontiguousarray(columns.numpy().view(_PIXEL)["rgb"].T).view(np.float32)
     summed = embedding_bag(
         down.indices, torch.from_numpy(lines), down.offsets, mode="sum", per_sample_weights=down.weights.view(-1),
         include_last_offset=True,
@@ -166,8 +171,8 @@ def _settle(
     step = max(1, _GATHERED // (down.taps * across.taps))
     for begin in range(0, len(close), step):
         places = close[begin : begin + step]
-        line, rest = np.divmod(places, 4 * len(across.kept))
-        column, channel = np.divmod(rest, 4)
+        line, rest = np.divmod(places, 3 * len(across.kept))
+        column, channel = np.divmod(rest, 3)
         lines = down.first[line][:, None] + np.arange(down.taps)
         columns = across.first[column][:, None] + np.arange(across.taps)
         values = pixels[lines[:, :, None], columns[:, None, :], channel[:, None, None]]
@@ -274,8 +279,8 @@ def _kernels_agree() -> bool:
     try:
         for height, width, mode in sides:
             down, across = _side(60, height, 0, height, mode), _side(80, width, 0, width, mode)
-            sums = _sums(noise, down, across).reshape(height, width, 4)
-            image = torch.from_numpy(noise).permute(2, 0, 1)[None].float()
+            sums = _sums(noise, down, across).reshape(height, width, 3)
+            image = torch.from_numpy(noise[..., :3]).permute(2, 0, 1)[None].float()
             expected = interpolate(image, (height, width), mode=mode, antialias=True)[0].permute(1, 2, 0).numpy()
             if down.taps > _EQUAL_TAPS or across.taps > _EQUAL_TAPS or not np.array_equal(sums, expected):
                 log.info("images are resized by torch alone: sums from %s pixels differ", across.taps)
