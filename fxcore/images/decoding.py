@@ -117,7 +117,7 @@ class Decoder:
             stored, turn = opened
             height, width = self._turned_size(stored, turn)
             denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
-            by_torch = denominator > 1 or resizing.is_left_to_torch(stored, (height, width), self._mode)
+            by_torch = denominator > 1 or resizing.is_left_to_torch(stored, (height, width))
             pixels = _jpeg(data, stored, denominator, "RGB" if by_torch else "RGBX")
             if pixels is not None and denominator > 1:
                 # Rotate last: there are fewer pixels, and the scaled decoder's padding is still at the lower right.
@@ -150,7 +150,7 @@ class Decoder:
         if self.plain and preprocess != "pil":
             size = self.resized(height, width)
             kept = self._preprocessing.output_size(height, width)
-            return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept, self._mode)
+            return _PIXEL_BYTES * pixels + resizing.held(height, width, size, kept)
         return (3 + _PIXEL_BYTES) * pixels + self._preprocessing.held(height, width)
 
     def batch(self, rows: Tensor, out: Tensor | None = None) -> Tensor:

@@ -5,11 +5,10 @@ and rounds once at the end. (torch's uint8 kernel rounds after each pass, so tha
 same two sums are computed by embedding bags, whose kernels are vectorised, and only for the pixels that the crop keeps.
 
 - The weights are torch's: torch resizes an image of separate impulses, from which each weight is read.
-- Sums of up to four values are equal. In longer sums torch adds the products in a different order, and the last bits of
-  a float differ. That matters if a sum is close to a half, which is about one value in a thousand: these values are
-  computed by torch's own resizing, on a small image of the pixels they need.
-- If the kernels are missing, or sums of four values differ, torch resizes the whole image. It also does so if an image
-  is reduced so much that recomputing sums close to a half would take more time.
+- torch rounds some of the products of a longer sum before it adds them, and fuses the others with the addition. An
+  embedding bag fuses all, so that the last bits of a float differ. That matters if a sum is close to a half, which is
+  about one value in a thousand: these values are summed again, as torch does.
+- If the kernels are missing, or one of the two kinds of sums differs from torch's, torch resizes the whole image.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,13 +34,15 @@ MODES = {"bilinear": 1, "bicubic": 2}
 _EQUAL_TAPS = 4
 _ROUNDING = 2.0**-24
 _GATHERED = 1 << 15
-"""Maximum number of pixels gathered at a time for sums close to a half, and of the image that they are put in."""
+"""Maximum number of pixels gathered at a time for sums close to a half."""
+
+_ROUNDED_PRODUCTS: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64]]] = {
+    "in blocks of four": lambda taps: 1 + (taps - 1) // 4 * 4,  # x86-64 with AVX2 or AVX-512
+    "the first": np.ones_like,
+}
+"""How many products of a sum torch rounds, by the number of its values; that depends on how torch was compiled."""
 
 _CACHED_SIDES = 256
-
-_MAX_SCALES = {"bilinear": 14.0, "bicubic": 3.5}
-"""Largest reduction for which this is faster than torch: the error of a sum grows with its length, and with it the
-number of values close to a half, and the time for each of them."""
 
 _MIN_SIDE = 16
 """Minimum side of images and results; torch resizes smaller ones, because it sums few columns in a different order."""
@@ -56,26 +58,23 @@ class _Side(NamedTuple):
     """The weighted sums that compute one side of a resized image from the same side of the image.
 
     Attributes:
-        size, resized: length in pixels, before and after.
         kept: the resized pixels that are computed.
         read: the image's pixels that they are computed from.
-        first: for each of ``kept``, the first pixel of its sum.
+        pixels: for each of ``kept``, the pixels of its sum: int64 ``[len(kept), taps]``.
+        counts: for each of ``kept``, the number of its pixels; the weights of further ones are 0.
         weights: float32 ``[len(kept), taps]``.
-        indices: the pixels of each sum, relative to ``read``: int64 ``[len(kept) * taps]``.
+        indices: ``pixels`` relative to ``read``: int64 ``[len(kept) * taps]``.
         offsets: start of each sum in ``indices``, and the end: ``[len(kept) + 1]``.
-        period: distance at which the sums of two resized pixels have no pixel in common.
         gain: the largest sum of absolute weights.
     """
 
-    size: int
-    resized: int
     kept: range
     read: slice
-    first: NDArray[np.int64]
+    pixels: NDArray[np.int64]
+    counts: NDArray[np.int64]
     weights: Tensor
     indices: Tensor
     offsets: Tensor
-    period: int
     gain: float
 
     @property
@@ -102,7 +101,7 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     lines, columns = kept
     if pixels.shape[:2] == size:
         return _three(pixels[lines.start : lines.stop, columns.start : columns.stop])
-    if is_left_to_torch(pixels.shape[:2], size, mode):
+    if is_left_to_torch(pixels.shape[:2], size):
         return _by_torch(pixels, size, kept, mode)
     if pixels.shape[2] == 3:
         pixels = _four(pixels)
@@ -114,7 +113,7 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
         error = 2 * (down.taps + across.taps) * _ROUNDING * 255 * down.gain * across.gain
         rounded = np.rint(sums)
         np.abs(np.subtract(sums, rounded, out=sums), out=sums)
-        _settle(rounded.reshape(-1), np.flatnonzero(sums >= 0.5 - error), pixels, down, across, mode)
+        _settle(rounded.reshape(-1), np.flatnonzero(sums >= 0.5 - error), pixels, down, across)
         sums = rounded
     if mode == "bicubic":
         np.clip(sums, 0, 255, out=sums)
@@ -123,27 +122,25 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     return made
 
 
-def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int], mode: str) -> int:
+def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int]) -> int:
     """Return the peak bytes of :func:`resize`, not counting the image, which has four bytes per pixel.
 
     Args:
         height, width: size of the image.
         size: height and width of the resized image.
         kept: height and width of the crop.
-        mode: a key of :data:`MODES`.
     """
-    if is_left_to_torch((height, width), size, mode):
+    if is_left_to_torch((height, width), size):
         return 15 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
     turned = 4 * (height + 2) * width
     columns = 2 * 16 * height * kept[1]
     return turned + columns + 3 * 16 * math.prod(kept) + 16 * _GATHERED
 
 
-def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int], mode: str) -> bool:
+def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int]) -> bool:
     """Return whether :func:`resize` uses torch for an image of the height and width ``have``, at three bytes per
     pixel."""
-    scale = max(side / resized for side, resized in zip(have, size, strict=True))
-    return scale > _MAX_SCALES[mode] or min(*size, *have) < _MIN_SIDE or not _kernels_agree()
+    return min(*size, *have) < _MIN_SIDE or not _kernels_agree()
 
 
 def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
@@ -164,116 +161,95 @@ def _sums(pixels: Pixels, down: _Side, across: _Side) -> NDArray[np.float32]:
     return result
 
 
-def _settle(
-    rounded: NDArray[np.float32], close: NDArray[np.int64], pixels: Pixels, down: _Side, across: _Side, mode: str
-) -> None:
+def _settle(rounded: NDArray[np.float32], close: NDArray[np.int64], pixels: Pixels, down: _Side, across: _Side) -> None:
     """Replace the values of ``rounded`` at the indices ``close`` by torch's own results."""
+    rounding = _rounding()
+    assert rounding is not None  # otherwise torch resizes the image
     step = max(1, _GATHERED // (down.taps * across.taps))
     for begin in range(0, len(close), step):
         places = close[begin : begin + step]
         line, rest = np.divmod(places, 3 * len(across.kept))
         column, channel = np.divmod(rest, 3)
-        lines = down.first[line][:, None] + np.arange(down.taps)
-        columns = across.first[column][:, None] + np.arange(across.taps)
-        values = pixels[lines[:, :, None], columns[:, None, :], channel[:, None, None]]
-        sums = _exact(values.reshape(-1, across.taps), np.repeat(column, down.taps), across, mode, False)
-        rounded[places] = np.rint(_exact(sums.reshape(-1, down.taps), line, down, mode, True))
+        lines, columns = down.pixels[line], across.pixels[column]
+        values = pixels[lines[:, :, None], columns[:, None, :], channel[:, None, None]].astype(np.float32)
+        sums = _as_torch(values.reshape(-1, across.taps), across, np.repeat(column, down.taps), rounding)
+        rounded[places] = np.rint(_as_torch(sums.reshape(-1, down.taps), down, line, rounding))
 
 
-def _exact(
-    values: NDArray[np.generic], at: NDArray[np.int64], side: _Side, mode: str, upright: bool
-) -> NDArray[np.float32]:
-    """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, using torch's own resizing.
+def _as_torch(values: NDArray[np.float32], side: _Side, at: NDArray[np.int64], rounding: str) -> NDArray[np.float32]:
+    """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, in torch's order and rounding.
 
-    The values are placed at their positions in an image, as many in a row as fit without overlap.
+    A fused product is computed in float64, where it is exact.
+
+    Args:
+        rounding: a key of :data:`_ROUNDED_PRODUCTS`.
     """
-    order = np.argsort(at, kind="stable")
-    ordered = at[order]
-    turn = np.empty(len(at), np.int64)
-    turn[order] = np.arange(len(at)) - np.searchsorted(ordered, ordered)
-    together = max(1, _GATHERED // (side.size * side.period))
-    made = np.empty(len(at), np.float32)
-    for begin in range(0, int(turn.max()) + 1, together):
-        some = np.flatnonzero((turn >= begin) & (turn < begin + together))
-        line = (turn[some] - begin) * side.period + at[some] % side.period
-        # torch sums few columns in a different order from many.
-        image = np.zeros((max(int(line.max()) + 1, _MIN_SIDE), side.size), np.float32)
-        image[line[:, None], side.first[at[some]][:, None] + np.arange(side.taps)] = values[some]
-        resized = (image.shape[0], side.resized)
-        if upright:
-            image, resized = np.ascontiguousarray(image.T), resized[::-1]
-        sums = interpolate(torch.from_numpy(image)[None, None], resized, mode=mode, antialias=True)[0, 0].numpy()
-        made[some] = (sums.T if upright else sums)[line, side.kept.start + at[some]]
-    return made
+    weights = side.weights.numpy()[at]
+    products = values * weights
+    rounded = _ROUNDED_PRODUCTS[rounding](side.counts[at])
+    some, all_of = int(rounded.max()), int(rounded.min())
+    sums: NDArray[np.float32] = products[:, 0]
+    for tap in range(1, side.taps):
+        added = sums + products[:, tap]
+        if tap >= all_of:
+            fused = (values[:, tap].astype(np.float64) * weights[:, tap] + sums).astype(np.float32)
+            added = fused if tap >= some else np.where(tap < rounded, added, fused)
+        sums = added
+    return sums
 
 
 @functools.lru_cache(_CACHED_SIDES)
 def _side(size: int, resized: int, start: int, stop: int, mode: str) -> _Side:
     """Return the sums for the pixels from ``start`` to ``stop`` of a side that is resized from ``size`` to
     ``resized``."""
-    begin, span = _windows(size, resized, start, stop, mode)
-    first, weights = _without_zeros(begin, _weights(size, resized, start, stop, mode, begin, span))
-    taps = weights.shape[1]
-    columns = first[:, None] + np.arange(taps)
-    read = slice(int(first.min()), int(columns.max()) + 1)
+    first, counts = _windows(size, resized, start, stop, mode)
+    taps = int(counts.max())
+    # Pixels beyond a window have the weight 0, which changes no sum.
+    pixels = np.minimum(first[:, None] + np.arange(taps), size - 1)
+    weights = np.where(np.arange(taps) < counts[:, None], _weights(size, resized, start, stop, mode, pixels), 0)
+    read = slice(int(first.min()), int(pixels.max()) + 1)
     return _Side(
-        size,
-        resized,
         range(start, stop),
         read,
-        first,
+        pixels,
+        counts,
         torch.from_numpy(weights),
-        torch.from_numpy((columns - read.start).reshape(-1)),
+        torch.from_numpy((pixels - read.start).reshape(-1)),
         torch.arange(0, weights.size + 1, taps),
-        _period(first, taps),
         float(np.abs(weights).sum(axis=1).max()),
     )
 
 
-def _windows(size: int, resized: int, start: int, stop: int, mode: str) -> tuple[NDArray[np.int64], int]:
-    """Return the pixels that the filter of each resized pixel may read: the first of each, and their common number."""
-    scale = size / resized
-    reach = MODES[mode] * max(scale, 1.0)
-    span = min(math.ceil(2 * reach) + 3, size)
-    # Add one pixel on each side of the filter's support, to be independent of torch's rounding.
-    first = (np.arange(start, stop) + 0.5) * scale - reach
-    return np.clip(np.floor(first).astype(np.int64) - 1, 0, size - span), span
+def _windows(size: int, resized: int, start: int, stop: int, mode: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first pixel that each resized pixel is summed from, and their number.
+
+    In float32, as torch: ``_compute_indices_min_size_weights_aa`` in ATen/native/cpu/UpSampleKernel.cpp.
+    """
+    scale = np.float32(size) / np.float32(resized)
+    reach = np.float32(MODES[mode]) * max(scale, np.float32(1))
+    half = np.float32(0.5)
+    centre = scale * (np.arange(start, stop).astype(np.float32) + half)
+    first = np.maximum((centre - reach + half).astype(np.int64), 0)
+    return first, np.minimum((centre + reach + half).astype(np.int64), size) - first
 
 
 def _weights(
-    size: int, resized: int, start: int, stop: int, mode: str, begin: NDArray[np.int64], span: int
+    size: int, resized: int, start: int, stop: int, mode: str, pixels: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return torch's weight of each pixel of the windows, ``[stop - start, span]``."""
+    """Return torch's weight of each of ``pixels`` ``[stop - start, taps]``."""
     # The impulses are far enough apart that each resized pixel reads only one of them per row.
+    span = min(pixels.shape[1] + 1, size)
     places = torch.arange(size)
     comb = torch.zeros(span, size)
     comb[places % span, places] = 1.0
     seen = interpolate(comb[None, None], (span, resized), mode=mode, antialias=True)[0, 0].numpy()
-    columns = begin[:, None] + np.arange(span)
-    weights: NDArray[np.float32] = seen[columns % span, np.arange(start, stop)[:, None]]
+    weights: NDArray[np.float32] = seen[pixels % span, np.arange(start, stop)[:, None]]
     return weights
-
-
-def _without_zeros(
-    begin: NDArray[np.int64], weights: NDArray[np.float32]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Narrow the windows to the number of non-zero weights of the widest filter; return first pixels and weights."""
-    span = weights.shape[1]
-    counts = weights != 0
-    before = counts.argmax(axis=1)
-    taps = int((span - counts[:, ::-1].argmax(axis=1) - before).max())
-    before = np.minimum(before, span - taps)
-    return begin + before, np.take_along_axis(weights, before[:, None] + np.arange(taps), axis=1)
-
-
-def _period(first: NDArray[np.int64], taps: int) -> int:
-    """Return the distance at which the sums of two resized pixels (``taps`` pixels from ``first``) do not overlap."""
-    return next((n for n in range(1, len(first)) if (first[n:] - first[:-n]).min() >= taps), len(first))
 
 
 @functools.cache
 def _kernels_agree() -> bool:
-    """Return whether the embedding bags' sums of up to four values are bit-identical to torch's."""
+    """Return whether the embedding bags' sums of up to four values, and ours of more, are bit-identical to torch's."""
     noise = np.random.default_rng(0).integers(0, 256, (60, 80, 4), np.uint8)
     sides = ((33, 44, "bilinear"), (41, 97, "bilinear"), (75, 101, "bicubic"))  # sums of two, three and four values
     try:
@@ -288,6 +264,29 @@ def _kernels_agree() -> bool:
     except (AttributeError, RuntimeError) as error:
         log.info("images are resized by torch alone: %.300s", error)
         return False
+    if _rounding() is None:
+        log.info("images are resized by torch alone: its sums of more than %s pixels differ", _EQUAL_TAPS)
+        return False
+    return True
+
+
+@functools.cache
+def _rounding() -> str | None:
+    """Return which products of a sum torch rounds, a key of :data:`_ROUNDED_PRODUCTS`; None if it is another way."""
+    return next(filter(_sums_as_torch, _ROUNDED_PRODUCTS), None)
+
+
+def _sums_as_torch(rounding: str) -> bool:
+    """Return whether :func:`_as_torch` is bit-identical to torch's sums of 4 to 17 values."""
+    noise = np.random.default_rng(0).integers(0, 256, (_MIN_SIDE, 400)).astype(np.float32)
+    for resized, mode in ((49, "bilinear"), (61, "bilinear"), (97, "bilinear"), (127, "bicubic"), (230, "bicubic")):
+        side = _side(noise.shape[1], resized, 0, resized, mode)
+        image = torch.from_numpy(noise)[None, None]
+        expected = interpolate(image, (len(noise), resized), mode=mode, antialias=True)[0, 0].numpy()
+        at = np.tile(np.arange(resized), len(noise))
+        sums = _as_torch(noise[:, side.pixels].reshape(-1, side.taps), side, at, rounding)
+        if not np.array_equal(sums.reshape(expected.shape), expected):
+            return False
     return True
 
 
