@@ -102,6 +102,7 @@ PRIVATE = {
     # Documented in "Extending PyTorch", under this name.
     "torch.utils._python_dispatch": {
         "fxcore/analysis/agreement.py",
+        "fxcore/backends/cudagraphs.py",
         "fxcore/passes/fold_constants.py",
         "fxcore/tracing/unchanged.py",
     },
