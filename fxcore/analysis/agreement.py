@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.analysis.verify import flat
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
+from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
@@ -348,14 +348,8 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-class _Zeroing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Zeroing(LenientMode):
     """Set memory that would be uninitialised to zero, so that values that depend on it can be compared."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile does not compile under the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -365,4 +359,4 @@ class _Zeroing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """Zero uninitialised memory within the block if ``traced`` has any; other graphs run as they are."""
     any_unset = any(map(is_uninitialized, traced.graph.nodes))
-    return _Zeroing() if any_unset else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    return _Zeroing() if any_unset else contextlib.nullcontext()

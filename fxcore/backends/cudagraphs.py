@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering
 from fxcore.backends.eager import EagerModule
@@ -23,6 +22,7 @@ from fxcore.backends.folds import WeakCache
 from fxcore.errors import summarize
 from fxcore.nesting import tensors_in
 from fxcore.tensors import offsets
+from fxcore.tracing.dispatch_modes import DispatchMode
 from fxcore.tracing.fake_tensors import fake_failure
 
 LARGEST = 64
@@ -52,7 +52,7 @@ class CudaGraphs:
             return GraphedModule(eager, example)
 
 
-class OnDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnDevice(DispatchMode):
     """A dispatch mode in which operations raise if they copy values between the host and a device.
 
     Kernels take the value of a tensor without dimensions as an argument, so that it is not copied.
@@ -74,7 +74,7 @@ def watched(run: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Te
     """Return a function that calls ``run`` as a capture does, and raises where a capture would fail."""
 
     def call(*inputs: Tensor) -> dict[str, Tensor]:
-        with inputs[0].device, OnDevice():  # type: ignore[no-untyped-call]
+        with inputs[0].device, OnDevice():
             return run(*inputs)
 
     return call

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
+from fxcore.tracing.dispatch_modes import DispatchMode
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
 from fxcore.tracing.writes import mutated_argument
@@ -35,7 +35,7 @@ def fold_constants(module: fx.GraphModule) -> int:
     >>> from torch import fx, nn
     >>> class Scaled(nn.Module):
     ...     def __init__(self):
-    ...         super().__init__()  # type: ignore[no-untyped-call]
+    ...         super().__init__()
     ...         self.scale = nn.Parameter(torch.zeros(4))
     ...     def forward(self, x):
     ...         return x * self.scale.exp().view(1, 4)
@@ -76,7 +76,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
     return values
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch(DispatchMode):
     """A mode that raises on random operations, and before writes to the memory of given values (maybe parameters).
 
     Attributes:
@@ -84,7 +84,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, given: Iterable[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.given = {place for value in given for place in _memory(value)}
         self.written: set[int] = set()
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxcore.nesting import tensors_in
-from fxcore.tracing.unchanged import Unchanged
+from fxcore.tracing.unchanged import StateGuard
 
 #: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
 FROZEN = "frozen"
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
     random: bool
 
 
-class FactoryRecorder(Unchanged):  # type: ignore[no-untyped-call]
+class FactoryRecorder(StateGuard):
     """A dispatch mode that records the origin of each tensor that this thread creates without tensor arguments.
 
     Args:
@@ -69,12 +69,6 @@ class FactoryRecorder(Unchanged):  # type: ignore[no-untyped-call]
     Attributes:
         draws: the origin of each random draw, one for each line of the model.
     """
-
-    supports_higher_order_operators = False  # they have no tags that say whether they are random
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return False
 
     def __init__(self, model: Any = None) -> None:
         super().__init__(model)

@@ -6,46 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxcore.nesting import tensors_in
+from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode
 
 
-class Unchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``.
+class StateGuard(DispatchMode):
+    """A dispatch mode that can restore, on exit, parameters and buffers of ``model`` that this thread writes to.
 
-    Models write to them in eval mode too: an embedding with ``max_norm`` scales the rows that it looks up. Only what is
-    written to is copied.
-
-    >>> words = nn.Embedding(2, 3, max_norm=1.0, _weight=torch.ones(2, 3))
-    >>> with Unchanged(words), torch.no_grad():
-    ...     bool(words(torch.tensor(0)).norm() < 1.1)
-    True
-    >>> words.weight.unique().tolist()
-    [1.0]
+    Subclasses call :meth:`_save` before a write. Only what is written to is copied.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True  # else torch.compile, which flex_attention uses, does not compile under the mode
-
     def __init__(self, model: Any = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._state: dict[int, str] = {}
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         if isinstance(model, nn.Module):
             tensors = (*model.named_parameters(), *model.named_buffers())
             self._state = {t.untyped_storage()._cdata: name for name, t in tensors}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in self._overwritten(func, args, kwargs or {}):
-            self._save(tensor)
-        return func(*args, **(kwargs or {}))
-
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         with torch.no_grad():
             for tensor, before in self._saved.values():
                 tensor.copy_(before)
@@ -64,3 +45,22 @@ class Unchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place not in self._saved:
             whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
             self._saved[place] = whole, whole.clone()
+
+
+class Unchanged(LenientMode, StateGuard):
+    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``.
+
+    Models write to them in eval mode too: an embedding with ``max_norm`` scales the rows that it looks up.
+
+    >>> words = nn.Embedding(2, 3, max_norm=1.0, _weight=torch.ones(2, 3))
+    >>> with Unchanged(words), torch.no_grad():
+    ...     bool(words(torch.tensor(0)).norm() < 1.1)
+    True
+    >>> words.weight.unique().tolist()
+    [1.0]
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in self._overwritten(func, args, kwargs or {}):
+            self._save(tensor)
+        return func(*args, **(kwargs or {}))

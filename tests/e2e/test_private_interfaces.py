@@ -100,12 +100,7 @@ PRIVATE = {
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
     "torch.utils._pytree": {"fxcore/nesting.py"},
     # Documented in "Extending PyTorch", under this name.
-    "torch.utils._python_dispatch": {
-        "fxcore/analysis/agreement.py",
-        "fxcore/backends/cudagraphs.py",
-        "fxcore/passes/fold_constants.py",
-        "fxcore/tracing/unchanged.py",
-    },
+    "torch.utils._python_dispatch": {"fxcore/tracing/dispatch_modes.py"},
     "uvicorn._types": {"service/http/server/connection.py", "service/http/server/protocol_choice.py"},
 }
 """Others' private modules → the files that use them, each able to do without. All else that is used is public."""
