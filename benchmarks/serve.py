@@ -339,7 +339,7 @@ def extractor(server: Server, spec: dict[str, Any], settle: float) -> tuple[str,
     deadline = time.monotonic() + settle
     backend = made.json()["backend"]
     while spec["backend"] == "auto" and backend == "eager" and time.monotonic() < deadline:
-        time.sleep(1)
+        time.sleep(0.2)
         backend = server.http.get(path).json()["backend"]
     return f"{path}/features", backend
 
