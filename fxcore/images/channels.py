@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import PIL.Image
@@ -50,6 +51,16 @@ class OtherChannels(Preprocessing):
 
     def describe(self) -> dict[str, Any]:
         return {**self._rgb.describe(), "mean": [self._mean], "std": [self._std]}
+
+    def normalization(self) -> tuple[list[float], list[float]] | None:
+        return ([self._mean], [self._std]) if self.takes_images else None
+
+    def without_normalization(self) -> OtherChannels:
+        if not self.takes_images:
+            raise BadTensor(f"this model's input has {self._channels} channels: it takes tensors, not images")
+        made = copy.copy(self)
+        made._mean, made._std = 0.0, 1.0
+        return made
 
     def image(self, image: PIL.Image.Image) -> Tensor:
         return self._normalized(self._plain.image(image))

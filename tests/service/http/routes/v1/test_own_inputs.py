@@ -242,6 +242,27 @@ def test_one_channel_padded(own: tuple[Client, ModuleType], photos: dict[str, by
     torch.testing.assert_close(answered["second"], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_normalization_of_one_channel_is_folded(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
+    client, _ = own
+    spec = {"model": "grey", "return_nodes": ["second"]}
+    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+    values = []
+    for transforms in ([], ["fold_normalization"]):
+        made = client.post("/v1/extractors?wait=60", json={**spec, "transforms": transforms})
+        assert made.status_code in (200, 201), made.text
+        answer = client.post(f"/v1/extractors/{made.json()['id']}/features", content=photos["rocket"], headers=headers)
+        assert answer.status_code == 200, answer.text
+        values.append(torch.from_numpy(np.load(io.BytesIO(answer.content))))
+    torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-4)
+
+
+def test_normalization_of_other_channels_is_not_folded(own: tuple[Client, ModuleType]) -> None:
+    client, _ = own
+    spec = {"model": "six", "return_nodes": ["second"], "transforms": ["fold_normalization"]}
+    refused = client.post("/v1/extractors?wait=60", json=spec)
+    assert (refused.status_code, "input has 6 channels" in refused.json()["detail"]) == (422, True), refused.text
+
+
 def test_photographs_have_no_six_channels(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
     client, _ = own
     url = f"/v1/models/six/features?nodes={node_of(client, 'six')}"
