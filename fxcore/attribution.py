@@ -83,7 +83,7 @@ def check_result(shape: Sequence[int | None], target: int | Tensor | None) -> No
     if len(shape) != 1:
         raise BadTarget(f"the result to attribute must be one vector per image, but its shape is {[None, *shape]}")
     if isinstance(target, int) and shape[0] is not None and not 0 <= target < shape[0]:
-        raise BadTarget(f"target is from 0 to {shape[0] - 1}, or max for the largest, not {target}", target=target)
+        raise BadTarget(f"target must be from 0 to {shape[0] - 1}, or max for the largest, not {target}", target=target)
 
 
 def positions(values: Tensor, layout: str | None, tokens: TokenGrid | None = None) -> Tensor:

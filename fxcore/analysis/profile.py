@@ -86,7 +86,7 @@ def profile(module: fx.GraphModule, inputs: Inputs, *, runs: int = 5, warmup: in
     [('input_1', 0), ('_0', 64), ('_1', 64)]
     """
     if not (isinstance(runs, int) and runs >= 1 and isinstance(warmup, int) and warmup >= 0):
-        raise BadArgument(f"runs is at least 1 and warmup at least 0, not {runs!r:.100} and {warmup!r:.100}")
+        raise BadArgument(f"runs must be at least 1 and warmup at least 0, not {runs!r:.100} and {warmup!r:.100}")
     profiler = Profiler(module, inputs)
     with explain_mismatch(module, positional(module, inputs)):
         for run in range(warmup + runs):

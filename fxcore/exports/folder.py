@@ -57,7 +57,7 @@ OUTPUTS = {outputs}
 
 
 class Extractor(nn.Module):
-    """Takes {inputs}; returns a dict with the keys of OUTPUTS."""
+    """Compute OUTPUTS from {inputs}; return a dict with their keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Extractor(nn.Module):
 {forward}
 
 def load(weights: str | Path = Path(__file__).with_name("weights.safetensors")) -> Extractor:
-    """The extractor with its weights, in eval mode."""
+    """Return the extractor with its weights, in eval mode."""
     with torch.device("meta"):  # the weights come from the file; no memory is filled beforehand
         extractor = Extractor()
     extractor.load_state_dict(load_file(weights), strict=True, assign=True)
@@ -74,7 +74,7 @@ def load(weights: str | Path = Path(__file__).with_name("weights.safetensors")) 
 
 
 def _assemble(kind: type, attributes: dict, parts: dict) -> nn.Module:
-    """A layer of this class with these attributes, layers and tensors, without its __init__."""
+    """Make a layer of the class ``kind`` from its attributes, layers and tensors, without calling its __init__."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.__dict__.update(attributes)
@@ -84,7 +84,7 @@ def _assemble(kind: type, attributes: dict, parts: dict) -> nn.Module:
 
 
 def _place(root: nn.Module, path: str, value: nn.Module | torch.Tensor) -> None:
-    """Set root.a.b.c where path is "a.b.c", making the modules between."""
+    """Set root.a.b.c where path is "a.b.c", creating the modules between."""
     *parents, name = path.split(".")
     for part in parents:
         if part not in root._modules:

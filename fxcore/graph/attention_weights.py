@@ -12,7 +12,7 @@ from fxcore.passes.attention import ATTENTION, attention_weights, scaled_dot_pro
 _KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
 _MULTIPLIES = {"matmul", "bmm", "einsum"}
 _REORDERS = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "getattr"}
-_MOST_MOVES = 40
+_MAX_MOVES = 40
 _PASSED_ON = {"Dropout", "Identity", "dropout", "permute", "transpose", "contiguous", "to"}
 
 
@@ -132,7 +132,7 @@ def _numbered(node: fx.Node) -> Any:
     way = [node]
     while (start := _start(way[-1])) is None:
         above = next((one for one in way[-1].all_input_nodes if one.meta.get("carries")), None)
-        if above is None or len(way) > _MOST_MOVES:
+        if above is None or len(way) > _MAX_MOVES:
             return None
         way.append(above)
     numbers: Any = start

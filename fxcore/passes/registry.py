@@ -37,24 +37,24 @@ def register(*transforms: Transform) -> None:
 
 register(
     Transform("fuse_conv_bn", "Fold batch norms into the convolutions before them.", {}, fuse_conv_bn),
-    Transform("fold_constants", "Compute once what depends on parameters and buffers alone.", {}, fold_constants),
-    Transform("out_of_place", "Make in-place operations leave their input as it is.", {}, out_of_place),
+    Transform("fold_constants", "Replace expressions of parameters and buffers by their values.", {}, fold_constants),
+    Transform("out_of_place", "Replace in-place operations by out-of-place ones.", {}, out_of_place),
     Transform(
         "remove",
-        "Take out operations that do nothing in eval mode.",
+        "Remove operations that do nothing in eval mode.",
         {"dropout": {"type": "boolean", "default": True}, "identity": {"type": "boolean", "default": True}},
         remove,
     ),
     Transform(
         "fold_normalization",
-        "Take images in [0, 1] and normalise them inside the first convolution.",
+        "Fold the normalisation of images into the first convolution; the input is in [0, 1].",
         {"mean": _PER_CHANNEL, "std": _PER_CHANNEL},
         fold_normalization,
         changes_input=True,
     ),
     Transform(
         "keep_float",
-        "Leave nodes, or all under a path, in float32 where precision=int8 quantizes the rest.",
+        "Keep nodes, or all nodes under a path, in float32 with precision=int8.",
         {"nodes": {"type": "array", "items": {"type": "string"}}},
         keep_float,
     ),
@@ -84,7 +84,7 @@ def get_transform(name: str) -> Transform:
         UnknownTransform: there is no pass of that name.
 
     >>> get_transform("remove").description
-    'Take out operations that do nothing in eval mode.'
+    'Remove operations that do nothing in eval mode.'
     """
     if name not in _BY_NAME:
         near = difflib.get_close_matches(name[:64], _BY_NAME, n=3, cutoff=0.5)

@@ -29,19 +29,19 @@ register(
     ),
     Transform(
         "eliminate_common_subexpressions",
-        "Compute once what several nodes compute from the same values.",
+        "Merge nodes that apply the same operation to the same values.",
         {},
         eliminate_common_subexpressions,
     ),
     Transform(
         "normalize_arguments",
-        "Write calls of torch's functions one way, with every argument by name but the first.",
+        "Pass all arguments of torch's functions but the first by keyword.",
         {},
         normalize_arguments,
     ),
     Transform(
         "decompose",
-        "Rewrite operations in terms of simpler ones, as ReLU into (x > 0) * x.",
+        "Replace operations by simpler ones, such as ReLU by (x > 0) * x.",
         {"operations": {"type": "array", "items": {"type": "string", "enum": sorted(RULES)}, "default": sorted(RULES)}},
         decompose,
     ),
@@ -54,7 +54,7 @@ register(
     ),
     Transform(
         "replace_module",
-        "Put an activation function in the place of a module, or of all of a pattern such as `layer4.*.relu`.",
+        "Replace a module, or all modules of a pattern such as `layer4.*.relu`, by an activation function.",
         {"old": {"type": "string"}, "new": _FUNCTION},
         replace_module,
         exact=False,

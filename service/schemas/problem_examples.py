@@ -73,7 +73,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
     problems.UnneededInput: Example(
         "no requested node depends on the input 'layer2' besides the other inputs", {"name": "layer2"}
     ),
-    problems.BadTarget: Example("target is from 0 to 999, or max for the largest, not 1000", {"target": 1000}),
+    problems.BadTarget: Example("target must be from 0 to 999, or max for the largest, not 1000", {"target": 1000}),
     problems.TooManyNodes: Example(
         "the names stand for 81 nodes, and groups may stand for at most 64 (FXSERVE_MAX_NODES); name fewer nodes",
         {"count": 81, "limit": 64},

@@ -11,7 +11,7 @@ class TransformDetail(BaseModel):
     """A graph transform."""
 
     name: str = Field(examples=["remove"])
-    description: str = Field(examples=["Take out operations that do nothing in eval mode."])
+    description: str = Field(examples=["Remove operations that do nothing in eval mode."])
     parameters: dict[str, dict[str, Any]] = Field(
         description="JSON Schema of each parameter; those without a `default` are required.",
         examples=[{"dropout": {"type": "boolean", "default": True}}],
