@@ -1,6 +1,6 @@
 """The order of a transformer's tokens: which position of a map each of them stands for.
 
-Operations that join, cut or reorder tokens are applied to the numbers of their positions.
+Operations that join, cut, reorder or reshape tokens are applied to the numbers of their positions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ ORDERS = "token_orders"
 _FOLLOWED = {
     *("cat", "concat", "concatenate", "hstack", "getitem", "narrow", "flip", "roll"),
     *("split", "split_with_sizes", "tensor_split", "chunk"),
+}
+_RESHAPING = {
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
+    *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"),
 }
 _SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
 
@@ -45,18 +49,60 @@ def token_order(node: fx.Node, source: fx.Node, area: int) -> Tensor | None:
 def _orders(source: fx.Node, area: int) -> dict[str, Tensor]:
     """Return the known orders of ``source`` and of the nodes that depend on it, by the nodes' names in torch.fx."""
     orders: dict[fx.Node, Any] = {}
+    reshaped: dict[fx.Node, Tensor] = {}
     for node in source.graph.nodes:
-        if node.op != "output" and (node is source or not orders.keys().isdisjoint(node.all_input_nodes)):
-            orders[node] = _order(node, orders, area)
+        if node.op == "output" or (node is not source and orders.keys().isdisjoint(node.all_input_nodes)):
+            continue
+        places = _reshaped(node, orders, reshaped, area)
+        if places is not None:
+            reshaped[node] = places
+        orders[node] = _order(node, orders, area) if places is None else _order_in(places, node, orders)
     return {node.name: order for node, order in orders.items() if isinstance(order, Tensor)}
 
 
+def _reshaped(node: fx.Node, orders: _Orders, reshaped: Mapping[fx.Node, Tensor], area: int) -> Tensor | None:
+    """Return the position that each element of ``node``'s value stands for; None if it is no reshaped map or tokens."""
+    above = node.args[0] if node.args else None
+    if _name(node) not in _RESHAPING or not isinstance(above, fx.Node) or above not in orders:
+        return None
+    places = reshaped.get(above)
+    if places is None:
+        places = _places(above, orders, area)
+    return None if places is None else _called(node, {above: places})
+
+
+def _places(node: fx.Node, orders: _Orders, area: int) -> Tensor | None:
+    """Return the position that each element of a map or of tokens in a known order stands for; None for others."""
+    value, axes = node.meta["value"], node.meta.get("axes")
+    if _orders_tokens(node, orders) and isinstance(value, Tensor):
+        places: Tensor = _spread(value, orders[node], _dim(node))
+        return places
+    if axes not in ("NCHW", "NHWC") or orders[node] is not None or not isinstance(value, Tensor) or value.ndim != 4:
+        return None
+    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
+    positions = torch.arange(area).view(height, width) if height * width == area else None
+    if positions is not None and axes == "NHWC":
+        positions = positions[..., None]
+    return None if positions is None else positions.expand(value.shape)
+
+
+def _order_in(places: Tensor, node: fx.Node, orders: _Orders) -> Tensor | None:
+    """Return the order of the tokens of reshaped ``places``; that of its input if they are no tokens."""
+    if _length(node) is None:
+        above: Tensor | None = orders[node.args[0]]  # type: ignore[index]
+        return above
+    order = _read(places, _dim(node))
+    assert order is not None
+    return order if torch.equal(places, _spread(places, order, _dim(node))) else _lost(places, node)
+
+
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if node.op in ("call_function", "call_method") and any(_orders_tokens(n, orders) for n in node.all_input_nodes):
-        if name in _FOLLOWED:
-            return _applied(node, orders)
-        if name in _SHUFFLING:
+        if _name(node) in _FOLLOWED:
+            values = {n: _spread(n.meta["value"], orders.get(n), _dim(n)) for n in node.all_input_nodes}
+            result = _called(node, values)
+            return _lost(node.meta["value"], node) if result is None else _read(result, _dim(node))
+        if _name(node) in _SHUFFLING:
             return _lost(node.meta["value"], node)
     given = [orders[n] for n in node.all_input_nodes if orders.get(n) is not None]
     length = _length(node)
@@ -76,17 +122,19 @@ def _first(node: fx.Node, length: int, area: int) -> Tensor | None:
     return torch.cat([torch.full((prefix,), ELSEWHERE), torch.arange(area)])
 
 
-def _applied(node: fx.Node, orders: _Orders) -> Any:
-    """Apply ``node``'s operation to the orders of its inputs."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _spread(n.meta["value"], orders.get(n), _dim(n)))
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Call ``node``'s operation with ``values`` in place of its inputs' own; None if that fails."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["value"]))
     try:
         if callable(node.target):
-            result = node.target(*args, **kwargs)
-        else:
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return _read(result, _dim(node))
+            return node.target(*args, **kwargs)
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     except (TypeError, ValueError, RuntimeError, IndexError):
-        return _lost(node.meta["value"], node)
+        return None
 
 
 def _spread(value: Any, order: Any, dim: int) -> Any:

@@ -217,6 +217,7 @@ def test_tokens_among_or_after_the_patches_are_no_prefix(arrange):
         (lambda patches, cls: torch.cat([cls, patches], dim=1).split([1, 16], dim=1)[1], 0),
         (lambda patches, cls: torch.cat([cls.mT, patches.mT], dim=-1).mT, 1),
         (lambda patches, cls: torch.cat([cls, patches.flip(1).flip(1)], dim=1), 1),
+        (lambda patches, cls: torch.cat([cls, in_windows(in_windows(patches))], dim=1), 1),
     ],
 )
 def test_tokens_that_end_with_the_patches_have_their_grid(arrange, prefix):
@@ -236,8 +237,22 @@ def test_tokens_that_end_with_the_patches_have_their_grid(arrange, prefix):
     assert (changed[0] != value[0]).any(-1).nonzero().flatten().tolist() == [prefix]
 
 
-def test_patches_in_another_order_are_pooled_without_a_grid():
-    build, image, seen = arranged(lambda patches, cls: patches.flip(1) + cls)
+def in_windows(tokens):
+    """Tokens of a grid of 4 x 4, window after window of 2 x 2."""
+    return tokens.view(-1, 2, 2, 2, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, 8)
+
+
+@pytest.mark.parametrize(
+    "arrange",
+    [
+        lambda patches, cls: patches.flip(1) + cls,
+        lambda patches, cls: in_windows(patches) + cls,
+        lambda patches, cls: in_windows(patches.view(-1, 4, 4, 8)) + cls,
+        lambda patches, cls: patches.unflatten(1, (4, 4)).transpose(1, 2).flatten(1, 2) + cls,
+    ],
+)
+def test_patches_in_another_order_are_pooled_without_a_grid(arrange):
+    build, image, seen = arranged(arrange)
     extractor = build()
     (info,) = extractor.outputs
     assert (info.layout, info.tokens, info.prefix) == ("tokens", None, NO_PREFIX)
