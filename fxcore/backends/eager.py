@@ -166,5 +166,9 @@ def activations_in_place(module: fx.GraphModule) -> int:
 def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op == "call_module":
         called = modules.get(str(node.target))
-        return isinstance(called, _MAKE_NEW) and not hooked(called)  # a hook may replace the result, or keep it
+        if called is None or hooked(called):  # a hook may replace the result, or keep it
+            return False
+        return isinstance(called, _MAKE_NEW) or (isinstance(called, _ACTIVATIONS) and not called.inplace)
+    if node.op == "call_function" and node.target in _ACTIVATION_FUNCTIONS:
+        return len(node.args) == 1 and not node.kwargs.get("inplace")
     return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW

@@ -20,32 +20,19 @@ from torch import Tensor, fx, nn
 from fxcore.passes.base import hooked
 
 _OPERATIONS = ("_reorder_convolution_weight", "_convolution_pointwise", "_get_mkldnn_serialized_md", "_nbytes")
+_SUM: tuple[Any, ...] = ("add", 1.0, None, [], "")
 _SHAPES = 64
 """Maximum number of input shapes for which a convolution keeps the best weight format."""
 
 
-class Activation(NamedTuple):
-    """The oneDNN parameters of an activation, and the torch function."""
-
-    numbers: list[float]
-    function: Callable[[Tensor], Tensor]
-
-
-ACTIVATIONS = {
-    "none": Activation([], lambda x: x),
-    "relu": Activation([], F.relu),
-    "hardtanh": Activation([0.0, 6.0], F.relu6),
-    "hardswish": Activation([], F.hardswish),
-    "swish": Activation([], F.silu),
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "hardswish": F.hardswish,
+    "swish": F.silu,
 }
-_NAMES: dict[Any, str] = {
-    nn.ReLU: "relu",
-    F.relu: "relu",
-    torch.relu: "relu",
-    nn.ReLU6: "hardtanh",
-    nn.Hardswish: "hardswish",
-    nn.SiLU: "swish",
-}
+"""The torch function of each of oneDNN's activations. ReLU and ReLU6 are not among them: oneDNN's turn NaN into 0."""
+
+_NAMES: dict[Any, str] = {nn.Hardswish: "hardswish", nn.SiLU: "swish"}
 
 
 def can_be_packed(module: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -71,7 +58,7 @@ class _Prepared(NamedTuple):
 
 
 class PackedConv2d(nn.Module):
-    """``activation(conv(x))`` or ``activation(conv(x) + other)``.
+    """``activation(conv(x))`` or ``conv(x) + other``.
 
     Once it has run, it holds the weight only in the formats that oneDNN chose for the input shapes and thread counts
     seen so far. Few convolutions need more than one format for images of one size.
@@ -98,24 +85,21 @@ class PackedConv2d(nn.Module):
         """Convolve ``x`` ``[N, C, H, W]``.
 
         Args:
-            other: added to the result.
-            activation: a key of :data:`ACTIVATIONS`, applied last.
+            other: added to the result; without an ``activation``.
+            activation: a key of :data:`ACTIVATIONS`.
             overwrite: write the result into the memory of ``other``.
         """
         ready = self._prepare(x)
         if ready is None or (other is not None and not _is_alike(other, x.dtype, ready.shape)):
             return self._unfused(x, other, activation)
         convolution = (ready.weight, self.bias, *self._geometry)
-        numbers = ACTIVATIONS[activation].numbers
         made: Tensor
         if other is None:
-            made = torch.ops.mkldnn._convolution_pointwise(x, *convolution, activation, numbers, "")
+            made = torch.ops.mkldnn._convolution_pointwise(x, *convolution, activation, [], "")
+        elif overwrite:
+            made = torch.ops.mkldnn._convolution_pointwise_(other, x, *convolution, *_SUM)
         else:
-            after = ("add", 1.0, None if activation == "none" else activation, numbers, "")
-            if overwrite:
-                made = torch.ops.mkldnn._convolution_pointwise_(other, x, *convolution, *after)
-            else:
-                made = torch.ops.mkldnn._convolution_pointwise(x, other, *convolution, *after)
+            made = torch.ops.mkldnn._convolution_pointwise(x, other, *convolution, *_SUM)
         return made
 
     def storages(self) -> dict[int, int]:
@@ -130,7 +114,7 @@ class PackedConv2d(nn.Module):
         messages."""
         padding, stride, dilation, groups = self._geometry
         made = F.conv2d(x, self._dense(), self.bias, stride, padding, dilation, groups)
-        return ACTIVATIONS[activation].function(made if other is None else made + other)
+        return ACTIVATIONS[activation](made if other is None else made + other)
 
     def _prepare(self, x: Tensor) -> _Prepared | None:
         """Pack the weight for inputs like ``x`` and the current number of threads; None if oneDNN does not support
@@ -184,7 +168,7 @@ def fuse_post_ops(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if (activation := _activation(module, node)) is not None:
             conv = node.args[0]
-            if _is_free(module, conv) and (len(conv.args) == 1 or activation == "relu"):
+            if _is_free(module, conv) and len(conv.args) == 1:
                 _merge(node, conv, conv.args, activation)
         elif node.op == "call_function" and node.target in (operator.add, torch.add) and not node.kwargs:
             convs = [arg for arg in node.args if _is_free(module, arg) and len(arg.args) == 1]
