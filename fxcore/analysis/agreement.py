@@ -18,6 +18,7 @@ from fxcore.analysis.verify import flat
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
+from fxcore.passes.zero_memory import ZEROED
 from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
@@ -25,6 +26,9 @@ from fxcore.tracing.names import public_name
 
 _SAMPLED = 4096
 """Approximate number of elements of a value to compare."""
+
+_FIVE = [1, 0, 0, 1, 1]
+"""Rows of a batch of five, none of whose parts is the same backwards from the third row on."""
 
 _SAME, _CLOSE = 1e-4, 2e-3
 """Maximum differences relative to a tensor's largest magnitude: for the same operations, and for other kernels."""
@@ -145,16 +149,17 @@ def _other(value: Tensor) -> Tensor:
 
 
 def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
-    """Compare a batch of two, in both orders, with each single image, node by node.
+    """Compare a batch of two, and one of five, with each single image, node by node.
 
-    In a single order, rows that are sorted by value could be in the right place by chance.
+    In a single order, rows that are sorted by value could be in the right place by chance, so the second batch begins
+    in the other order. Some models change only the third row and those after it.
 
     Args:
         traced: a graph without in-place operations.
         inputs: two rows each, all different.
 
     Raises:
-        Exception: whatever the graph raises for two rows, or for one.
+        Exception: whatever the graph raises for five rows, for two, or for one.
 
     >>> from fxcore import trace
     >>> compare_rows(trace(lambda x: torch.stack([x, -x]).flatten(0, 1).abs()), (torch.randn(2, 3),))
@@ -163,7 +168,7 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     Rows(apart=['sub'], dependent='sub')
     """
     uncertain = _uncertain(traced)
-    batches = (inputs, [x.flip(0) for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
+    batches = (inputs, [x[_FIVE] for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
     runs = [Interpreter(traced) for _ in batches]
     for run, given in zip(runs, batches, strict=True):
         run.args_iter = iter(_copies(given))
@@ -179,12 +184,11 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
                 run.env[node] = run.run_node(node)
                 values.append(run.env[node])
             if node not in uncertain and isinstance(values[0], Tensor):
-                batch, reverse, first, second = values
-                found = _relation(batch, first, second), _relation(reverse, second, first)
+                batch, five, *alone = values
+                found = _relation(batch, *alone), _relation(five, *(alone[row] for row in _FIVE))
                 state[node] = max(found, key=_RELATIONS.index)
             for run in runs:
-                for done in run.user_to_last_uses.get(node, ()):
-                    run.env.pop(done, None)
+                _drop_unused(run, node)
     apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
     results = {state[node] for node in _nodes_in(returned) if node in state}
     differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
@@ -194,6 +198,39 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
 
 _RELATIONS = ("none", "alone", "mixed", "differs")
 """Results of :func:`_relation`, by increasing dependence of an image's values on the others in its batch."""
+
+
+def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
+    """Return the first node that computes another value from the same inputs when called again; None if there is none.
+
+    Modules that are kept whole may hold state between calls. Random values are not compared.
+
+    >>> from fxcore import trace
+    >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
+    True
+    """
+    uncertain = _uncertain(traced)
+    runs = [Interpreter(traced) for _ in range(2)]
+    for run in runs:
+        run.args_iter = iter(_copies(inputs))
+    with _deterministic(), _memory_set(traced):
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                break
+            for run in runs:
+                run.env[node] = run.run_node(node)
+            pairs = zip(*(tensors_in(run.env[node]) for run in runs), strict=True)
+            if node not in uncertain and not all(_near(_sampled(a), _sampled(b), _SAME) for a, b in pairs):
+                return public_name(node)
+            for run in runs:
+                _drop_unused(run, node)
+    return None
+
+
+def _drop_unused(run: Interpreter, node: fx.Node) -> None:
+    """Drop the values that no node after ``node`` reads."""
+    for done in run.user_to_last_uses.get(node, ()):
+        run.env.pop(done, None)
 
 
 def _relation(batch: Tensor, *alone: Any) -> str:
@@ -358,5 +395,5 @@ class _Zeroing(LenientMode):
 
 def _memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """Zero uninitialised memory within the block if ``traced`` has any; other graphs run as they are."""
-    any_unset = any(map(is_uninitialized, traced.graph.nodes))
+    any_unset = any(is_uninitialized(node) or ZEROED in node.meta for node in traced.graph.nodes)
     return _Zeroing() if any_unset else contextlib.nullcontext()

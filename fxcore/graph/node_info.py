@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
+from fxcore.passes.effects import is_uninitialized
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
 
@@ -108,9 +109,12 @@ def describe(
 
 
 def is_extractable(node: fx.Node) -> bool:
-    """Return whether an annotated node's value is a tensor with rows per image and a dtype supported for outputs."""
+    """Return whether an annotated node's value is a tensor with rows per image and a dtype supported for outputs.
+
+    Uninitialised memory is none: it may hold data of other requests.
+    """
     value = node.meta.get("value")
-    if not isinstance(value, Tensor) or not node.meta.get("rows"):
+    if not isinstance(value, Tensor) or not node.meta.get("rows") or is_uninitialized(node):
         return False
     return returned_dtype(value.dtype, torch.float32) in RETURNED
 

@@ -12,6 +12,7 @@ from fxcore.graph.head_pooling import declared_pooling
 from fxcore.graph.tokens.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
+from fxcore.passes.zero_memory import zero_memory
 from fxcore.tracing.frozen import made_constants
 from fxcore.tracing.names import names
 from fxcore.tracing.parts import UntraceablePart, trace_model
@@ -69,6 +70,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
     num_params = sum(parameter.numel() for parameter in model.parameters())
     train_nodes = names(trace_model(entry, model, training=True)[0])
     graph, root, untraceable = trace_model(entry, model)
+    zero_memory(graph)
     constants = made_constants(graph)
     modules = dict(root.named_modules())
     device = torch.device("cpu" if on_cpu or entry.is_quantized(weights) else "meta")

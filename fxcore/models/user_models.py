@@ -5,6 +5,7 @@ Only an operator can name a builder to call; no request can. :mod:`fxcore.models
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -233,22 +234,26 @@ def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> in
     """Return the number of image channels that a weightless ``model`` accepts.
 
     This is three if the model runs with three; otherwise the input channels of the first convolution, or of a linear
-    layer over all values of an image.
+    layer over all values of an image. A model that runs with neither is judged by its convolutions.
     """
     convolutions = [part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)]
     linear = next((part.in_features for part in model.modules() if isinstance(part, nn.Linear)), 0)
-    values = size[0] * size[1]
-    first = convolutions[0] if convolutions else max(1, linear // values) if linear % values == 0 else 3
-    if first == 3 or _runs(model, (1, 3, *size), dtype):
+    per_channel = size[0] * size[1]
+    first = convolutions[0] if convolutions else linear // per_channel if linear % per_channel == 0 else 3
+    if first in (0, 3) or _runs(model, (1, 3, *size), dtype):
         return 3
-    return first if 3 not in convolutions or _runs(model, (1, first, *size), dtype) else 3
+    if _runs(model, (1, first, *size), dtype):
+        return first
+    return first if convolutions and 3 not in convolutions else 3
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Return whether ``model`` accepts an input of ``shape``; also False if it cannot run on the meta device."""
     try:
+        # Its parameters have no memory, but its buffers have.
+        weightless = copy.deepcopy(model).to("meta")
         with torch.no_grad():
-            model(torch.zeros(shape, dtype=dtype, device=next(model.parameters()).device))
+            weightless(torch.zeros(shape, dtype=dtype, device="meta"))
     except Exception:  # users' models raise all kinds
         return False
     return True

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import GraphDiffers, Rows, check_graph, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
 from fxcore.copies import private_copy
@@ -46,12 +46,18 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     traced = whole_module(graph, _out_of_place(module), dtype)
     try:
         others = _checked_images(module, traced, graph, dtype)
+        changing = changing_node(traced, others)
         rows = compare_rows(traced, others) if entry.batch else Rows()
     except GraphDiffers:
         raise
     except Exception as error:
         log.warning("model %r could not be checked, since it does not run on the CPU: %s", entry.name, summarize(error))
         return entry
+    if changing is not None:
+        raise BadUserModel(
+            f"{changing} computes another value from the same image when it is called again: it keeps state between "
+            "calls, which requests would share; make it depend on its inputs alone"
+        )
     if rows.dependent is not None:
         raise BadUserModel(
             f"its result for an image depends on the other images in its batch, first in {rows.dependent}; set batch "

@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -178,6 +179,48 @@ def test_a_timm_model_as_its_builder_makes_it(read: Callable[[str], dict[str, An
 def test_a_builder_that_reads_its_parameters(module: str, read: Callable[[str], dict[str, Any]]) -> None:
     entry = read(f'[models.tiny]\nbuilder = "{module}:Tiny"\narguments = {{ reads_itself = true }}')["tiny"]
     assert model_graph(entry).levels["C2"].channels == 16
+
+
+class Normalized(nn.Module):
+    """Normalises images with a buffer, and has no layers."""
+
+    def __init__(self, channels: int, parameter: bool) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(1, channels, 1, 1))
+        weight = torch.rand(4, channels, 3, 3)
+        self.weight = nn.Parameter(weight) if parameter else weight
+        self.register_buffer("kernel", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x - self.mean, self.weight if isinstance(self.weight, nn.Parameter) else self.kernel)
+
+
+class Grey(nn.Module):
+    """A convolution of one channel, after normalising with a buffer."""
+
+    def __init__(self, channels: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((1, channels, 1, 1), 0.5))
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv((x - self.mean).mean(1, keepdim=True) if self.mean.shape[1] == 3 else x - self.mean)
+
+
+@pytest.mark.parametrize(
+    ("build", "channels"),
+    [
+        (lambda: Normalized(3, True), 3),
+        (lambda: Normalized(3, False), 3),
+        (Grey, 1),
+        (lambda: Grey(3), 3),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(32 * 32, 2)), 1),
+        (lambda: nn.Sequential(nn.Flatten(2), nn.Softmax(2)), 3),
+    ],
+)
+def test_channels_of_the_images(build: Callable[[], nn.Module], channels: int) -> None:
+    preprocessing = {"crop_size": 32, "resize_size": 32}
+    assert user_entry("mine", UserModel(build, preprocessing=preprocessing)).channels == channels
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,11 @@ def test_rows_in_which_images_are_mixed_are_not_offered() -> None:
     torch.testing.assert_close(made, torch.cat([model(x[None]) for x in images]))
 
 
+def test_rows_that_are_mixed_from_the_third_on_are_not_offered() -> None:
+    entry = run_check(entry_of(lambda: Net(lambda x: torch.cat([x[:2], x[2:].flip(0)]), nn.Flatten())))
+    assert {"cat", "last"} < entry.apart
+
+
 @pytest.mark.parametrize(
     ("unseen", "last", "node"),
     [
@@ -68,6 +73,7 @@ def test_rows_in_which_images_are_mixed_are_not_offered() -> None:
         (lambda x: x.softmax(0).mT, None, "softmax"),
         (attention_across, nn.Flatten(), "scaled_dot_product_attention"),
         (lambda x: x, nn.BatchNorm1d(8, track_running_stats=False), "last"),
+        (lambda x: (x + x[2:3].sum()).mT, None, "getitem"),
     ],
 )
 def test_values_that_depend_on_the_batch_are_refused_or_computed_one_by_one(
@@ -76,6 +82,22 @@ def test_values_that_depend_on_the_batch_are_refused_or_computed_one_by_one(
     with pytest.raises(BadUserModel, match=rf"first in {node}; set batch = false"):
         run_check(entry_of(lambda: Net(unseen, last)))
     assert not run_check(entry_of(lambda: Net(unseen, last), batch=False)).apart
+
+
+class Counting(nn.Module):
+    """Adds the number of its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.flatten(1) + 0.01 * self.calls
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_state_between_calls_is_refused(batch: bool) -> None:
+    with pytest.raises(BadUserModel, match="last computes another value from the same image when it is called again"):
+        run_check(entry_of(lambda: Net(lambda x: x, Counting()), leaf_modules=["last"], batch=batch))
 
 
 def test_a_graph_that_differs_is_refused() -> None:
