@@ -26,6 +26,8 @@ TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz
 _UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
 """Exceptions raised when reading a damaged file or archive."""
 
+_NOT_REGULAR = "not a regular file but a pipe, a socket or a device; copy what it holds to a file"
+
 WHOLE = -1
 """Offset of an image that is a whole file."""
 
@@ -115,9 +117,7 @@ def _is_candidate(path: str) -> bool:
 def _begins_as_image(path: str) -> bool:
     """Return whether a file is an image by its content; False if it cannot be read."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # reading a pipe might never end
-            return False
-        with open(path, "rb") as file:
+        with _open_local(path) as file:
             return is_image(file.read(HEAD_BYTES))
     except OSError:
         return False
@@ -151,7 +151,9 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
         if info.get("type") == "directory":
             continue
         name = fs.unstrip_protocol(place)
-        if place.lower().endswith(TAR_SUFFIXES):
+        if info.get("type") == "other":  # on the local disk, which URLs may also name
+            yield Source(name, name, error=_NOT_REGULAR)
+        elif place.lower().endswith(TAR_SUFFIXES):
             yield from _in_archive(name, skipped)
         else:
             yield Source(name, name, size=info.get("size"))
@@ -160,10 +162,22 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
 def open_binary(file: str) -> IO[bytes]:
     """Open a local file or a URL for random access."""
     if not is_url(file):
-        return open(file, "rb")
+        return _open_local(file)
     fs, path = filesystem(file)
     stream: IO[bytes] = fs.open(path, "rb")
     return stream
+
+
+def _open_local(path: str) -> IO[bytes]:
+    """Open a regular local file.
+
+    Raises:
+        OSError: it cannot be opened, or opening it might wait forever, as for a pipe that nobody writes.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a folder is refused by open itself
+        raise OSError(_NOT_REGULAR)
+    return open(path, "rb")
 
 
 def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
@@ -305,7 +319,7 @@ class Reader:
                 return self._read_compressed(source)
             if is_url(source.file):
                 return self._read_url(source)
-            with open(source.file, "rb") as file:
+            with _open_local(source.file) as file:
                 size = os.fstat(file.fileno()).st_size if source.size is None else source.size
                 self._check(size)
                 if source.offset != WHOLE:

@@ -75,6 +75,28 @@ def test_files_without_a_known_suffix_are_told_by_their_content(tmp_path: Path) 
     assert names(root / "notes") == [str(root / "notes")]  # named itself, it has to be one
 
 
+def test_a_pipe_with_the_suffix_of_an_image_is_not_waited_for(folder: Callable[..., Path]) -> None:
+    root = folder(1)
+    pipes = [root / "p.jpg", root / "p.tar", root / "pipe"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    (root / "null.png").symlink_to(os.devnull)
+    reader = Reader(10**6)
+    for given in ([root], [root / "*"], [root / "null.png", *pipes], [f"file://{root}"]):
+        reasons: dict[str, str] = {}
+        for source in find(map(str, given)):
+            try:
+                assert source.error or reader.read(source) == png(0)
+            except BadImage as error:
+                reasons[Path(source.path).name] = error.detail
+            else:
+                if source.error:
+                    reasons[Path(source.path).name] = source.error
+        assert reasons.keys() - {"pipe"} == {"p.jpg", "p.tar", "null.png"}, given
+        assert all("not a regular file" in reason for reason in reasons.values()), reasons
+    reader.close()
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
 def test_members_of_archives_are_told_by_their_content(mode: str, tmp_path: Path) -> None:
     images = {format: encoded(format) for format in FORMATS}
