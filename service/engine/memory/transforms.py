@@ -121,13 +121,17 @@ def transformed(
     module = apply_transforms(
         extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
     )
-    own = applied(module)[-len(after) :] if after else ()  # steps that add nodes were applied before
-    for step, done in zip(after, own, strict=True):
-        if not done.changes and OPTIONAL not in step:
+    added = {done.name: done.changes for done in graph.passes}  # steps that add nodes were applied to the whole graph
+    own = iter(applied(module)[-len(after) :] if after else ())
+    for step in wanted:
+        name = step["name"]
+        changes = added[name] if name in added else next(own).changes
+        if not changes and OPTIONAL not in step:
+            place = "the model" if name in added else "what the requested nodes need"
             raise CannotTransform(
-                f"{done.name} finds nothing to change in what the requested nodes need; leave it out, or accept "
-                'that with "optional": true next to its name',
-                transform=done.name,
+                f"{name} finds nothing to change in {place}; leave it out, or accept that with "
+                '"optional": true next to its name',
+                transform=name,
                 changes=0,
             )
     original: Callable[..., Any] = extractor.module

@@ -160,6 +160,26 @@ def test_a_transform_that_finds_nothing_is_refused_unless_it_is_optional(client,
     assert applied == {"fuse_conv_bn": 4, step["name"]: 0}
 
 
+def test_attention_maps_without_attention_are_refused_unless_they_are_optional(client):
+    maps = {"name": "attention_maps"}
+    for transforms in (["attention_maps"], ["fuse_conv_bn", maps], [maps, "fuse_conv_bn"]):
+        response = client.post("/v1/extractors", json=spec(*transforms))
+        document = response.json()
+        assert (response.status_code, document["type"]) == (422, "/problems/cannot-transform"), document
+        assert (document["transform"], document["changes"]) == ("attention_maps", 0)
+        assert "in the model; leave it out" in document["detail"]
+    made = client.post("/v1/extractors", json=spec(maps | {"optional": True}, "fuse_conv_bn"))
+    assert made.status_code == 201, made.text
+    applied = {a["name"]: a["changes"] for a in made.json()["checks"]["transforms"]["applied"]}
+    assert applied == {"attention_maps": 0, "fuse_conv_bn": 4}
+
+
+def test_attention_maps_need_not_be_among_the_requested_nodes(client):
+    step = {"model": "vit_b_32", "return_nodes": ["encoder.layers.encoder_layer_0.ln"]}
+    made = client.post("/v1/extractors?wait=200", json=spec("attention_maps", **step))
+    assert made.status_code in (200, 201), made.text
+
+
 def test_a_transform_that_changes_values_is_served_and_said(client):
     change = {"name": "replace_activation", "params": {"old": "relu", "new": "gelu"}}
     detail = client.post("/v1/extractors", json=spec(change)).json()
