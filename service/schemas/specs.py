@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from service.choices import Backend, Fit, Precision
@@ -42,6 +42,25 @@ def _output_key(key: str) -> str:
 OutputKey = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), AfterValidator(_output_key)]
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
 WeightsName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
+
+_LIKE_AN_ID = re.compile(r"[0-9a-f]{12}")
+
+STORED = {"stored": True}
+"""Context for validating specs that were accepted before; their names are not checked for looking like ids."""
+
+
+def _extractor_name(name: str, info: ValidationInfo) -> str:
+    # Otherwise a request for a deleted extractor could reach another one.
+    if _LIKE_AN_ID.fullmatch(name) and info.context != STORED:
+        raise PydanticCustomError(
+            "extractor_name",
+            "an extractor cannot have the name {name}, which looks like an id; choose one that is not 12 hex digits",
+            {"name": repr(name)},
+        )
+    return name
+
+
+_ExtractorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"), AfterValidator(_extractor_name)]
 
 _Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
 ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
@@ -111,9 +130,10 @@ class ExtractorSpec(BaseModel):
         "truncated path, which means the last node under it. In a list, `*` stands for one component of a path: "
         "`blocks.*` is each child of `blocks`. The response keeps this order.",
     )
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = Field(
+    name: _ExtractorName | None = Field(
         default=None,
-        description="An alias for its id. An extractor keeps the last 32 names it was given.",
+        description="An alias for its id, which must not look like an id: 12 lower-case hex digits. "
+        "An extractor keeps the last 32 names it was given.",
     )
     precision: Precision = Field(default="float32", description="The arithmetic the model runs in.")
     backend: Backend = Field(

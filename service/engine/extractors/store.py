@@ -29,7 +29,7 @@ from fxcore.errors import summarize
 from service.byte_cache import ByteCache
 from service.engine.extractors.objects import VERSION, DamagedObject, NewerVersion, Objects, StoreError
 from service.problems import NameTaken, StoreFull
-from service.schemas.specs import ExtractorSpec
+from service.schemas.specs import STORED, ExtractorSpec
 
 NAMES_PER_EXTRACTOR = 4
 """Maximum names in the store, as a multiple of the maximum number of extractors."""
@@ -127,7 +127,7 @@ class Store:
         with self._objects.errors("read"):
             content = self._objects.read(path)
         try:
-            return None if content is None else Stored.model_validate(content)
+            return None if content is None else Stored.model_validate(content, context=STORED)
         except ValueError as error:
             raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 

@@ -1,8 +1,9 @@
 """What FXSERVE_PRELOAD and embeddings' models say."""
 
 import pytest
+from pydantic import ValidationError
 
-from service.schemas.specs import spec_of_text
+from service.schemas.specs import STORED, ExtractorSpec, spec_of_text
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,13 @@ def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: list[st
 def test_what_names_no_nodes_of_a_model(text: str) -> None:
     with pytest.raises(ValueError, match="is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
         spec_of_text(text)
+
+
+def test_a_name_that_looks_like_an_id_is_refused_unless_it_was_given_before() -> None:
+    fields = {"model": "resnet18", "return_nodes": ["fc"]}
+    wrong = {**fields, "name": "0123456789ab"}
+    with pytest.raises(ValidationError, match="cannot have the name '0123456789ab', which looks like an id"):
+        ExtractorSpec.model_validate(wrong)
+    assert ExtractorSpec.model_validate(wrong, context=STORED).name == "0123456789ab"
+    for name in ("0123456789a", "0123456789abc", "0123456789AB", "r50-c4c5", "0123456789ag"):
+        assert ExtractorSpec(**fields, name=name).name == name  # type: ignore[arg-type]

@@ -162,10 +162,21 @@ async def test_an_id_given_as_a_name_lets_a_reader_make_nothing(
     async with engine() as elsewhere:
         id = (await elsewhere.extractor(spec()))[0].id
     async with engine(**{"extractors": str(tmp_path / "store")} if shared else {}) as one:
-        await one.extractor(spec(nodes=["features.3"], name=id), PATIENCE, keep=True)
+        old = spec(nodes=["features.3"]).model_copy(update={"name": id})  # such names are refused since
+        await one.extractor(old, PATIENCE, keep=True)
         with pytest.raises(Forbidden):
             await one.extractor(spec(), build=False)
         assert len(one.records.list()) == 1
+
+
+async def test_a_name_like_an_id_that_is_in_the_store_still_works(engine: MakeEngine, tmp_path: Path) -> None:
+    name, url = "0123456789ab", str(tmp_path / "store")
+    async with engine(extractors=url) as one:
+        record, _ = await one.extractor(spec().model_copy(update={"name": name}), PATIENCE, keep=True)
+    async with engine(extractors=url) as other:
+        assert [(stored.id, own) for stored, own in await other.extractors.elsewhere()] == [(record.id, name)]
+        found = await other.extractors.look_up(name)
+        assert (found.id, found.name) == (record.id, name)
 
 
 async def test_of_several_that_want_one_name_the_others_are_built_without_it(

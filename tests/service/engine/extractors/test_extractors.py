@@ -101,7 +101,7 @@ async def test_names(engine: MakeEngine) -> None:
         with pytest.raises(NameTaken):
             await running.extractor(spec(nodes=["features.3"], name="small"), PATIENCE)
         with pytest.raises(NameTaken):
-            await running.extractor(spec(nodes=["features.3"], name=record.id), PATIENCE)
+            await running.extractor(spec(nodes=["features.3"]).model_copy(update={"name": record.id}), PATIENCE)
         assert running.records.list() == [record, other]
         again, created = await running.extractor(spec(name="another"), PATIENCE)
         assert (again, created) == (record, False)
@@ -146,7 +146,7 @@ async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
         with pytest.raises(NameTaken):
             await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
         with pytest.raises(NameTaken):  # an id is no name that could be given up
-            await running.extractor(spec(name=failed.id), PATIENCE)
+            await running.extractor(spec().model_copy(update={"name": failed.id}), PATIENCE)
         await running.extractors.delete("mine")
         await built(running, name="first")
         assert (failed.name, running.records.find(failed.id)) == (None, failed)

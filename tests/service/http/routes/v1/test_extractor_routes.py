@@ -149,6 +149,7 @@ def test_a_failed_extractor_can_be_requested_again_under_its_name(client, name, 
         ({"image_size": True}, 422, "invalid-request", {"errors"}),
         ({"name": "no spaces"}, 422, "invalid-request", {"errors"}),
         ({"name": "../x"}, 422, "invalid-request", {"errors"}),
+        ({"name": "0123456789ab"}, 422, "invalid-request", {"errors"}),
         ({"colour": "blue"}, 422, "invalid-request", {"errors"}),
     ],
 )
