@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import BadArgument, FxError, summarize
@@ -217,6 +217,9 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise
     except Exception as error:
         raise BadUserModel(f"its builder failed: {summarize(error)}") from error
+    for name, value in built.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise BadUserModel(f"{name} is a sparse tensor: make it dense, with to_dense()")
     params = sum(parameter.numel() for parameter in built.parameters())
     entry = replace(entry, dtype=_dtype(built))
     if task != "video":

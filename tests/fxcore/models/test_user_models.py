@@ -181,6 +181,13 @@ def test_a_builder_that_reads_its_parameters(module: str, read: Callable[[str], 
     assert model_graph(entry).levels["C2"].channels == 16
 
 
+def test_sparse_tensors_are_refused() -> None:
+    built = nn.Conv2d(3, 4, 3)
+    built.register_buffer("mask", torch.eye(4).to_sparse())
+    with pytest.raises(BadUserModel, match="mask is a sparse tensor: make it dense"):
+        user_entry("sparse", UserModel(lambda: built))
+
+
 class Normalized(nn.Module):
     """Normalises images with a buffer, and has no layers."""
 
