@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, summarize
+from fxcore.int8.layers import inline_leaves
 from fxcore.int8.report import LayerError, layer_errors
 from fxcore.models import torch_ao
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.keep_float import KEPT
+from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.input_mismatch import explain_mismatch
+from fxcore.tracing.writes import mutated_argument
 
 __all__ = ["CannotQuantize", "Inputs", "LayerError", "Quantized", "missing", "quantize"]
 
@@ -70,7 +73,8 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
         UnknownNode: ``keep`` names a node that does not exist.
         CannotQuantize: torch fails, or ``calibration`` is empty or does not match the module's arguments.
         BadTensor: the module does not accept tensors of that shape or dtype.
-        CannotTransform: the module is not a graph module in eval mode.
+        CannotTransform: the module is not a graph module in eval mode, or ``out_of_place`` cannot rewrite its in-place
+            calls.
 
     >>> from fxcore import build_extractor, get_model, load_model, model_graph
     >>> from fxcore.photos import calibration_rows
@@ -90,15 +94,26 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     from fxcore.int8.graph_mode import converted  # imports torch.ao
 
     try:
+        pure = _without_writes(inline_leaves(fork(module)))
         with explain_mismatch(module, tuple(batches[0])):
-            made, roundings = converted(module, batches, [*module.meta.get(KEPT, ()), *keep])
+            made, roundings = converted(pure, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"
-        layers = layer_errors(module, few, roundings, per_channel)
+        layers = layer_errors(pure, few, roundings, per_channel)
     except FxError:
         raise
     except Exception as error:  # graph mode raises all kinds
         raise CannotQuantize(f"torch cannot quantize this module: {summarize(error)}") from error
     return Quantized(made, layers)
+
+
+def _without_writes(module: fx.GraphModule) -> fx.GraphModule:
+    """Return ``module``, or if it has in-place calls, an out-of-place copy with the same names.
+
+    torch.ao removes nodes whose values no node reads, even if they write to memory that is read later.
+    """
+    modules = dict(module.named_modules())
+    writes = any(node.meta.get("mutates") or mutated_argument(node, modules) for node in module.graph.nodes)
+    return out_of_place(module) if writes else module
 
 
 def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:

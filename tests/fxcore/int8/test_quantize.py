@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -289,6 +290,44 @@ def test_products_of_all_eight_bits_do_not_overflow() -> None:
 def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
     with pytest.raises(CannotQuantize, match="images to calibrate on"):
         quantize(small[0].module, [])
+
+
+# what is written in place
+
+
+def write_below_a_view(y: Tensor, act: nn.Module) -> Tensor:
+    view = y.flatten(1)
+    act(y)
+    return view
+
+
+def write_through_a_view(y: Tensor, act: nn.Module) -> Tensor:
+    y[:, :4].mul_(2)
+    return y
+
+
+class Written(nn.Module):
+    def __init__(self, write: Callable[[Tensor, nn.Module], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.act, self.write = nn.Conv2d(3, 8, 1), nn.ReLU(inplace=True), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.conv(x), self.act)
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("write", [write_below_a_view, write_through_a_view])
+def test_writes_that_only_a_view_reads_are_kept(write: Callable[[Tensor, nn.Module], Tensor], leaf: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Written(write)).eval()
+    module = trace(model, leaf_modules=[Written] if leaf else [])
+    images = torch.randn(16, 3, 4, 4)
+    found = quantize(module, images)
+    assert verify(model, found.module, images).relative < 0.03
+    # A leaf's last operation has the leaf's name.
+    name = "0" if leaf and write is write_through_a_view else "0.conv"
+    assert name in {layer.name for layer in found.layers}
+    assert name not in {layer.name for layer in quantize(module, images, keep=[name]).layers}
 
 
 # what it is calibrated on
