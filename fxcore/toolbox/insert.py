@@ -87,7 +87,8 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
 
     ``wrapper`` runs once, with proxies, and its operations become nodes; it may call ``f`` any number of times. Its
     result gets the node's name and replaces the node in the outputs. If ``f`` is in-place, it gets copies, and later
-    readers of the overwritten value read the result of ``wrapper``.
+    readers of the overwritten value read the result of ``wrapper``. If views of that value are read later too, the
+    result is copied into it, and must have its shape.
 
     Raises:
         CannotTransform: there is no such node, or it is not a call.

@@ -15,8 +15,9 @@ from torch import fx, nn
 from fxcore.errors import FxError
 from fxcore.passes.base import transform
 from fxcore.toolbox.insert import AppendingTracer, rewrite
-from fxcore.toolbox.replace import overwritten, redirect_readers
+from fxcore.toolbox.replace import alias_readers, overwritten
 from fxcore.tracing.tracer import record
+from fxcore.tracing.writes import memory_of
 
 
 class BadPattern(FxError):
@@ -77,8 +78,9 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     Both are functions of the same arguments, which are wildcards: they match any value or literal. Operations of the
     pattern are written as in the model, or as ``op(nn.Conv2d, name="conv")(x)``. Named operations are passed to the
     replacement as keyword arguments: functions that repeat the matched call with other arguments. A match is not
-    replaced if its inner values have other readers, including the output. The result gets the last matched node's name.
-    ``applied(module)[-1].changes`` is the number of replacements.
+    replaced if its inner values have other readers, including the output, or if its arguments are overwritten between
+    its operations. The result gets the last matched node's name. ``applied(module)[-1].changes`` is the number of
+    replacements.
 
     Raises:
         BadPattern: the pattern does not return the result of an operation, or contains a tensor.
@@ -107,6 +109,8 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
             continue
         match = _Match()
         if not _matches(module, last, anchor, match) or not _is_self_contained(module, match, anchor):
+            continue
+        if _is_overwritten(module, match, anchor):
             continue
         _replace(module, anchor, match, wildcards, replacement)
         count += 1
@@ -161,22 +165,34 @@ def _has_node(value: Any) -> bool:
 
 
 def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Return whether no node outside the match reads its inner values or values that it overwrites."""
+    """Return whether no node outside the match reads its inner values or memory that it overwrites."""
     inside = set(match.nodes.values())
     for node in inside - {anchor}:
         written = overwritten(module, node)
         after = [user for user in written.users if user > node] if written is not None else []
-        if not inside.issuperset((*node.users, *after)):
+        if not inside.issuperset((*node.users, *after, *alias_readers(module, node))):
             return False
     return True
+
+
+def _is_overwritten(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
+    """Return whether a node outside the match overwrites arguments of the match before ``anchor``, where the
+    replacement would read them."""
+    inside = set(match.nodes.values())
+    between = [node for node in module.graph.nodes if min(inside) < node < anchor and node not in inside]
+    written = [base for node in between if (base := overwritten(module, node)) is not None]
+    if not written:
+        return False
+    memory = memory_of(module.graph, dict(module.named_modules()))
+    arguments: list[fx.Node] = []
+    fx.node.map_arg(list(match.bound.values()), arguments.append)
+    return any(not memory[base].isdisjoint(memory[node]) for base in written for node in arguments)
 
 
 def _replace(
     module: fx.GraphModule, anchor: fx.Node, match: _Match, wildcards: list[fx.Node], replacement: Callable[..., Any]
 ) -> None:
     named = {p.target.name: n for p, n in match.nodes.items() if isinstance(p.target, AnyOf) and p.target.name}
-    for node in match.nodes.values():
-        redirect_readers(module, node)
     tracer = AppendingTracer(module)
 
     def again(node: fx.Node) -> Callable[..., fx.Proxy]:

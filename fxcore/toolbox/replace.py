@@ -19,7 +19,7 @@ from fxcore.passes.base import (
     source_of,
     transform,
 )
-from fxcore.tracing.writes import mutated_argument
+from fxcore.tracing.writes import is_number, memory_of, mutated_argument
 
 
 def identity(x: Tensor) -> Tensor:
@@ -236,10 +236,30 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
 
 
 def redirect_readers(module: fx.GraphModule, node: fx.Node) -> None:
-    """Make later readers of the value that ``node`` overwrites read ``node``, so that it can be replaced."""
+    """Make later readers of the value that ``node`` overwrites read ``node``, so that it can be replaced.
+
+    If other nodes that share its memory are read later too, such as views, the value of ``node`` is copied into that
+    memory, and all later readers read the copy.
+    """
     base = overwritten(module, node)
-    if base is not None:
-        base.replace_all_uses_with(node, delete_user_cb=lambda user: user > node)
+    if base is None:
+        return
+    value = node
+    if alias_readers(module, node):
+        with module.graph.inserting_after(node):
+            value = module.graph.call_method("copy_", (base, node))
+        node.replace_all_uses_with(value, delete_user_cb=lambda user: user is not value, propagate_meta=False)
+    base.replace_all_uses_with(value, delete_user_cb=lambda user: user > value, propagate_meta=False)
+
+
+def alias_readers(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Return the nodes after ``node`` that read memory that it overwrites through aliases of the overwritten node."""
+    base = overwritten(module, node)
+    if base is None:
+        return []
+    memory = memory_of(module.graph, dict(module.named_modules()))
+    aliases = [m for m in memory if m < node and m is not base and not memory[base].isdisjoint(memory[m])]
+    return [user for m in aliases for user in m.users if user > node and not is_number(user)]
 
 
 def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:

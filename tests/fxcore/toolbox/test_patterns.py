@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
+from fxcore import trace
 from fxcore.analysis.verify import verify
 from fxcore.transforms import BadPattern, applied, op, replace_module, replace_pattern
 from tests.fxcore.capture import traced
@@ -123,3 +124,28 @@ def test_a_match_that_writes_what_others_read_stays() -> None:
     assert verify(Written(True), kept, x).max_abs == 0
     alone = replace_pattern(traced(Written(False)), twice, lambda a, relu: relu(a) + a)
     assert verify(lambda v: ((v - 0.5).relu() + v - 0.5,), alone, x).allclose
+
+
+def test_a_match_that_writes_what_a_view_reads_stays() -> None:
+    def compute(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x - 0.5
+        view = y.flatten(1)
+        return y.relu_() * 2, view
+
+    x = torch.randn(4, 6)
+    kept = replace_pattern(trace(compute), lambda a: op("relu_")(a) * 2, lambda a: a.relu() * 2)
+    assert applied(kept)[-1].changes == 0
+    assert verify(compute, kept, x).max_abs == 0
+
+
+def test_a_match_whose_argument_is_overwritten_in_between_stays() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        z = y.relu()
+        y.flatten(1).add_(1)
+        return z * 2
+
+    x = torch.randn(4, 6)
+    kept = replace_pattern(trace(compute), lambda a: op("relu")(a) * 2, lambda a: a.relu() * 2)
+    assert applied(kept)[-1].changes == 0
+    assert verify(compute, kept, x).max_abs == 0

@@ -267,6 +267,70 @@ def test_a_wrapped_call_overwrites_nothing_but_by_what_its_wrapper_returns(
     assert verify(Overwriting(activation), module, x).max_abs == 0
 
 
+def act_on_the_whole(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    view = y.flatten(1)
+    z = activation(y)
+    z += 1
+    return view, z * 2
+
+
+def act_on_a_part(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    part, _ = y.chunk(2, 1)
+    activation(part)
+    return y * 2
+
+
+def act_on_a_row_nobody_reads(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    activation(y[:, :3])
+    return y * 2, y.flatten(1)
+
+
+class Aliased(nn.Module):
+    def __init__(self, compute: Callable[[Tensor, Any], Any], activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute, self.activation = compute, activation
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(x, self.activation)
+
+
+@pytest.mark.parametrize("compute", [act_on_the_whole, act_on_a_part, act_on_a_row_nobody_reads])
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_views_of_what_is_overwritten_read_what_replaces_it(
+    compute: Callable[[Tensor, Any], Any], activation: Callable[[Tensor], Tensor]
+) -> None:
+    model = Aliased(compute, activation)
+    module = traced(model)
+    node = next(n.name for n in module.graph.nodes if "relu" in n.name or "activation" in n.name)
+    x = torch.randn(4, 6)
+    for same in (decompose(module), wrap(module, node, lambda call, v, **how: call(v, **how))):
+        assert verify(model, same, x).allclose
+        assert verify(model, out_of_place(same), x).allclose
+    anything = op(nn.ReLU, F.relu, torch.relu_, "relu_", name="f")
+    wanted = Aliased(compute, lambda v: v.copy_(torch.tanh(v)))
+    for changed in (
+        replace_activation(module, old="relu", new="tanh"),
+        replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)),
+        *([replace_module(module, "activation", "tanh")] if isinstance(activation, nn.Module) else []),
+    ):
+        assert applied(changed)[-1].changes == 1
+        assert verify(wanted, changed, x).allclose
+
+
+def test_a_view_of_which_only_the_size_is_read_needs_no_copy() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        view = y.flatten(1)
+        return y.relu_() / view.shape[0]
+
+    changed = decompose(trace(compute))
+    assert not changed.graph.find_nodes(op="call_method", target="copy_")
+    assert verify(compute, changed, torch.randn(4, 6)).allclose
+
+
 # insertion
 
 
