@@ -6,17 +6,19 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 # Attributes of modules that hold registered tensors and submodules.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
-def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
+def shared_copy(model: M, *, own_parameters: bool = False) -> M:
     """Deep-copy ``model``; the copy shares the storages of its tensors.
 
     Args:
@@ -41,7 +43,8 @@ def shared_copy(model: nn.Module, *, own_parameters: bool = False) -> nn.Module:
         for tensor in tensors:
             if type(tensor) is nn.Parameter:
                 memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
-    return copy.deepcopy(model, memo)
+    made: M = copy.deepcopy(model, memo)
+    return made
 
 
 def shallow_copy(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ _SAMPLED = 4096
 """Approximate number of elements of a value to compare."""
 
 _FIVE = [1, 0, 0, 1, 1]
-"""Rows of a batch of five, none of whose parts is the same backwards from the third row on."""
+"""Rows of a batch of five. From the third row on they are no palindrome, so that reversing them is seen."""
 
 _SAME, _CLOSE = 1e-4, 2e-3
 """Maximum differences relative to a tensor's largest magnitude: for the same operations, and for other kernels."""

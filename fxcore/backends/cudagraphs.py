@@ -22,7 +22,7 @@ from fxcore.backends.folds import WeakCache
 from fxcore.errors import summarize
 from fxcore.nesting import tensors_in
 from fxcore.tensors import offsets
-from fxcore.tracing.dispatch_modes import DispatchMode
+from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.fake_tensors import fake_failure
 
 LARGEST = 64
@@ -52,7 +52,7 @@ class CudaGraphs:
             return GraphedModule(eager, example)
 
 
-class OnDevice(DispatchMode):
+class OnDevice(LenientMode):
     """A dispatch mode in which operations raise if they copy values between the host and a device.
 
     Kernels take the value of a tensor without dimensions as an argument, so that it is not copied.

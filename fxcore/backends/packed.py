@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hardswish": F.hardswish,
     "swish": F.silu,
 }
-"""The torch function of each of oneDNN's activations. ReLU and ReLU6 are not among them: oneDNN's turn NaN into 0."""
+"""oneDNN's activations, as torch's functions. ReLU and ReLU6 are not among them: oneDNN's versions turn NaN into 0."""
 
 _NAMES: dict[Any, str] = {nn.Hardswish: "hardswish", nn.SiLU: "swish"}
 

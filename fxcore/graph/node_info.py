@@ -10,7 +10,6 @@ from torch import Tensor, fx, nn
 from fxcore.graph.layout import layout_name
 from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
-from fxcore.passes.effects import is_uninitialized
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
 
@@ -109,12 +108,9 @@ def describe(
 
 
 def is_extractable(node: fx.Node) -> bool:
-    """Return whether an annotated node's value is a tensor with rows per image and a dtype supported for outputs.
-
-    Uninitialised memory is none: it may hold data of other requests.
-    """
+    """Return whether an annotated node's value is a tensor with rows per image and a dtype supported for outputs."""
     value = node.meta.get("value")
-    if not isinstance(value, Tensor) or not node.meta.get("rows") or is_uninitialized(node):
+    if not isinstance(value, Tensor) or not node.meta.get("rows"):
         return False
     return returned_dtype(value.dtype, torch.float32) in RETURNED
 

@@ -6,8 +6,8 @@ same two sums are computed by embedding bags, whose kernels are vectorised, and 
 
 - The weights are torch's: torch resizes an image of separate impulses, from which each weight is read.
 - torch rounds some of the products of a longer sum before it adds them, and fuses the others with the addition. An
-  embedding bag fuses all, so that the last bits of a float differ. That matters if a sum is close to a half, which is
-  about one value in a thousand: these values are summed again, as torch does.
+  embedding bag fuses all of them, so that the last bits of a float differ. That matters if a sum is close to a half,
+  which is about one value in a thousand: these values are summed again, as torch does.
 - If the kernels are missing, or one of the two kinds of sums differs from torch's, torch resizes the whole image.
 """
 
@@ -134,7 +134,8 @@ def held(height: int, width: int, size: tuple[int, int], kept: tuple[int, int]) 
         return 15 * height * width + 4 * 3 * height * size[1] + 3 * 4 * 3 * math.prod(size)
     turned = 4 * (height + 2) * width
     columns = 2 * 16 * height * kept[1]
-    return turned + columns + 3 * 16 * math.prod(kept) + 16 * _GATHERED
+    impulses = max(4 * side * (4 * side // resized + 8) for side, resized in zip((height, width), size, strict=True))
+    return turned + columns + impulses + 3 * 16 * math.prod(kept) + 16 * _GATHERED
 
 
 def is_left_to_torch(have: tuple[int, ...], size: tuple[int, int]) -> bool:
@@ -179,7 +180,7 @@ def _settle(rounded: NDArray[np.float32], close: NDArray[np.int64], pixels: Pixe
 def _as_torch(values: NDArray[np.float32], side: _Side, at: NDArray[np.int64], rounding: str) -> NDArray[np.float32]:
     """Sum ``values`` ``[n, taps]`` with the weights of the resized pixels ``at``, in torch's order and rounding.
 
-    A fused product is computed in float64, where it is exact.
+    A fused product is computed in float64, where it is exact. Its sum is rounded twice, which almost never differs.
 
     Args:
         rounding: a key of :data:`_ROUNDED_PRODUCTS`.
@@ -187,13 +188,13 @@ def _as_torch(values: NDArray[np.float32], side: _Side, at: NDArray[np.int64], r
     weights = side.weights.numpy()[at]
     products = values * weights
     rounded = _ROUNDED_PRODUCTS[rounding](side.counts[at])
-    some, all_of = int(rounded.max()), int(rounded.min())
+    most, least = int(rounded.max()), int(rounded.min())
     sums: NDArray[np.float32] = products[:, 0]
     for tap in range(1, side.taps):
         added = sums + products[:, tap]
-        if tap >= all_of:
+        if tap >= least:
             fused = (values[:, tap].astype(np.float64) * weights[:, tap] + sums).astype(np.float32)
-            added = fused if tap >= some else np.where(tap < rounded, added, fused)
+            added = fused if tap >= most else np.where(tap < rounded, added, fused)
         sums = added
     return sums
 
@@ -282,16 +283,17 @@ def _sums_as_torch(rounding: str) -> bool:
     for resized, mode in ((49, "bilinear"), (61, "bilinear"), (97, "bilinear"), (127, "bicubic"), (230, "bicubic")):
         side = _side(noise.shape[1], resized, 0, resized, mode)
         image = torch.from_numpy(noise)[None, None]
-        expected = interpolate(image, (len(noise), resized), mode=mode, antialias=True)[0, 0].numpy()
+        across = interpolate(image, (len(noise), resized), mode=mode, antialias=True)[0, 0].numpy()
+        down = interpolate(image.mT.contiguous(), (resized, len(noise)), mode=mode, antialias=True)[0, 0].mT.numpy()
         at = np.tile(np.arange(resized), len(noise))
-        sums = _as_torch(noise[:, side.pixels].reshape(-1, side.taps), side, at, rounding)
-        if not np.array_equal(sums.reshape(expected.shape), expected):
+        sums = _as_torch(noise[:, side.pixels].reshape(-1, side.taps), side, at, rounding).reshape(across.shape)
+        if not np.array_equal(sums, across) or not np.array_equal(sums, down):
             return False
     return True
 
 
 def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
-    whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous
+    whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous and pixels.flags.writeable
     image = torch.from_numpy(pixels if whole else _three(pixels)).permute(2, 0, 1)[None].float()
     resized = interpolate(image, size, mode=mode, antialias=True).round_().clamp_(0, 255).to(torch.uint8)
     lines, columns = kept

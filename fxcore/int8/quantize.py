@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from fxcore.copies import shared_copy
 from fxcore.errors import FxError, summarize
 from fxcore.int8.layers import inline_leaves
 from fxcore.int8.report import LayerError, layer_errors
@@ -94,7 +95,8 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     from fxcore.int8.graph_mode import converted  # imports torch.ao
 
     try:
-        pure = _without_writes(inline_leaves(fork(module)))
+        # Inlining adds constants to modules, which are the caller's own.
+        pure = _without_writes(inline_leaves(shared_copy(module)))
         with explain_mismatch(module, tuple(batches[0])):
             made, roundings = converted(pure, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"

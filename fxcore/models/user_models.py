@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import BadArgument, FxError, summarize
@@ -217,9 +217,9 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise
     except Exception as error:
         raise BadUserModel(f"its builder failed: {summarize(error)}") from error
-    for name, value in built.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and value.layout != torch.strided:
-            raise BadUserModel(f"{name} is a sparse tensor: make it dense, with to_dense()")
+    for path, value in (*built.named_parameters(), *built.named_buffers()):
+        if value.layout != torch.strided:
+            raise BadUserModel(f"{path} is a sparse tensor: make it dense, with to_dense()")
     params = sum(parameter.numel() for parameter in built.parameters())
     entry = replace(entry, dtype=_dtype(built))
     if task != "video":
@@ -237,7 +237,7 @@ def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> in
     """Return the number of image channels that a weightless ``model`` accepts.
 
     This is three if the model runs with three; otherwise the input channels of the first convolution, or of a linear
-    layer over all values of an image. A model that runs with neither is judged by its convolutions.
+    layer over all values of an image. A model that runs with neither is judged by its layers.
     """
     convolutions = [part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d)]
     linear = next((part.in_features for part in model.modules() if isinstance(part, nn.Linear)), 0)
@@ -247,7 +247,7 @@ def _channels(model: nn.Module, size: tuple[int, int], dtype: torch.dtype) -> in
         return 3
     if _runs(model, (1, first, *size), dtype):
         return first
-    return first if convolutions and 3 not in convolutions else 3
+    return first if 3 not in convolutions and (convolutions or linear == per_channel) else 3
 
 
 def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

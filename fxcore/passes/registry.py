@@ -37,8 +37,8 @@ def register(*transforms: Transform) -> None:
 
 register(
     Transform("fuse_conv_bn", "Fold batch norms into the convolutions before them.", {}, fuse_conv_bn),
-    Transform("fold_constants", "Replace expressions of parameters and buffers by their values.", {}, fold_constants),
-    Transform("out_of_place", "Replace in-place operations by out-of-place ones.", {}, out_of_place),
+    Transform("fold_constants", "Replace expressions of parameters and buffers with their values.", {}, fold_constants),
+    Transform("out_of_place", "Replace in-place operations with out-of-place ones.", {}, out_of_place),
     Transform(
         "remove",
         "Remove operations that do nothing in eval mode.",

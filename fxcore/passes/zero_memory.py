@@ -1,23 +1,48 @@
-"""Fill memory with zeros that a model leaves uninitialised, so that nobody reads in it what others left there."""
+"""Zero memory that a model leaves uninitialised, so that no request reads another's data."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 ZEROED = "zeroed"
 """Key in the ``meta`` of a node whose memory the model leaves uninitialised."""
 
-_FUNCTIONS: dict[Any, Any] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
-_METHODS = {"new_empty": "new_zeros"}
+
+def zeros_in_format(*args: Any, **kwargs: Any) -> Tensor:
+    """Call ``torch.empty``, and fill the result with zeros; ``torch.zeros`` has no memory format."""
+    return torch.empty(*args, **kwargs).zero_()
+
+
+def zeros_strided(*args: Any, **kwargs: Any) -> Tensor:
+    """Call ``torch.empty_strided``, and fill the result with zeros."""
+    return torch.empty_strided(*args, **kwargs).zero_()
+
+
+def zeros_permuted(*args: Any, **kwargs: Any) -> Tensor:
+    """Call ``torch.empty_permuted``, and fill the result with zeros."""
+    return torch.empty_permuted(*args, **kwargs).zero_()
+
+
+def new_zeros_strided(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call ``tensor.new_empty_strided``, and fill the result with zeros."""
+    return tensor.new_empty_strided(*args, **kwargs).zero_()
+
+
+_FUNCTIONS: dict[Any, Any] = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    torch.empty_strided: zeros_strided,
+    torch.empty_permuted: zeros_permuted,
+}
 
 
 def zero_memory(graph: fx.Graph) -> None:
-    """Replace ``empty``, ``empty_like`` and ``new_empty`` by their counterparts that fill with zeros, in place.
+    """Replace ``empty``, ``empty_like``, ``new_empty`` and their variants with functions that fill with zeros.
 
-    Nodes keep their names.
+    The graph is changed in place. Nodes keep their names.
 
     >>> graph = fx.symbolic_trace(lambda x: torch.empty_like(x)).graph
     >>> zero_memory(graph)
@@ -25,9 +50,14 @@ def zero_memory(graph: fx.Graph) -> None:
     tensor([0., 0.])
     """
     for node in graph.nodes:
-        known = _FUNCTIONS if node.op == "call_function" else _METHODS if node.op == "call_method" else {}
-        if node.target in known:
-            node.target = known[node.target]
-            places = ("pin_memory",) if node.target is torch.zeros_like else ("pin_memory", "memory_format")
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key not in places}
-            node.meta[ZEROED] = True
+        if node.op == "call_function" and node.target in _FUNCTIONS:
+            in_format = node.target is torch.empty and "memory_format" in node.kwargs
+            node.target = zeros_in_format if in_format else _FUNCTIONS[node.target]
+        elif node.op == "call_method" and node.target == "new_empty":
+            node.target = "new_zeros"
+        elif node.op == "call_method" and node.target == "new_empty_strided":
+            node.op, node.target = "call_function", new_zeros_strided
+        else:
+            continue
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
+        node.meta[ZEROED] = True

@@ -41,20 +41,20 @@ register(
     ),
     Transform(
         "decompose",
-        "Replace operations by simpler ones, such as ReLU by (x > 0) * x.",
+        "Replace operations with simpler ones, such as ReLU with (x > 0) * x.",
         {"operations": {"type": "array", "items": {"type": "string", "enum": sorted(RULES)}, "default": sorted(RULES)}},
         decompose,
     ),
     Transform(
         "replace_activation",
-        "Replace one activation function by another, wherever it occurs.",
+        "Replace one activation function with another, wherever it occurs.",
         {"old": _FUNCTION, "new": _FUNCTION},
         replace_activation,
         exact=False,
     ),
     Transform(
         "replace_module",
-        "Replace a module, or all modules of a pattern such as `layer4.*.relu`, by an activation function.",
+        "Replace a module, or all modules of a pattern such as `layer4.*.relu`, with an activation function.",
         {"old": {"type": "string"}, "new": _FUNCTION},
         replace_module,
         exact=False,

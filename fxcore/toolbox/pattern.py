@@ -176,17 +176,21 @@ def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -
 
 
 def _is_overwritten(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Return whether a node outside the match overwrites arguments of the match before ``anchor``, where the
-    replacement would read them."""
+    """Return whether arguments of the match are overwritten before ``anchor``, where the replacement would read them:
+    by a node outside the match, or by one of the match that is given another view of them."""
     inside = set(match.nodes.values())
-    between = [node for node in module.graph.nodes if min(inside) < node < anchor and node not in inside]
-    written = [base for node in between if (base := overwritten(module, node)) is not None]
+    between = [node for node in module.graph.nodes if min(inside) <= node < anchor]
+    written = [(base, node in inside) for node in between if (base := overwritten(module, node)) is not None]
     if not written:
         return False
     memory = memory_of(module.graph, dict(module.named_modules()))
     arguments: list[fx.Node] = []
     fx.node.map_arg(list(match.bound.values()), arguments.append)
-    return any(not memory[base].isdisjoint(memory[node]) for base in written for node in arguments)
+    return any(
+        not memory[base].isdisjoint(memory[node]) and not (ours and node is base)
+        for base, ours in written
+        for node in arguments
+    )
 
 
 def _replace(

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode with types, under which higher-order operators raise: ``func`` always has tags and a schema."""
+    """A typed dispatch mode under which higher-order operators raise, so that ``func`` always has tags and a schema."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ Operations that join, cut, reorder or reshape tokens are applied to the numbers 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ _FOLLOWED = {
     *("split", "split_with_sizes", "tensor_split", "chunk"),
 }
 _RESHAPING = {
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous"),
+    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"),
 }
+_MAX_PLACES = 1 << 24
+"""Maximum number of elements of a value whose positions are followed through views."""
+
 _SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
 
 # Orders by node: an index for each token, a tuple of such orders for a tuple of tensors, or None if unknown.
@@ -62,13 +65,16 @@ def _orders(source: fx.Node, area: int) -> dict[str, Tensor]:
 
 def _reshaped(node: fx.Node, orders: _Orders, reshaped: Mapping[fx.Node, Tensor], area: int) -> Tensor | None:
     """Return the position that each element of ``node``'s value stands for; None if it is no reshaped map or tokens."""
-    above = node.args[0] if node.args else None
-    if _name(node) not in _RESHAPING or not isinstance(above, fx.Node) or above not in orders:
+    above, value = node.args[0] if node.args else None, node.meta.get("value")
+    if not _calls(node, _RESHAPING) or not isinstance(above, fx.Node) or above not in orders:
+        return None
+    if not isinstance(value, Tensor) or value.numel() > _MAX_PLACES:
         return None
     places = reshaped.get(above)
     if places is None:
         places = _places(above, orders, area)
-    return None if places is None else _called(node, {above: places})
+    made = None if places is None else _called(node, {above: places})
+    return made if isinstance(made, Tensor) and made.shape == value.shape else None
 
 
 def _places(node: fx.Node, orders: _Orders, area: int) -> Tensor | None:
@@ -91,18 +97,17 @@ def _order_in(places: Tensor, node: fx.Node, orders: _Orders) -> Tensor | None:
     if _length(node) is None:
         above: Tensor | None = orders[node.args[0]]  # type: ignore[index]
         return above
-    order = _read(places, _dim(node))
-    assert order is not None
+    order: Tensor = _read(places, _dim(node))
     return order if torch.equal(places, _spread(places, order, _dim(node))) else _lost(places, node)
 
 
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
-    if node.op in ("call_function", "call_method") and any(_orders_tokens(n, orders) for n in node.all_input_nodes):
-        if _name(node) in _FOLLOWED:
+    if any(_orders_tokens(n, orders) for n in node.all_input_nodes):
+        if _calls(node, _FOLLOWED):
             values = {n: _spread(n.meta["value"], orders.get(n), _dim(n)) for n in node.all_input_nodes}
             result = _called(node, values)
             return _lost(node.meta["value"], node) if result is None else _read(result, _dim(node))
-        if _name(node) in _SHUFFLING:
+        if _calls(node, _SHUFFLING):
             return _lost(node.meta["value"], node)
     given = [orders[n] for n in node.all_input_nodes if orders.get(n) is not None]
     length = _length(node)
@@ -122,8 +127,10 @@ def _first(node: fx.Node, length: int, area: int) -> Tensor | None:
     return torch.cat([torch.full((prefix,), ELSEWHERE), torch.arange(area)])
 
 
-def _name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def _calls(node: fx.Node, names: Collection[str]) -> bool:
+    """Return whether ``node`` calls a function or method with one of ``names``."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op in ("call_function", "call_method") and name in names
 
 
 def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

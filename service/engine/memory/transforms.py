@@ -125,9 +125,10 @@ def transformed(
     own = iter(applied(module)[-len(after) :] if after else ())
     for step in wanted:
         name = step["name"]
-        changes = added[name] if name in added else next(own).changes
+        whole = get_transform(name).adds_nodes
+        changes = added[name] if whole else next(own).changes
         if not changes and OPTIONAL not in step:
-            place = "the model" if name in added else "what the requested nodes need"
+            place = "the model" if whole else "what the requested nodes need"
             raise CannotTransform(
                 f"{name} finds nothing to change in {place}; leave it out, or accept that with "
                 '"optional": true next to its name',

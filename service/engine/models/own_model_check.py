@@ -33,8 +33,8 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     Backends other than eager are compared with it before they serve; see :mod:`service.engine.backends.checks`.
 
     Returns:
-        ``entry`` with the names of the nodes whose rows do not belong to one image each. A model that cannot run on the
-        CPU is not checked, and a warning is logged.
+        ``entry`` with the names of the nodes whose rows do not belong to one image each. A model that fails here, such
+        as one that cannot run on the CPU, is not checked, and a warning is logged.
 
     Raises:
         GraphDiffers: the graph computes something else.
@@ -51,7 +51,11 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     except GraphDiffers:
         raise
     except Exception as error:
-        log.warning("model %r could not be checked, since it does not run on the CPU: %s", entry.name, summarize(error))
+        log.warning(
+            "model %r could not be checked, since it fails on random images on the CPU: %s",
+            entry.name,
+            summarize(error),
+        )
         return entry
     if changing is not None:
         raise BadUserModel(

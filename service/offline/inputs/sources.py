@@ -151,7 +151,9 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
         if info.get("type") == "directory":
             continue
         name = fs.unstrip_protocol(place)
-        if info.get("type") == "other":  # on the local disk, which URLs may also name
+        if info.get("type") == "other":  # a link on the local disk, which URLs may also name, or no regular file
+            info = fs.info(place)
+        if info.get("type") == "other":
             yield Source(name, name, error=_NOT_REGULAR)
         elif place.lower().endswith(TAR_SUFFIXES):
             yield from _in_archive(name, skipped)

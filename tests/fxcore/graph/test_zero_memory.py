@@ -16,9 +16,10 @@ from fxcore.models.user_models import UserModel, user_entry
 @pytest.fixture
 def _full_of_nan() -> Iterator[None]:
     """Make torch fill uninitialised memory with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before)
 
 
 class Partial(nn.Module):
@@ -40,7 +41,11 @@ class Partial(nn.Module):
     [
         lambda x: torch.empty_like(x, memory_format=torch.preserve_format),
         lambda x: torch.empty(x.shape, memory_format=torch.contiguous_format),
-        lambda x: x.new_empty(x.shape),
+        lambda x: torch.empty(x.shape),
+        lambda x: torch.empty_permuted(x.shape, (0, 2, 3, 1)),
+        lambda x: torch.empty_strided(x.shape, (3072, 1024, 32, 1)),
+        lambda x: x.new_empty(x.shape, pin_memory=False),
+        lambda x: x.new_empty_strided(x.shape, (3072, 1024, 32, 1)),
     ],
 )
 def test_zeros(make: Callable[[Tensor], Tensor]) -> None:
@@ -54,14 +59,3 @@ def test_zeros(make: Callable[[Tensor], Tensor]) -> None:
     expected = torch.zeros_like(x)
     expected[:, :1] = 2 * x[:, :1]
     assert torch.equal(values["mul"], expected)
-
-
-def test_what_has_no_counterpart_is_not_offered() -> None:
-    entry = user_entry(
-        "strided",
-        UserModel(
-            lambda: Partial(lambda x: torch.empty_strided(x.shape, (3072, 1024, 32, 1))),
-            preprocessing={"crop_size": 32},
-        ),
-    )
-    assert {node.name: node.extractable for node in trace_graph(entry).nodes}["empty_strided"] is False

@@ -292,6 +292,18 @@ def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None
         quantize(small[0].module, [])
 
 
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([2.0])
+
+
+def test_the_given_module_is_not_changed() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Doubling()).eval()
+    before = set(vars(model[1])) | set(model[1]._buffers)
+    quantize(trace(model, leaf_modules=["1"]), [torch.randn(4, 3, 4, 4)])
+    assert set(vars(model[1])) | set(model[1]._buffers) == before
+
+
 # what is written in place
 
 

@@ -138,6 +138,18 @@ def test_a_match_that_writes_what_a_view_reads_stays() -> None:
     assert verify(compute, kept, x).max_abs == 0
 
 
+def test_a_match_that_overwrites_another_of_its_arguments_stays() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        view = y.view(-1).view(4, 6)
+        return y.relu_() + view
+
+    x = torch.randn(4, 6)
+    kept = replace_pattern(trace(compute), lambda a, b: op("relu_")(a) + b, lambda a, b: a.relu() + b)
+    assert applied(kept)[-1].changes == 0
+    assert verify(compute, kept, x).max_abs == 0
+
+
 def test_a_match_whose_argument_is_overwritten_in_between_stays() -> None:
     def compute(x: Tensor) -> Tensor:
         y = x - 0.5

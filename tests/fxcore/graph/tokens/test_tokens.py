@@ -259,3 +259,19 @@ def test_patches_in_another_order_are_pooled_without_a_grid(arrange):
     with torch.no_grad():
         pooled = pool(extractor.module(image)["block"], info.layout, "avg", info.prefix)
     assert torch.allclose(pooled, seen.mean(1), atol=1e-6)
+
+
+def test_modules_named_like_methods():
+    """A layer called ``flatten`` is not the tensors' method."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proj, self.flatten, self.norm = nn.Conv2d(3, 8, 8, 8), nn.Flatten(2), nn.LayerNorm(8)
+
+        def forward(self, x):
+            return self.norm(self.flatten(self.proj(x)).transpose(1, 2))
+
+    graph = trace_graph(user_entry("named", UserModel(Net, preprocessing={"crop_size": 32})))
+    tokens = {node.name: node.tokens for node in graph.nodes}["norm"]
+    assert (tokens.height, tokens.width, tokens.prefix) == (4, 4, 0)

@@ -81,19 +81,23 @@ def test_a_pipe_with_the_suffix_of_an_image_is_not_waited_for(folder: Callable[.
     for pipe in pipes:
         os.mkfifo(pipe)
     (root / "null.png").symlink_to(os.devnull)
+    (root / "link.png").symlink_to(next(root.rglob("000.png")))
     reader = Reader(10**6)
-    for given in ([root], [root / "*"], [root / "null.png", *pipes], [f"file://{root}"]):
+    for given in ([root], [root / "*"], [root / "null.png", root / "link.png", *pipes], [f"file://{root}"]):
         reasons: dict[str, str] = {}
+        read = set()
         for source in find(map(str, given)):
             try:
                 assert source.error or reader.read(source) == png(0)
             except BadImage as error:
                 reasons[Path(source.path).name] = error.detail
             else:
+                read.add(Path(source.path).name)
                 if source.error:
                     reasons[Path(source.path).name] = source.error
         assert reasons.keys() - {"pipe"} == {"p.jpg", "p.tar", "null.png"}, given
         assert all("not a regular file" in reason for reason in reasons.values()), reasons
+        assert "link.png" in read
     reader.close()
 
 
