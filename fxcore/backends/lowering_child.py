@@ -64,8 +64,14 @@ def exported(module: nn.Module, example: Inputs) -> Any:
             with _cpu_limit(_ANY_SIZE_SECONDS):
                 return torch.export.export(module, example, dynamic_shapes=sizes)
         except Exception:  # a model that computes with its sizes may still export with a fixed size
-            fixed = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
-            return torch.export.export(module, example, dynamic_shapes=fixed)
+            return _exported_at_one_size(module, example)
+
+
+def _exported_at_one_size(module: nn.Module, example: Inputs) -> Any:
+    """Export ``module`` with a dynamic batch size."""
+    with torch.no_grad():
+        sizes = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
+        return torch.export.export(module, example, dynamic_shapes=sizes)
 
 
 def _to_openvino(
@@ -73,7 +79,10 @@ def _to_openvino(
 ) -> None:
     from fxcore.backends.openvino_package import openvino
 
-    model = converted(module, example, exported)
+    try:
+        model = converted(module, example, exported)
+    except Exception:  # OpenVINO does not know all operations on sizes
+        model = converted(module, example, _exported_at_one_size)
     if calibration:
         model = quantized(model, calibration, job["overflows"])
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)

@@ -140,6 +140,24 @@ def test_a_model_whose_export_for_any_size_takes_minutes(extractor: Build, batch
 
 
 @pytest.mark.exhaustive
+def test_a_model_that_computes_with_its_size(artifacts: Path) -> None:
+    """torch exports it for any size, and OpenVINO does not know its division of sizes."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"scaled": self.conv(x) * x.shape[-1] ** -0.5}
+
+    model = torch.fx.symbolic_trace(Scaled().eval())
+    lowered = OPENVINO.lower(model, (torch.randn(2, 3, 32, 32),), Options(threads=2, cache=artifacts))
+    for rows in (1, 2, 5):
+        assert verify(model, lowered, torch.randn(rows, 3, 32, 32)).relative < 1e-5
+
+
+@pytest.mark.exhaustive
 def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
     class Positive(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:

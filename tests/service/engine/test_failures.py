@@ -181,8 +181,9 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
         await watched.begun()
         row, response = 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
         decoded = 4 * 400 * 600
-        # The image turned, its columns summed as floats of four channels twice, the crop three times, and a piece.
-        resized = 4 * 402 * 600 + 2 * 16 * 400 * 224 + 3 * 16 * 224 * 224 + 16 * 2**15
+        # The image turned, its columns summed as floats of four channels twice, the crop three times, a piece, and the
+        # impulses from which the weights are read.
+        resized = 4 * 402 * 600 + 2 * 16 * 400 * 224 + 3 * 16 * 224 * 224 + 16 * 2**15 + 4 * 600 * (4 * 600 // 348 + 8)
         assert running.admission.bytes == len(jpegs[1]) + decoded + resized + row + response
         pooled = FeatureOptions(pool="avg")
         with pytest.raises(AdmissionFull, match="bytes"):
