@@ -21,7 +21,7 @@ from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
-from fxcore.int8.layers import class_of, computed_by, inline_leaves, is_relu6
+from fxcore.int8.layers import class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
@@ -40,6 +40,7 @@ def converted(
     """Quantize ``module`` to torch's int8 kernels.
 
     Args:
+        module: a graph whose leaves are inlined; see :func:`fxcore.int8.layers.inline_leaves`.
         batches: calibration inputs.
         keep: names of nodes that stay in float32.
 
@@ -80,7 +81,7 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
     ``prepare_fx`` would trace the module again, which patches nn.Module for all threads, so only its other two steps
     are called.
     """
-    private = inline_leaves(copy.deepcopy(fork(module)).eval())
+    private = copy.deepcopy(fork(module)).eval()
     mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep)
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}

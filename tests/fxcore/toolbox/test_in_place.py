@@ -1,0 +1,143 @@
+"""Rewriting of calls that work in place: later readers, of views too, read what replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxcore import trace
+from fxcore.analysis.verify import verify
+from fxcore.transforms import (
+    applied,
+    decompose,
+    op,
+    out_of_place,
+    replace_activation,
+    replace_module,
+    replace_pattern,
+    wrap,
+)
+from tests.fxcore.capture import traced
+
+
+class Overwriting(nn.Module):
+    """Everything that it returns is read after it has been overwritten."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x - 0.5
+        z = self.activation(y)
+        return y, z + y
+
+
+IN_PLACE = {
+    "module": nn.ReLU(inplace=True),
+    "function": lambda x: F.relu(x, inplace=True),
+    "underscored function": torch.relu_,
+    "method": lambda x: x.relu_(),
+}
+
+
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_was_written_in_place_is_read_from_what_replaces_it(activation: Callable[[Tensor], Tensor]) -> None:
+    model = Overwriting(activation)
+    module = traced(model)
+    x = torch.randn(50)
+    relu = model(x)
+    assert torch.equal(relu[1], 2 * relu[0])  # overwritten indeed
+    assert verify(model, decompose(module), x).allclose
+    anything = op(nn.ReLU, F.relu, torch.relu_, "relu_", name="f")
+    wanted = Overwriting(lambda v: v.copy_(torch.tanh(v)))
+    for changed in (
+        replace_activation(module, old="relu", new="tanh"),
+        replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)),
+        *([replace_module(module, "activation", "tanh")] if isinstance(activation, nn.Module) else []),
+    ):
+        assert applied(changed)[-1].changes == 1
+        assert verify(wanted, changed, x).allclose
+
+
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_wrapped_call_overwrites_nothing_but_by_what_its_wrapper_returns(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    module = traced(Overwriting(activation))
+    node = [n.meta["path"] for n in module.graph.nodes if "path" in n.meta][-2]
+    x = torch.randn(50)
+    wanted = Overwriting(lambda v: v.copy_(v.relu() - (-v).relu() * 3))
+    wrapped = wrap(module, node, lambda call, v, **how: call(v, **how) - call(-v, **how) * 3)
+    assert verify(wanted, wrapped, x).allclose
+    # The original's module still works in place.
+    assert verify(Overwriting(activation), module, x).max_abs == 0
+
+
+def act_on_the_whole(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    view = y.flatten(1)
+    z = activation(y)
+    z += 1
+    return view, z * 2
+
+
+def act_on_a_part(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    part, _ = y.chunk(2, 1)
+    activation(part)
+    return y * 2
+
+
+def act_on_a_row_nobody_reads(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Any:
+    y = x - 0.5
+    activation(y[:, :3])
+    return y * 2, y.flatten(1)
+
+
+class Aliased(nn.Module):
+    def __init__(self, compute: Callable[[Tensor, Any], Any], activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute, self.activation = compute, activation
+
+    def forward(self, x: Tensor) -> Any:
+        return self.compute(x, self.activation)
+
+
+@pytest.mark.parametrize("compute", [act_on_the_whole, act_on_a_part, act_on_a_row_nobody_reads])
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_views_of_what_is_overwritten_read_what_replaces_it(
+    compute: Callable[[Tensor, Any], Any], activation: Callable[[Tensor], Tensor]
+) -> None:
+    model = Aliased(compute, activation)
+    module = traced(model)
+    node = next(n.name for n in module.graph.nodes if "relu" in n.name or "activation" in n.name)
+    x = torch.randn(4, 6)
+    for same in (decompose(module), wrap(module, node, lambda call, v, **how: call(v, **how))):
+        assert verify(model, same, x).allclose
+        assert verify(model, out_of_place(same), x).allclose
+    anything = op(nn.ReLU, F.relu, torch.relu_, "relu_", name="f")
+    wanted = Aliased(compute, lambda v: v.copy_(torch.tanh(v)))
+    for changed in (
+        replace_activation(module, old="relu", new="tanh"),
+        replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)),
+        *([replace_module(module, "activation", "tanh")] if isinstance(activation, nn.Module) else []),
+    ):
+        assert applied(changed)[-1].changes == 1
+        assert verify(wanted, changed, x).allclose
+
+
+def test_a_view_of_which_only_the_size_is_read_needs_no_copy() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        view = y.flatten(1)
+        return y.relu_() / view.shape[0]
+
+    changed = decompose(trace(compute))
+    assert not changed.graph.find_nodes(op="call_method", target="copy_")
+    assert verify(compute, changed, torch.randn(4, 6)).allclose
