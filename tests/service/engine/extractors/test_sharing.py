@@ -180,7 +180,9 @@ async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(engine: MakeEng
         folder.rename(aside)
         with pytest.raises(NotReady, match=r"store\.json is missing"):
             await other.extractor(spec(), build=False)
+        await until(lambda: other.readiness()[1] != "ready")
         aside.rename(folder)
+        await until(lambda: other.readiness()[1] == "ready")
         assert (await other.extractor(spec(), build=False))[0].id == id
 
 
