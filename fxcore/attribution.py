@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.pooling import as_maps
 

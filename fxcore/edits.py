@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError
+from fxcore.graph.axes.row_axes import UNKNOWN, row_axes
 from fxcore.graph.cut import Part, identifier
-from fxcore.graph.row_axes import UNKNOWN, row_axes
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tracing.names import PATH
 
@@ -68,7 +68,7 @@ class EditedNode:
     Attributes:
         key: the caller's name for the node.
         name: exact name of the node.
-        axes: axes of a row, as returned by :func:`fxcore.graph.row_axes.row_axes`.
+        axes: axes of a row, as returned by :func:`fxcore.graph.axes.row_axes.row_axes`.
         grid: the grid of its tokens; None if they are not on a grid.
         rows: number of rows of the value that belong to one image.
         usual: height and width of the model's input that this description is for.

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from fxcore.edits import BadEdit, Edit, EditedNode, PlannedFactors, edited_node, insert_edits
 from fxcore.errors import BadArgument
 from fxcore.graph.attention_weights import is_attention_of_tokens
+from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.cut import Part, Scale, cut, pruned
-from fxcore.graph.layout import layout_name
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
 from fxcore.graph.tokens.attention_grid import AttentionGrid, attention_grid

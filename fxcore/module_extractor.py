@@ -18,10 +18,9 @@ from fxcore.graph.node_names import NodeNames
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
-from fxcore.tracing.explain import called
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, positional
-from fxcore.tracing.names import PATH
+from fxcore.tracing.names import PATH, called
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
 from fxcore.tracing.unchanged import Unchanged

@@ -17,8 +17,8 @@ from torch.nn.functional import grid_sample
 from torchvision.ops import roi_align
 
 from fxcore.errors import BadTensor
+from fxcore.graph.axes.layout import TOKENS
 from fxcore.graph.head_pooling import DISTILLED
-from fxcore.graph.layout import TOKENS
 from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.graph.tokens.token_grid import TokenGrid
 

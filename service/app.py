@@ -25,6 +25,7 @@ from service.garbage import exempt_imports
 from service.http import openapi, problem_responses
 from service.http.access.hosts import Hosts
 from service.http.access.keys import Keys
+from service.http.middleware.accepted import Accepted
 from service.http.middleware.access import Access
 from service.http.middleware.body_limit import BodyLimit
 from service.http.middleware.head_as_get import HeadAsGet
@@ -42,8 +43,8 @@ from service.http.routes.v1 import (
 )
 from service.http.routes.v2 import discovery, inference, repository
 from service.http.routing.declared import DeclaredRoutes, declares
-from service.http.server.draining import Accepted, drained_on_signals
 from service.http.server.lost_device import ended_when_device_lost
+from service.http.server.signals import drained_on_signals
 from service.http.state import State
 from service.observability.metrics import Metrics
 from service.page import POLICIES

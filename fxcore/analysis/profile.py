@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxcore.errors import BadArgument
 from fxcore.nesting import tensors_in
-from fxcore.tracing.input_mismatch import explain_mismatch
+from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.names import public_name
 

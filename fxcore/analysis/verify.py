@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
-from fxcore.tracing.input_mismatch import explain_mismatch
+from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
 from fxcore.tracing.names import public_name
 

@@ -23,7 +23,7 @@ from fxcore.errors import summarize
 from fxcore.nesting import tensors_in
 from fxcore.tensors import offsets
 from fxcore.tracing.dispatch_modes import LenientMode
-from fxcore.tracing.fake_tensors import fake_failure
+from fxcore.tracing.failures.fake_tensors import fake_failure
 
 LARGEST = 64
 

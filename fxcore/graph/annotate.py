@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxcore.graph import layout
+from fxcore.graph.axes import layout
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
@@ -102,7 +102,7 @@ def annotate(
       the batch; absent for values that are not tensors;
     - ``patches``: see :mod:`fxcore.graph.tokens.patches`;
     - ``adds_prefix``: see :func:`fxcore.graph.tokens.prefix_tokens.adds_prefix`;
-    - ``axes``: see :mod:`fxcore.graph.layout`;
+    - ``axes``: see :mod:`fxcore.graph.axes.layout`;
     - ``carries``: whether the value contains a tensor;
     - ``many``: see :data:`MANY`;
     - ``memory``: ids of the value's storages; nodes with an id in common share memory;

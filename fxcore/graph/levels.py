@@ -14,22 +14,19 @@ is left out, as in timm's ``feature_info``; the one family where timm keeps it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.graph.strides import Strides
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
 from fxcore.tracing.names import MODULE, PATH
 
 _C_STRIDES = (2, 4, 8, 16, 32)
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
-
-_MARGIN = 3.0
-"""Positions by which a map may differ from the input's size divided by the stride, for want of padding or because of
-it."""
 
 # timm ends these at the last 1x1 convolution, whose width belongs to the published architecture's stages.
 _HEAD_CONVOLUTION_KEPT = "mobilenet_v3"
@@ -51,42 +48,6 @@ class Level:
     stride: int
 
 
-def map_size(node: fx.Node) -> tuple[int, int] | None:
-    """Return height and width of the node's feature map; None if it has none."""
-    value, axes = node.meta.get("value"), node.meta.get("axes")
-    if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
-        return None
-    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    return (height, width) if height and width else None
-
-
-def stride_of(node: fx.Node, size: tuple[int, int], usual: int | None = None) -> int | None:
-    """Return input pixels per position of the node's feature map, a power of two; None if it has no map.
-
-    Args:
-        size: height and width of the input.
-        usual: the stride at the model's usual input size, which is kept if it fits: maps of small inputs have too few
-            positions to tell.
-    """
-    positions = map_size(node)
-    if positions is None:
-        return None
-    sides = tuple(zip(size, positions, strict=True))
-    if usual is not None and all(abs(full / usual - part) <= _MARGIN for full, part in sides):
-        return usual
-    if max(positions) < 2:
-        return None  # pooled away
-    vertical, horizontal = (_power(full, part) for full, part in sides)
-    return int(2**vertical) if vertical == horizontal else None
-
-
-def _power(full: int, part: int) -> int:
-    """Return the exponent of the stride that makes ``part`` positions of ``full`` pixels."""
-    nearest = round(math.log2(max(1.0, full / part)))
-    # A map of a few positions may be mostly padding: 65 pixels at stride 32 make 3 positions, which is nearer to 16.
-    return next((power for power in (nearest, nearest + 1) if -(-full // 2**power) == part), nearest)
-
-
 def channels_of(node: fx.Node) -> int | None:
     """Return the size of the channel axis; None if unknown."""
     value, axes = node.meta.get("value"), node.meta.get("axes")
@@ -96,7 +57,7 @@ def channels_of(node: fx.Node) -> int | None:
 
 
 def find_levels(
-    name: str, graph: fx.Graph, root: nn.Module, strides: Mapping[str, int | None], maps: Sequence[FeatureMap] = ()
+    name: str, graph: fx.Graph, root: nn.Module, strides: Strides, maps: Sequence[FeatureMap] = ()
 ) -> dict[str, Level]:
     """Return the levels of an annotated graph.
 
@@ -104,7 +65,7 @@ def find_levels(
         name: the model's name, to recognise the listed families.
         graph: a graph annotated by :func:`fxcore.graph.annotate.annotate`.
         root: the module that the graph was traced from.
-        strides: the stride of each node's feature map by the node's name; see :func:`stride_of`.
+        strides: the strides of the graph's feature maps.
         maps: the feature maps that the model declares; if there are any, they are the levels.
 
     Returns:
@@ -117,7 +78,7 @@ def find_levels(
     ends = _module_ends(graph)
     by_stride: dict[int, list[fx.Node]] = {}
     for node in trunk:
-        stride = strides.get(node.meta.get(PATH, ""))
+        stride = strides.of(node.meta.get(PATH, ""))
         if stride is not None and node.meta.get("rows") == 1 and node.op != "placeholder":
             by_stride.setdefault(stride, []).append(node)
     trunks = _trunks(by_stride)
@@ -243,14 +204,14 @@ def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:
     return nodes
 
 
-def _pyramid(graph: fx.Graph, strides: Mapping[str, int | None]) -> dict[str, Level]:
+def _pyramid(graph: fx.Graph, strides: Strides) -> dict[str, Level]:
     """Return the P levels: the outputs of a feature pyramid's output layers and extra blocks."""
     found: dict[str, Level] = {}
     for node in graph.nodes:
         path = node.meta.get(PATH, "")
         if ".fpn.layer_blocks." not in path and ".fpn.extra_blocks." not in path:
             continue
-        stride = strides.get(path)
+        stride = strides.of(path)
         makes_map = node.op == "call_module" or path.endswith(".max_pool2d")
         if makes_map and stride is not None and 2 <= math.log2(stride) <= _DEEPEST:
             found[f"P{int(math.log2(stride))}"] = _level(node, stride)

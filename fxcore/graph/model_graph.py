@@ -21,8 +21,9 @@ from fxcore.errors import BadTensor
 from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.head_pooling import attention_pools
-from fxcore.graph.levels import Level, find_levels, map_size, stride_of
+from fxcore.graph.levels import Level, find_levels
 from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
+from fxcore.graph.strides import Strides
 from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
 from fxcore.models.catalog import get_model
@@ -98,9 +99,7 @@ class ModelGraph:
         if origin is not None:
             self.fingerprint = origin.fingerprint
         self._annotate()
-        self._strides: Mapping[str, int | None] = {
-            name: stride_of(node, input_size, self._usual_stride(node, origin)) for name, node in self.by_name.items()
-        }
+        self._strides: Strides = Strides(input_size, self.by_name, None if origin is None else origin._strides)
         self.levels: dict[str, Level] = (
             find_levels(self.entry.name, self.graph, self.root, self._strides, traced.feature_maps)
             if origin is None
@@ -263,14 +262,6 @@ class ModelGraph:
                 node.meta["rows"], node.meta[naming.APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
 
-    def _usual_stride(self, node: fx.Node, origin: ModelGraph | None) -> int | None:
-        before = None if origin is None else origin.by_name.get(node.meta[PATH])
-        if origin is None or before is None:
-            return None
-        # Adaptive pooling makes the same map of any input.
-        fixed = origin.input_size != self.input_size and map_size(before) == map_size(node)
-        return None if fixed else origin.stride_of(before)
-
     @property
     def passes(self) -> tuple[Applied, ...]:
         """The passes applied by :meth:`with_nodes_of`."""
@@ -333,8 +324,8 @@ class ModelGraph:
         return [None if node.meta.get("rows") else d for d in value.shape[:1]] + list(value.shape[1:])
 
     def stride_of(self, node: fx.Node) -> int | None:
-        """Return the stride of the node's feature map; see :func:`fxcore.graph.levels.stride_of`."""
-        return self._strides.get(node.meta.get(PATH, ""))
+        """Return input pixels per position of the node's feature map; None if it has no map."""
+        return self._strides.of(node.meta.get(PATH, ""))
 
     def _refusal(self, shapes: Sequence[Sequence[int]], error: BaseException) -> str:
         """Return the message for inputs of ``shapes`` that the model does not accept, with the reason.

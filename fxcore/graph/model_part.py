@@ -9,8 +9,8 @@ from torch import fx
 
 from fxcore.errors import BadTensor, DuplicateKey, UnknownNode, summarize
 from fxcore.graph.annotate import values_at
+from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.cut import OpenCut, cut
-from fxcore.graph.layout import layout_name
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.passes.functionalize import functionalize
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype

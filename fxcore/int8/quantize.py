@@ -20,7 +20,7 @@ from fxcore.models import torch_ao
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.keep_float import KEPT
 from fxcore.passes.out_of_place import out_of_place
-from fxcore.tracing.input_mismatch import explain_mismatch
+from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.writes import mutated_argument
 
 __all__ = ["CannotQuantize", "Inputs", "LayerError", "Quantized", "missing", "quantize"]

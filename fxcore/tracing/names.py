@@ -9,7 +9,6 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.errors import NotTraceable
-from fxcore.tracing.explain import called
 
 #: key in ``node.meta`` of torchvision's name for the node
 PATH = "path"
@@ -78,3 +77,8 @@ def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
             expression="",
             advice=advice,
         )
+
+
+def called(model: nn.Module | Callable[..., Any]) -> str:
+    """Return a module's class or a function's name, for messages."""
+    return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")

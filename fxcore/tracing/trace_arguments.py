@@ -15,8 +15,8 @@ import torchvision
 from torch import nn
 
 from fxcore.errors import FxError, NotTraceable
-from fxcore.tracing.explain import called
 from fxcore.tracing.leaves import NotAFunction
+from fxcore.tracing.names import called
 from fxcore.wrappers import check_python
 
 #: in ``leaf_modules``: keep modules whole that cannot be traced

@@ -21,11 +21,11 @@ from torchvision.models.feature_extraction import NodePathTracer
 from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
-from fxcore.tracing.explain import called, explain
+from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.leaves import kept_whole
-from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names
+from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, called, check_names
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (

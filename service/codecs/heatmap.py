@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms.functional import pil_to_tensor
 
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import Preprocessing

@@ -17,13 +17,13 @@ from fxcore.errors import FxError
 from service.engine.backends.upgrades import Upgrades
 from service.engine.extractors.records import Records
 from service.engine.memory.building import Builder
-from service.engine.memory.collecting import Collector
 from service.engine.memory.eviction import Eviction
 from service.engine.memory.projections import Projections
 from service.engine.memory.variants import Variants
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
+from service.engine.runtime.collecting import Collector
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background

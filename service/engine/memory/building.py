@@ -20,11 +20,11 @@ from fxcore.images.decoding import Decoder
 from fxcore.models.weights import sized_model
 from service.engine.backends.upgrade import Tools, Upgrade
 from service.engine.description import Description
-from service.engine.memory.collecting import Collector
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps, transformed
 from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
+from service.engine.runtime.collecting import Collector
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.runtime import Runtime, Variant
 from service.engine.threads import in_pool

@@ -19,12 +19,12 @@ from prometheus_client import Counter
 
 from fxcore.graph.model_graph import ModelGraph, forget_graph
 from service.engine.description import ModelKey
-from service.engine.memory.collecting import Collector
 from service.engine.memory.graphs import graph_bytes, idle_graphs
 from service.engine.memory.projections import Projections
 from service.engine.memory.weights import ModelStore
 from service.engine.placement import BUSY_SECONDS, CompiledLimits
 from service.engine.record import ExtractorRecord
+from service.engine.runtime.collecting import Collector
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.runtime import Runtime
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fxcore.attribution import gradcam, gradients, integration_points, positions
 from fxcore.extractor import OutputInfo
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 from service.choices import Attribution
 from service.engine.device.queue import Queue
 from service.engine.requests.admission.admission import Ticket

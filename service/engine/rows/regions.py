@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 from fxcore.images.placement import Placement
 from fxcore.pooling import MapGrid
 

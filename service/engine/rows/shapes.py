@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 from fxcore.pooling import MapGrid
 
 RowShape = tuple[tuple[int, ...], ...]

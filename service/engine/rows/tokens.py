@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
-from fxcore.graph.layout import TOKENS
+from fxcore.graph.axes.layout import TOKENS
 
 LONG = 64
 """Number of selected tokens above which a request's options are not cached: the cache counts all keys as equally large.

@@ -1,11 +1,22 @@
-"""Signal handling of a server process during startup."""
+"""Signals that end a server process: at once during startup, gracefully while it serves.
+
+This module imports nothing heavy, because startup calls it first.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.engine import Engine
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
@@ -25,3 +36,53 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+@contextmanager
+def drained_on_signals(engine: Engine) -> Iterator[None]:
+    """Drain the engine on a signal, before the server's own handler runs. For the application's lifespan.
+
+    On the first signal the engine refuses new work, while the server still accepts connections: clients get 503 instead
+    of a closed connection. The server's handler runs once all accepted requests are answered, at the end of the grace
+    period, or on a second signal. Does nothing if the event loop does not run in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    servers: dict[int, Any] = {number: signal.getsignal(number) for number in ENDING}
+    draining: asyncio.Task[None] | None = None
+    first = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        handler = servers[number]
+        if callable(handler):
+            handler(number, frame)
+
+    async def drain(number: int, frame: FrameType | None) -> None:
+        await engine.drain()
+        pass_on(number, frame)
+
+    def start(number: int, frame: FrameType | None) -> None:
+        nonlocal draining
+        draining = loop.create_task(drain(number, frame))
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if first == number:
+            pass_on(number, frame)
+        elif not first:  # ignore another signal, such as a supervisor's SIGTERM after SIGINT
+            first = number
+            engine.draining = True
+            loop.call_soon_threadsafe(start, number, frame)
+
+    for number in ENDING:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for taken, handler in servers.items():
+            if signal.getsignal(taken) is handle:
+                signal.signal(taken, handler)
+        if draining is not None:
+            draining.cancel()

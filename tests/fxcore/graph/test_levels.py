@@ -6,12 +6,9 @@ import pytest
 import timm
 import torch
 from timm.models.efficientnet import _gen_mnasnet_b1
-from torch import fx
 from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.graph.annotate import annotate
-from fxcore.graph.levels import stride_of
 from tests.fxcore.model_list import each
 
 # torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
@@ -138,19 +135,3 @@ def test_levels_and_strides_are_the_models_at_any_size(name: str) -> None:
             assert other.levels == graph.levels
             for level in graph.levels.values():
                 assert other.stride_of(other.by_name[level.node]) == level.stride, (size, level)
-
-
-def test_a_map_of_its_own_size_has_the_stride_of_its_input() -> None:
-    """VGG pools to 7 x 7 positions whatever it is given."""
-    graph = model_graph("vgg11")
-    for size, stride in ((128, 16), (224, 32), (448, 64)):  # 18.3, 32 and 64 pixels a position
-        other = graph.at(size, size)
-        assert other.stride_of(other.by_name["avgpool"]) == stride
-
-
-def test_the_stride_of_few_positions_counts_their_padding() -> None:
-    layers = [torch.nn.Conv2d(3, 3, 3, stride=2, padding=1) for _ in range(5)]
-    graph = fx.symbolic_trace(torch.nn.Sequential(*layers))
-    annotate(graph.to("meta"), [(3, 65, 65)], torch.device("meta"))
-    convolutions = graph.graph.find_nodes(op="call_module", target="4")
-    assert [stride_of(node, (65, 65)) for node in convolutions] == [32]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxcore.tracing.fake_tensors import fake_failure, needs_values
+from fxcore.tracing.failures.fake_tensors import fake_failure, needs_values
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS
 from fxcore.tensors import dtype_name
-from fxcore.tracing.fake_tensors import fake_failure, needs_values
+from fxcore.tracing.failures.fake_tensors import fake_failure, needs_values
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.graph.moved_axes import moved, moves_axes
+from fxcore.graph.axes.moved_axes import moved, moves_axes
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
 
 TOKENS = "tokens"

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from fxcore.errors import NotTraceable
 from fxcore.tracing.frozen import StateWrite
+from fxcore.tracing.names import called
 from fxcore.tracing.proxies import TracedKey, TracedWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -79,11 +80,6 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
         expression=spot.expression if spot else "",
         advice=f"{reason.advice}{whole}",
     )
-
-
-def called(model: nn.Module | Callable[..., Any]) -> str:
-    """Return a module's class or a function's name, for messages."""
-    return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")
 
 
 def _reason(error: Exception, spot: _Spot | None) -> _Reason:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, fx, nn
 
 from fxcore.graph.attention_weights import called, is_attention, last_is_channels
-from fxcore.graph.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
+from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
 from fxcore.layer_types import DROPOUTS
 
 UNKNOWN = "?"
@@ -25,9 +25,9 @@ _ELEMENTWISE = {
 def row_axes(node: fx.Node) -> str:
     """Return the axes of an annotated ``node`` whose value is a tensor, one letter per dimension.
 
-    Letters are those of :mod:`fxcore.graph.layout`; ``K`` for windows, which get a separate dimension since an image
-    has several; ``Q`` and ``S`` for the queries and keys of attention weights, whose heads are the channels ``C``; and
-    ``?`` for unknown axes.
+    Letters are those of :mod:`fxcore.graph.axes.layout`; ``K`` for windows, which get a separate dimension since an
+    image has several; ``Q`` and ``S`` for the queries and keys of attention weights, whose heads are the channels
+    ``C``; and ``?`` for unknown axes.
 
     >>> from fxcore import model_graph
     >>> graph = model_graph("vit_b_16")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
+from fxcore.graph.axes.row_axes import row_axes
 from fxcore.graph.model_graph import ModelGraph, model_graph
-from fxcore.graph.row_axes import row_axes
 from fxcore.models.entry import ModelEntry
 from tests.fxcore.model_list import entry_of
 

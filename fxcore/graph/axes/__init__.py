@@ -1,0 +1,1 @@
+"""What the axes of an activation mean."""

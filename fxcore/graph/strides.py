@@ -1,0 +1,62 @@
+"""Strides of feature maps: input pixels per position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor, fx
+
+_MARGIN = 3.0
+"""Positions by which a map may differ from the input's size divided by the stride, for want of padding or because of
+it."""
+
+
+class Strides:
+    """The strides of a graph's feature maps, powers of two.
+
+    Args:
+        size: height and width of the input.
+        nodes: the graph's annotated nodes by name.
+        usual: the strides at the model's usual input size, which are kept where they fit: maps of small inputs have too
+            few positions to tell.
+    """
+
+    def __init__(self, size: tuple[int, int], nodes: Mapping[str, fx.Node], usual: Strides | None = None) -> None:
+        self._size = size
+        self._maps = {name: map for name, node in nodes.items() if (map := _map_size(node)) is not None}
+        self._strides = {name: self._stride(name, map, usual) for name, map in self._maps.items()}
+
+    def of(self, name: str) -> int | None:
+        """Return input pixels per position of the map of the node ``name``; None if it has no map."""
+        return self._strides.get(name)
+
+    def _stride(self, name: str, map: tuple[int, int], usual: Strides | None) -> int | None:
+        sides = tuple(zip(self._size, map, strict=True))
+        kept = None if usual is None or usual._is_fixed(name, map, self._size) else usual.of(name)
+        if kept is not None and all(abs(full / kept - part) <= _MARGIN for full, part in sides):
+            return kept
+        if max(map) < 2:
+            return None  # pooled away
+        vertical, horizontal = (_power(full, part) for full, part in sides)
+        return int(2**vertical) if vertical == horizontal else None
+
+    def _is_fixed(self, name: str, map: tuple[int, int], size: tuple[int, int]) -> bool:
+        """Return whether inputs of two sizes make a map of one size, as adaptive pooling does."""
+        return size != self._size and self._maps.get(name) == map
+
+
+def _map_size(node: fx.Node) -> tuple[int, int] | None:
+    """Return height and width of the node's feature map; None if it has none."""
+    value, axes = node.meta.get("value"), node.meta.get("axes")
+    if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
+        return None
+    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
+    return (height, width) if height and width else None
+
+
+def _power(full: int, part: int) -> int:
+    """Return the exponent of the stride that makes ``part`` positions of ``full`` pixels."""
+    nearest = round(math.log2(max(1.0, full / part)))
+    # A map of a few positions may be mostly padding: 65 pixels at stride 32 make 3 positions, which is nearer to 16.
+    return next((power for power in (nearest, nearest + 1) if -(-full // 2**power) == part), nearest)

@@ -1,0 +1,46 @@
+"""Accounting of accepted requests, which draining waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import nullcontext
+from dataclasses import replace
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.engine import Engine
+from service.http.access.callers import caller_of, set_caller
+from service.http.problem_responses import error_response
+from service.problems import Draining
+
+
+class Accepted:
+    """Middleware that registers each request with the engine, so that draining waits for it.
+
+    A request that the server cancels before its response has started is answered 503.
+    """
+
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
+        self.app = app
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        responded = False
+
+        async def send_response(message: Message) -> None:
+            nonlocal responded
+            responded = True
+            await send(message)
+
+        accepted = not self.engine.draining
+        set_caller(scope, replace(caller_of(scope), accepted=accepted))
+        try:
+            with self.engine.in_flight if accepted else nullcontext():
+                await self.app(scope, receive, send_response)
+        except asyncio.CancelledError:
+            if responded or not self.engine.draining:
+                raise
+            await error_response(scope["path"], Draining())(scope, receive, send)
