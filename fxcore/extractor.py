@@ -6,7 +6,6 @@ node, so overlapping names and repeated nodes are not special cases.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,12 +164,6 @@ class Extractor:
             BadTensor: the model does not accept inputs of that shape.
         """
         return (self.part or self.graph).values_at(shapes, {output.node for output in self.outputs})
-
-    def bytes_for(self, height: int, width: int) -> int:
-        """Return the estimated bytes of the outputs for one image with an input of that size."""
-        nominal_height, nominal_width = self.graph.input_size
-        area = (height * width) / (nominal_height * nominal_width)
-        return math.ceil(sum(o.bytes_per_image * (area if o.stride else 1) for o in self.outputs))
 
 
 def build_extractor(

@@ -100,7 +100,7 @@ class Preprocessing(ABC):
         """Whether all images are brought to the same size."""
         return self.output_size(300, 900) == self.output_size(1700, 400)
 
-    def tensor(self, array: Tensor) -> Tensor:
+    def from_array(self, array: Tensor) -> Tensor:
         """Convert uint8 images ``[N, H, W, 3]`` to the float32 batch that lossless files of them would give.
 
         Raises:
@@ -125,7 +125,7 @@ class Preprocessing(ABC):
         """
         raise BadTensor("the normalisation of this model's images is not the last step of their preprocessing")
 
-    def stack(self, images: Sequence[Tensor]) -> Tensor:
+    def batch(self, images: Sequence[Tensor]) -> Tensor:
         """Stack images of the same size to a batch ``[N, C, H, W]``.
 
         Raises:
@@ -276,7 +276,7 @@ class DetectorPreprocessing(Preprocessing):
         fixed = self._transform.fixed_size
         return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
 
-    def stack(self, images: Sequence[Tensor]) -> Tensor:
+    def batch(self, images: Sequence[Tensor]) -> Tensor:
         # Each is already padded to the multiple, so the detector would pad to the largest of them.
         height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
         batch = images[0].new_zeros(len(images), 3, height, width)
@@ -368,7 +368,7 @@ class VideoPreprocessing(Preprocessing):
     def nominal_size(self) -> tuple[int, int]:
         return self._preset.crop_size[0], self._preset.crop_size[1]
 
-    def tensor(self, array: Tensor) -> Tensor:
+    def from_array(self, array: Tensor) -> Tensor:
         if array.dtype != torch.uint8 or array.ndim != 5 or array.shape[-1] != 3 or array.numel() == 0:
             raise BadTensor(
                 f"clips to be preprocessed are uint8 [N, T, H, W, 3], each size at least 1; this is {_describe(array)}"

@@ -61,10 +61,10 @@ def check_rows(
                 pixels = torch.from_numpy(np.array(image))
                 # A clip that pans slowly over the photograph.
                 clip = torch.stack([pixels.roll(-2 * t, dims=1) for t in range(frames)])
-                row.append(preprocessing.tensor(clip[None]))
+                row.append(preprocessing.from_array(clip[None]))
             else:
                 fitted = image if preprocessing.fixed_size else image.resize((width, height))
-                made = preprocessing.rgb.tensor(torch.from_numpy(np.array(fitted))[None])
+                made = preprocessing.rgb.from_array(torch.from_numpy(np.array(fitted))[None])
                 row.append(_with_channels(made, spec.shape[1] or 3))
         rows.append(tuple(row))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadBox, BadMask, BadPoint, BadTensor, FxError
+from fxcore.extractor import OutputInfo
 from fxcore.graph.head_pooling import DISTILLED
 from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
 from fxcore.pooling import (
@@ -25,7 +27,7 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
-from service.engine.rows.tokens import check_tokens, chosen, chosen_shape
+from service.engine.rows.tokens import chosen, chosen_shape
 from service.schemas.regions import KINDS, GivenRegions
 from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
 
@@ -130,59 +132,48 @@ class FeatureOptions:
                 "images, one list per image"
             )
 
-    def check(
-        self,
-        key: str,
-        shape: list[int],
-        dtype: torch.dtype,
-        layout: str | None,
-        prefix: PrefixTokens = NO_PREFIX,
-        grid: MapGrid | None = None,
-        queries: bool = False,
-    ) -> None:
-        """Check that :meth:`finish` accepts a tensor of ``shape`` and ``dtype``.
+    def row(
+        self, info: OutputInfo, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None
+    ) -> tuple[list[int], torch.dtype, int]:
+        """Return shape and dtype of the result of :meth:`finish`, and the number of values of a row that it projects.
+
+        Args:
+            info: the output.
+            shape, dtype, layout: those of its tensor, with one row per image.
+            grid: the grid of its map, if it is one.
 
         Raises:
             BadTensor: this output has no such tokens, or cannot be pooled or normalised so.
         """
+        floating = dtype.is_floating_point
         try:
-            if self.tokens is not None:
-                if self.pool != "none":
-                    raise BadTensor(f"tokens and pool={self.pool} cannot be combined; leave one of them out")
-                check_tokens(shape, layout, queries, self.tokens)
             if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))
                 raise BadTensor(
                     f"pool={self.pool} needs a feature map ([N, C, H, W], [N, H, W, C] or tokens of a grid), but this "
                     f"node gives {shown} per image; ask for a node before the pooling, such as a level"
                 )
-            if self.pool != "none":
-                check_poolable(layout, len(shape), dtype.is_floating_point, self.pool, prefix)
+            if self.tokens is not None:
+                if self.pool != "none":
+                    raise BadTensor(f"tokens and pool={self.pool} cannot be combined; leave one of them out")
+                shape = chosen_shape(shape, layout, info.queries, self.tokens)
+            elif self.pool != "none":
+                check_poolable(layout, len(shape), floating, self.pool, info.prefix)
+                if self.pool in KINDS:
+                    shape = pooled_regions_shape(shape, layout, self.roi_size if self.pool == "roi" else 1)
+                else:
+                    shape = pooled_shape(shape, layout, self.pool)
+            for name in ("normalize", "project"):
+                if getattr(self, name) is not None and not floating:
+                    raise BadTensor(
+                        f"{name}={getattr(self, name)} needs floating-point values, but this node gives {dtype}"
+                    )
         except BadTensor as error:
-            raise BadTensor(f"output {key!r}: {error.detail}", **error.extra, key=key) from None
-        for name in ("normalize", "project"):
-            if getattr(self, name) is not None and not dtype.is_floating_point:
-                asked = f"{name}={getattr(self, name)}"
-                raise BadTensor(
-                    f"output {key!r}: {asked} needs floating-point values, but this node gives {dtype}", key=key
-                )
-
-    def pooled(self, shape: list[int], layout: str | None) -> list[int]:
-        """Return the shape of a tensor of ``shape`` after token selection and pooling."""
-        if self.tokens is not None:
-            return chosen_shape(shape, self.tokens)
-        if self.pool in KINDS:
-            return pooled_regions_shape(shape, layout, self.roi_size if self.pool == "roi" else 1)
-        return shape if self.pool == "none" else pooled_shape(shape, layout, self.pool)
-
-    def finished(self, shape: list[int], dtype: torch.dtype, layout: str | None) -> tuple[list[int], torch.dtype]:
-        """Return the shape and dtype of the result of :meth:`finish` for a tensor of ``shape`` and ``dtype``."""
-        shape = self.pooled(shape, layout)
+            raise BadTensor(f"output {info.key!r}: {error.detail}", **error.extra, key=info.key) from None
+        length = math.prod(shape[1:])
         if self.project is not None:
             shape = [shape[0], self.project]
-        if self.dtype is not None and dtype.is_floating_point:
-            dtype = DTYPES[self.dtype]
-        return shape, dtype
+        return shape, DTYPES[self.dtype] if self.dtype is not None and floating else dtype, length
 
     def finish(
         self,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from fxcore.edits import Edit
 from fxcore.images.files import Header
@@ -22,12 +21,11 @@ from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
 from service.engine.requests.plan.edits import EditFactors, at_fault, resolved
 from service.engine.requests.plan.images import check_takes_images, header_steps, is_quick, plan_images, read_headers
-from service.engine.requests.plan.native import check_native
+from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
-from service.engine.requests.plan.regions import carry, check_regions, region_steps, regions_of
-from service.engine.requests.plan.sizes import Sizes, are_known, projected_lengths, row_size, sizes
+from service.engine.requests.plan.regions import placed_regions
+from service.engine.requests.plan.sizes import are_known, sizes
 from service.engine.requests.plan.tensors import plan_tensors
-from service.engine.rows.regions import Regions
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import Threads, in_pool
 from service.schemas.regions import GivenRegions
@@ -82,8 +80,25 @@ class Pipeline:
         edits = resolved(runtime, edits)
         with at_fault(edits):
             async with self._variants.use(runtime, plan.shapes, [edit.node for edit in edits]) as variant:
-                regions = await self._regions(variant, plan, options, given)
-                job, waited = await self._submitted(variant, plan, options, regions, edits, deadline, ticket)
+                regions = None
+                if given is not None:
+                    regions = await placed_regions(variant, plan, given, options.roi_size, self._intake)
+                counts = None if regions is None else regions.counts
+                limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
+                if are_known(variant, plan.shapes):
+                    sized = sizes(variant, plan.shapes, options, limit, counts)
+                else:
+                    sized = await in_pool(self._intake, sizes, variant, plan.shapes, options, limit, counts)
+                matrices = {}
+                if options.project is not None:
+                    matrices = await self._projections.get(sized.lengths, options.project, options.seed)
+                at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
+                factors = await in_pool(self._intake, EditFactors, variant, edits, plan.shapes) if edits else None
+                ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
+                waited = await ticket.turn()
+                made = await asyncio.to_thread(factors.make) if factors else None
+                job = Job(variant, options, len(plan.shapes), deadline, regions, matrices, made)
+                Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
                 outputs = await job.result()
                 self._upgrades.used(variant, plan.shapes)
         timings = {
@@ -120,61 +135,8 @@ class Pipeline:
                 return plan_images(description, images, known, preprocess, max_pixels)
 
             plan = planned() if is_quick(images) else await in_pool(self._intake, planned)
-        check_native(description, plan.shapes, _are_resized(images, preprocess))
+        check_sizes(description, plan, max_pixels)
         if isinstance(runtime.run, OneSize):
             for shape in dict.fromkeys(plan.shapes):
                 runtime.run.check(shape)
         return plan
-
-    async def _regions(
-        self, runtime: Runtime, plan: Plan, options: FeatureOptions, given: GivenRegions | None
-    ) -> Regions | None:
-        if given is None:
-            return None
-        for shape in set(plan.shapes):
-            await in_pool(self._intake, row_size, runtime, shape)
-        placements = check_regions(plan, given)
-        placed: list[Mapping[str, Tensor]] = []
-        for indices in region_steps(given):  # so that other requests are served in between
-            placed += await in_pool(self._intake, carry, runtime, plan, given, placements, indices)
-        return await in_pool(self._intake, regions_of, runtime, plan, given, placed, options.roi_size)
-
-    async def _submitted(
-        self,
-        runtime: Runtime,
-        plan: Plan,
-        options: FeatureOptions,
-        regions: Regions | None,
-        edits: Sequence[Edit],
-        deadline: float,
-        ticket: Ticket,
-    ) -> tuple[Job, float]:
-        """Claim the bytes of a request, wait for its turn, and start decoding it.
-
-        Return its job and the seconds waited.
-        """
-        sized = await self._sizes(runtime, plan, options, regions)
-        matrices = {}
-        if options.project is not None:
-            lengths = await in_pool(self._intake, projected_lengths, runtime, plan.shapes, options)
-            matrices = await self._projections.get(lengths, options.project, options.seed)
-        at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-        factors = await in_pool(self._intake, EditFactors, runtime, edits, plan.shapes) if edits else None
-        ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
-        waited = await ticket.turn()
-        made = await asyncio.to_thread(factors.make) if factors else None
-        job = Job(runtime, options, len(plan.shapes), deadline, regions, matrices, made)
-        Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
-        return job, waited
-
-    async def _sizes(self, runtime: Runtime, plan: Plan, options: FeatureOptions, regions: Regions | None) -> Sizes:
-        counts = None if regions is None else regions.counts
-        limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
-        asked = (runtime, plan.shapes, options, limit, counts)
-        return sizes(*asked) if are_known(runtime, plan.shapes) else await in_pool(self._intake, sizes, *asked)
-
-
-def _are_resized(images: Inputs, preprocess: str) -> bool:
-    if isinstance(images, Mapping):
-        return preprocess != "none" and all(value.dtype == torch.uint8 for value in images.values())
-    return preprocess != "none"

@@ -38,10 +38,10 @@ class ResponseSize:
     """The sizes of one row of the response; a row is an image or a region.
 
     Attributes:
-        outputs: key → shape and bytes of each returned output.
+        outputs: key → shape and bytes of each returned output, and its number of values before a projection.
     """
 
-    outputs: dict[str, tuple[list[int], int]]
+    outputs: dict[str, tuple[list[int], int, int]]
 
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:

@@ -10,10 +10,6 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.graph.axes.layout import TOKENS
 
-LONG = 64
-"""Number of selected tokens above which a request's options are not cached: the cache counts all keys as equally large.
-"""
-
 _OF_TOKENS = (TOKENS, "NWLC")
 
 
@@ -27,8 +23,8 @@ def has_tokens(layout: str | None, queries: bool) -> bool:
     return queries or layout in _OF_TOKENS
 
 
-def check_tokens(shape: Sequence[int], layout: str | None, queries: bool, tokens: Sequence[int]) -> None:
-    """Check that :func:`chosen` accepts tensors of ``shape``. For the other arguments see :func:`has_tokens`.
+def chosen_shape(shape: Sequence[int], layout: str | None, queries: bool, tokens: Sequence[int]) -> list[int]:
+    """Return the shape of the result of :func:`chosen` for a tensor of ``shape``; see :func:`has_tokens`.
 
     Raises:
         BadTensor: it has no tokens, or no token with that index.
@@ -42,10 +38,6 @@ def check_tokens(shape: Sequence[int], layout: str | None, queries: bool, tokens
     count = shape[-2]
     if (most := max(tokens)) >= count:
         raise BadTensor(f"{asked}: this node has {count} tokens, from 0 to {count - 1}, and no token {most}")
-
-
-def chosen_shape(shape: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Return the shape of the result of :func:`chosen` for a tensor of ``shape``."""
     return [*shape[:-2], len(tokens), shape[-1]]
 
 

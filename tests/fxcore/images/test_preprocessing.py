@@ -51,7 +51,7 @@ def test_images_become_what_the_preset_makes(name: str, weights: str) -> None:
         assert torch.equal(value, expected)
         assert ours.output_size(height, width) == tuple(expected.shape[-2:])
         array = torch.from_numpy(np.array(image))[None]
-        assert torch.equal(ours.tensor(array)[0], preset(array[0].permute(2, 0, 1)))
+        assert torch.equal(ours.from_array(array)[0], preset(array[0].permute(2, 0, 1)))
     described = ours.describe()
     assert described["mean"] == preset.mean
     assert described["std"] == preset.std
@@ -93,7 +93,7 @@ def test_detectors_transform_images_as_they_do_themselves(name: str) -> None:
     # Several images of one request are padded to one size, as the detector does it.
     images = [photo(150, 225), photo(225, 150)]
     together: ImageList = own([preset(image) for image in images])[0]
-    assert torch.equal(ours.stack([ours.image(image) for image in images]), together.tensors)
+    assert torch.equal(ours.batch([ours.image(image) for image in images]), together.tensors)
     assert ours.describe()["mean"] == own.image_mean
 
 
@@ -114,7 +114,7 @@ def test_clips_become_what_the_preset_makes() -> None:
         ours = get_model(name).preprocessing()
         preset = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         expected = preset(clip.permute(0, 1, 4, 2, 3))
-        value = ours.tensor(clip)
+        value = ours.from_array(clip)
         assert torch.equal(value, expected)
         assert value.shape[:3] == (2, 3, 5)
         assert ours.output_size(300, 451) == tuple(value.shape[-2:])
@@ -146,7 +146,7 @@ def test_another_size_may_be_asked_for(name: str) -> None:
         if name != "r3d_18":
             assert ours.image(photo(height, width)).shape == (3, 96, 96)
     if name == "r3d_18":
-        assert ours.tensor(torch.zeros(1, 2, 64, 80, 3, dtype=torch.uint8)).shape == (1, 3, 2, 96, 96)
+        assert ours.from_array(torch.zeros(1, 2, 64, 80, 3, dtype=torch.uint8)).shape == (1, 3, 2, 96, 96)
     if name == "resnet18":  # 256 for a crop of 224: as much of the image is kept as before
         assert ours.describe()["resize_size"] == [110]
     # The published preprocessing of the same model is as it was.
@@ -177,15 +177,15 @@ def test_every_model_describes_its_preprocessing() -> None:
 )
 def test_arrays_of_another_form_are_refused(array: torch.Tensor) -> None:
     with pytest.raises(BadTensor, match=r"uint8 \[N, H, W, 3\]"):
-        get_model("resnet18").preprocessing().tensor(array)
+        get_model("resnet18").preprocessing().from_array(array)
     if array.ndim != 5 or array.numel() == 0:
         with pytest.raises(BadTensor, match=r"uint8 \[N, T, H, W, 3\]"):
-            get_model("r3d_18").preprocessing().tensor(array)
+            get_model("r3d_18").preprocessing().from_array(array)
 
 
 def test_sizes_that_differ_cannot_be_stacked() -> None:
     ours = get_model("fcn_resnet50").preprocessing()
     with pytest.raises(BadTensor, match="520 x 520, 520 x 700"):
-        ours.stack([torch.zeros(3, 520, 700), torch.zeros(3, 520, 520)])
-    assert ours.stack([torch.ones(3, 20, 30)] * 2).shape == (2, 3, 20, 30)
+        ours.batch([torch.zeros(3, 520, 700), torch.zeros(3, 520, 520)])
+    assert ours.batch([torch.ones(3, 20, 30)] * 2).shape == (2, 3, 20, 30)
     assert isinstance(get_model("ssd300_vgg16").preprocessing(), DetectorPreprocessing)

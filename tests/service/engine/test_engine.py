@@ -102,7 +102,7 @@ async def test_uint8_tensors_are_preprocessed_like_lossless_files(
         record = await built(running)
         files = await running.features(record, [encoded(image, "PNG") for image in pixels])
         tensors = await running.features(record, {"x": torch.from_numpy(pixels.copy())})
-        ready = record.description.preprocessing.tensor(torch.from_numpy(pixels.copy()))
+        ready = record.description.preprocessing.from_array(torch.from_numpy(pixels.copy()))
         floats = await running.features(record, {"x": ready})
         raw = await running.features(record, {"x": torch.from_numpy(pixels.copy())}, FeatureOptions(preprocess="none"))
         scaled = torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2) / 255
@@ -201,7 +201,7 @@ async def test_a_detector_pads_to_the_largest(
         record = await built(running, "fasterrcnn_mobilenet_v3_large_320_fpn", ["backbone.body.6"])
         response = (await running.features(record, pair)).outputs["backbone.body.6"]
         images = [record.description.preprocessing.image(open_image(data)) for data in pair]
-        padded = record.description.preprocessing.stack(images)
+        padded = record.description.preprocessing.batch(images)
         expected = hooked(
             load_model(record.description.entry, "random").backbone,  # type: ignore[arg-type]
             "body.6",
@@ -310,7 +310,7 @@ async def test_video_models_take_clips(engine: MakeEngine) -> None:
             await running.features(record, [b""])
         response = await running.features(record, {"x": clips}, FeatureOptions(pool="avg"))
         floats = await running.features(
-            record, {"x": record.description.preprocessing.tensor(clips)}, FeatureOptions(pool="avg")
+            record, {"x": record.description.preprocessing.from_array(clips)}, FeatureOptions(pool="avg")
         )
     assert response.outputs["layer1"].shape == (2, 64)
     assert_close(response.outputs["layer1"], floats.outputs["layer1"], rtol=1e-5, atol=1e-5)

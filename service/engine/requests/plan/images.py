@@ -17,7 +17,7 @@ from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, indexed, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, indexed, scaled, spread
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
 """Extra bytes per pixel for images with 16 bits per value, which are converted to floats and resized as floats."""
@@ -82,19 +82,14 @@ def plan_images(
         headers: their headers, from :func:`read_headers`.
         preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
         max_pixels: maximum pixels per image.
-
-    Raises:
-        ImageTooLarge: an image is too large once resized; ``extra["index"]`` is its index.
     """
     if preprocess == "none":
         preparation = _AsSent(description, max_pixels)
     else:
         preparation = _Preprocessed(description, preprocess, max_pixels)
     sizes, costs = [], []
-    for index, (data, header) in enumerate(zip(images, headers, strict=True)):
+    for data, header in zip(images, headers, strict=True):
         height, width, _ = header
-        with indexed(index):
-            preparation.check_size(height, width)
         deep = _DEEP_BYTES * height * width if is_deep(data) else 0
         costs.append(len(data) + deep + preparation.decoding_bytes(header))
         sizes.append(preparation.row_size(height, width))
@@ -114,8 +109,9 @@ def plan_images(
             return (preparation.row(images[index])[None],)
 
     parts = [(range(index, index + 1), partial(row, index)) for index in range(len(images))]
+    sent = [] if preprocess == "none" else [(height, width) for height, width, _ in headers]
     boxes = [box for height, width, _ in headers if (box := preparation.valid_box(height, width)) is not None]
-    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements, boxes)
+    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements, sent, boxes)
 
 
 class _AsSent:
@@ -135,13 +131,6 @@ class _AsSent:
     def __init__(self, description: Description, max_pixels: int) -> None:
         self.channels = description.entry.channels
         self._max_pixels = max_pixels
-
-    def check_size(self, height: int, width: int) -> None:
-        """Check the largest size of an image during preprocessing, beyond the size in its header.
-
-        Raises:
-            ImageTooLarge: it exceeds the maximum number of pixels.
-        """
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of its row."""
@@ -175,10 +164,7 @@ class _Preprocessed(_AsSent):
         self._preprocessing = description.preprocessing
         self._preprocess = preprocess
         self.value_bytes = description.decoder.dtype.itemsize
-        self.pad = description.preprocessing.stack if description.preprocessing.pads else None
-
-    def check_size(self, height: int, width: int) -> None:
-        bounded(self._preprocessing, height, width, self._max_pixels)
+        self.pad = description.preprocessing.batch if description.preprocessing.pads else None
 
     def row_size(self, height: int, width: int) -> tuple[int, int]:
         return self._preprocessing.output_size(height, width)

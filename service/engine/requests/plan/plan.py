@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
 from torch import Tensor
 
-from fxcore.errors import FxError, ImageTooLarge
+from fxcore.errors import FxError
 from fxcore.images.placement import Placement
-from fxcore.images.preprocessing import Preprocessing
 from service.engine.rows.shapes import RowShape
 from service.problems import Problem
 
@@ -29,10 +27,6 @@ _SMALL_BYTES = 64 * 1024
 _DECODING_SHARE = 1 / 4
 """Maximum share of the total bytes that one request may use to decode several images at a time."""
 
-_MAX_UPSCALE = 8
-"""Pixels that any image may be resized to, as a multiple of the pixels of the model's input. For a model that crops 224
-pixels out of 256, it allows an aspect ratio of about 6:1."""
-
 
 @dataclass
 class Plan:
@@ -49,6 +43,7 @@ class Plan:
         placements: returns the placement of each image in its row; empty for tensors.
         pad: combines rows of different sizes into one batch, if the model's own preprocessing does so; then each part
             is one row.
+        sent: height and width of each image as sent, if it is preprocessed; empty otherwise.
         valid_boxes: x1, y1, x2, y2 of each image in its row, if the rest of the row is padding; empty without padding.
     """
 
@@ -58,6 +53,7 @@ class Plan:
     parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
     placements: Callable[[], Sequence[Placement]] = tuple
+    sent: Sequence[tuple[int, int]] = ()
     valid_boxes: Sequence[tuple[int, int, int, int]] = ()
 
     def is_small_tensor(self) -> bool:
@@ -82,26 +78,6 @@ def spread(count: int, size: int | None = None) -> list[range]:
     """Split ``range(count)`` into pieces of ``size``, by default into at most :data:`_PARTS` pieces."""
     size = size or -(-count // _PARTS)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def bounded(preprocessing: Preprocessing, height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Return the largest size of an image during preprocessing.
-
-    Raises:
-        ImageTooLarge: it exceeds both ``max_pixels`` and the limit for common aspect ratios.
-    """
-    size = preprocessing.largest_size(height, width)
-    pixels = size[0] * size[1]
-    # A model may resize even small images to more than max_pixels; reject only extreme aspect ratios.
-    limit = max(max_pixels, _MAX_UPSCALE * math.prod(preprocessing.nominal_size()))
-    if pixels > limit:
-        raise ImageTooLarge(
-            f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at most "
-            f"{limit} are allowed",
-            pixels=pixels,
-            limit=limit,
-        )
-    return size
 
 
 def scaled(pixels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from service.engine.requests.plan.plan import Plan, indexed, spread
 from service.engine.requests.plan.sizes import row_size
 from service.engine.rows.regions import Regions, carried
 from service.engine.runtime.runtime import Runtime
+from service.engine.threads import in_pool
 from service.schemas.regions import KINDS, GivenRegions
 
 _MAX_SAMPLES = 2**31
@@ -26,9 +28,20 @@ _IMAGES_AT_ONCE = 64
 """Number of images whose boxes or points are mapped at a time."""
 
 
-def region_steps(given: GivenRegions) -> list[range]:
-    """Return the image indices in groups; other requests are served between two groups."""
-    return spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE)
+async def placed_regions(runtime: Runtime, plan: Plan, given: GivenRegions, roi_size: int, intake: Executor) -> Regions:
+    """Place the regions ``given`` for a request's images on the feature maps, in the threads of ``intake``.
+
+    Raises:
+        BadBox, BadPoint, BadMask: see :func:`check_regions`, :func:`carry` and :func:`regions_of`.
+    """
+    for shape in set(plan.shapes):
+        await in_pool(intake, row_size, runtime, shape)
+    placements = check_regions(plan, given)
+    placed: list[Mapping[str, Tensor]] = []
+    # In steps, so that other requests are served in between.
+    for indices in spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE):
+        placed += await in_pool(intake, carry, runtime, plan, given, placements, indices)
+    return await in_pool(intake, regions_of, runtime, plan, given, placed, roi_size)
 
 
 def check_regions(plan: Plan, given: GivenRegions) -> list[Placement]:

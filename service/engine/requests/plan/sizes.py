@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,9 +15,12 @@ from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
-from service.engine.rows.tokens import LONG, has_tokens
+from service.engine.rows.tokens import has_tokens
 from service.engine.runtime.runtime import Runtime
 from service.problems import RequestTooLarge, ResponseTooLarge
+
+_LONG = 64
+"""Number of selected tokens above which a row's sizes are not cached: the cache counts all keys as equally large."""
 
 
 class Sizes(NamedTuple):
@@ -27,10 +29,12 @@ class Sizes(NamedTuple):
     Attributes:
         rows: bytes of one row of each shape on the device.
         response: bytes of the response.
+        lengths: numbers of values of the rows that ``project`` projects.
     """
 
     rows: dict[RowShape, int]
     response: int
+    lengths: frozenset[int]
 
 
 def are_known(runtime: Runtime, shapes: Sequence[RowShape]) -> bool:
@@ -45,9 +49,41 @@ def sizes(
     limit: int,
     regions: Sequence[int] | None = None,
 ) -> Sizes:
-    """Return the bytes of a request with rows of ``shapes``. For arguments and errors see :func:`response_bytes`."""
-    response = response_bytes(runtime, shapes, options, limit, regions)
-    return Sizes({shape: row_size(runtime, shape).bytes for shape in set(shapes)}, response)
+    """Return the bytes of a request with rows of ``shapes``.
+
+    With ``regions``, the number of regions of each image, the response has one row per region.
+
+    Raises:
+        BadTensor, Ragged: the options do not apply to an output, or rows of these shapes cannot form one tensor, or
+            their positions do not correspond.
+        ResponseTooLarge: they exceed ``limit``; RequestTooLarge if the outputs are not sent.
+    """
+    total = 0
+    # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
+    native = runtime.description.spec.fit == "native"
+    infos = {info.key: info for info in runtime.outputs}
+    counts = Counter(shapes)
+    if regions is not None:
+        counts = Counter({shape: 0 for shape in shapes})
+        for shape, many in zip(shapes, regions, strict=True):
+            counts[shape] += many
+    rows = {shape: row_size(runtime, shape).bytes for shape in counts}
+    of_shapes = {shape: _row_outputs(runtime, shape, options) for shape in counts}
+    first = of_shapes[shapes[0]]
+    for shape, outputs in of_shapes.items():
+        for key, (dims, size, _) in outputs.items():
+            if dims != first[key][0]:
+                raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
+            if shape != shapes[0] and _is_of_places(infos[key], dims, options, native):
+                raise unlike_positions(key, shapes[0][0], shape[0])
+            total += counts[shape] * size
+    if total > limit and not options.sent:
+        raise RequestTooLarge(total, limit)
+    if total > limit:
+        kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
+        choosable = all(has_tokens(*kind) for kind in kinds)
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first), choosable))
+    return Sizes(rows, total, frozenset(length for outputs in of_shapes.values() for _, _, length in outputs.values()))
 
 
 def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
@@ -84,66 +120,10 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     return known
 
 
-def response_bytes(
-    runtime: Runtime,
-    shapes: Sequence[RowShape],
-    options: FeatureOptions,
-    limit: int,
-    regions: Sequence[int] | None = None,
-) -> int:
-    """Return the bytes of the response to rows of ``shapes``.
-
-    With ``regions``, the number of regions of each image, the response has one row per region.
-
-    Raises:
-        BadTensor, Ragged: the options do not apply to an output, or rows of these shapes cannot form one tensor, or
-            their positions do not correspond.
-        ResponseTooLarge: they exceed ``limit``; RequestTooLarge if the outputs are not sent.
-    """
-    total = 0
-    # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
-    native = runtime.description.spec.fit == "native"
-    infos = {info.key: info for info in runtime.outputs}
-    first = _row_outputs(runtime, shapes[0], options)
-    counts = Counter(shapes)
-    if regions is not None:
-        counts = Counter({shape: 0 for shape in shapes})
-        for shape, many in zip(shapes, regions, strict=True):
-            counts[shape] += many
-    for shape, rows in counts.items():
-        for key, (dims, size) in _row_outputs(runtime, shape, options).items():
-            if dims != first[key][0]:
-                raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
-            if shape != shapes[0] and _is_of_places(infos[key], dims, options, native):
-                raise unlike_positions(key, shapes[0][0], shape[0])
-            total += rows * size
-    if total > limit and not options.sent:
-        raise RequestTooLarge(total, limit)
-    if total > limit:
-        kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
-        choosable = all(has_tokens(*kind) for kind in kinds)
-        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first), choosable))
-    return total
-
-
-def projected_lengths(runtime: Runtime, shapes: Sequence[RowShape], options: FeatureOptions) -> set[int]:
-    """Return the numbers of values per row to project. The row sizes must be cached already."""
-    return {
-        math.prod(
-            options.pooled(row_size(runtime, shape).outputs[info.key][0], row_layout(info.layout, info.rows_per_image))[
-                1:
-            ]
-        )
-        for shape in set(shapes)
-        for info in runtime.outputs
-        if options.wants(info.key)
-    }
-
-
-def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int]]:
-    """Return key → shape and bytes of one row of the response; cached for recent shapes and options."""
+def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int, int]]:
+    """Return the outputs of a :class:`ResponseSize`; cached for recent shapes and options."""
     runtime = runtime.at(shape)
-    many = options.tokens is not None and len(options.tokens) > LONG  # too large a key
+    many = options.tokens is not None and len(options.tokens) > _LONG
     known = None if many else runtime.response_sizes.get((shape, options))
     if known is None:
         row = row_size(runtime, shape)
@@ -152,9 +132,8 @@ def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> 
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info.layout, info.rows_per_image)
-                options.check(info.key, dims, dtype, layout, info.prefix, row.grids.get(info.key), info.queries)
-                dims, dtype = options.finished(dims, dtype, layout)
-                outputs[info.key] = dims, _bytes(dims, dtype)
+                dims, dtype, length = options.row(info, dims, dtype, layout, row.grids.get(info.key))
+                outputs[info.key] = dims, _bytes(dims, dtype), length
         known = ResponseSize(outputs)
         if not many:
             runtime.response_sizes.put((shape, options), known)

@@ -12,7 +12,7 @@ from fxcore.errors import BadTensor, ImageTooLarge
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, bounded, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, scaled, spread
 from service.engine.rows.shapes import RowShape
 
 
@@ -27,7 +27,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
 
     Raises:
         BadTensor: a wrong name, shape or dtype.
-        ImageTooLarge: uint8 images have too many pixels, as sent or once resized.
+        ImageTooLarge: uint8 images have too many pixels.
     """
     specs = description.inputs
     if set(tensors) != {spec.name for spec in specs}:
@@ -42,6 +42,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
     boxes: list[tuple[int, int, int, int]] = []
+    sent: list[tuple[int, int]] = []
     for spec, tensor in zip(specs, ordered, strict=True):
         if spec.node is not None:
             _check_value(spec, tensor)
@@ -52,7 +53,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
                 _check_preprocessed(spec, tensor, description.preprocessing)
-                bounded(description.preprocessing, tensor.shape[-3], tensor.shape[-2], max_pixels)
+                sent = [(tensor.shape[-3], tensor.shape[-2])] * rows
                 box = description.preprocessing.valid_box(tensor.shape[-3], tensor.shape[-2])
                 boxes = [] if box is None else [box] * rows
         shapes.append(_row_shape(description.preprocessing, tensor, preprocess))
@@ -75,7 +76,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     # Stacking single rows into a part needs a second copy of them.
     costs = [cost and cost + decoded * len(part) // rows for part in parts]
     prepared = [(part, partial(prepare, part)) for part in parts]
-    return Plan([row_shape] * rows, decoded, costs, prepared, valid_boxes=boxes)
+    return Plan([row_shape] * rows, decoded, costs, prepared, sent=sent, valid_boxes=boxes)
 
 
 def _check_value(spec: TensorSpec, tensor: Tensor) -> None:
@@ -145,7 +146,7 @@ def _prepared(description: Description, tensor: Tensor, preprocess: str) -> Tens
     if preprocess == "none":
         return scaled(tensor.movedim(-1, 1))
     if description.preprocessing.layout != "NCHW":
-        return description.preprocessing.tensor(tensor)
+        return description.preprocessing.from_array(tensor)
     rows = tensor.expand(*tensor.shape[:-1], 3) if tensor.shape[-1] == 1 else tensor  # grey
     return torch.stack([description.decoder.pixels(pixels, preprocess) for pixels in rows])
 

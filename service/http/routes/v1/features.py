@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +20,6 @@ from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Reservation
-from service.engine.rows.tokens import LONG
 from service.http.access.callers import caller_of
 from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
@@ -37,7 +35,6 @@ from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQu
 
 Parts = list[bytes | memoryview]
 
-_CACHED_OPTIONS = 1024
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 """Replaces the query's value without ``pool=roi``, because requests with equal options share a batch's pooling."""
 
@@ -223,27 +220,28 @@ async def _respond(
         ):  # the only bodies with regions and edits, which are checked before anything is built
             body = await received()
             sent = await body.parse("", state.engine.run_in_encoder)
-        _options_of(query).check_regions(None if sent is None else sent.regions)
+        options = _options(query)
+        options.check_regions(None if sent is None else sent.regions)
         record = await find()
         if record.runtime is None:
             body = body or await received()  # before that, a disconnect is not noticed
             await state.engine.runtimes.load(record)
-        accepted = _negotiate(record, query, joined_header(request.scope, b"accept"))
+        accepted = _negotiate(record, options, joined_header(request.scope, b"accept"))
         if sent is None:
             body = body or await received()
             sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
         del body  # not needed once parsed
-        return await _extract(request, state, record, sent, query, accepted, deadline.at)
+        return await _extract(request, state, record, sent, options, accepted, query.encoding, deadline.at)
 
 
-def _negotiate(record: ExtractorRecord, query: FeatureQuery, accept: str | None) -> str:
-    added = KINDS[query.pool].output if query.pool in KINDS else None
+def _negotiate(record: ExtractorRecord, options: FeatureOptions, accept: str | None) -> str:
+    added = KINDS[options.pool].output if options.pool in KINDS else None
     if added in record.description.return_nodes:
-        detail = f"pool={query.pool} adds an output {added!r}: give the extractor's output of that name another key"
+        detail = f"pool={options.pool} adds an output {added!r}: give the extractor's output of that name another key"
         raise problems.DuplicateKey(detail, key=added)
     floating = ("float32", "float16", "bfloat16")
-    dtypes = (query.dtype if query.dtype and o.dtype in floating else o.dtype for o in record.outputs)
-    reduced = _options_of(query).one_shape or query.tokens is not None
+    dtypes = (options.dtype if options.dtype and o.dtype in floating else o.dtype for o in record.outputs)
+    reduced = options.one_shape or options.tokens is not None
     accepted = responses.negotiate(accept, tuple(dtypes), reduced)
     if accepted == heatmap.MEDIA_TYPE:
         output = record.outputs[0]
@@ -256,8 +254,9 @@ async def _extract(
     state: State,
     record: ExtractorRecord,
     sent: bodies.Sent,
-    query: FeatureQuery,
+    options: FeatureOptions,
     accepted: str,
+    encoding: str,
     deadline: float,
 ) -> Response:
     """Compute the features of ``sent`` and write them as ``accepted``."""
@@ -266,18 +265,18 @@ async def _extract(
         require_one_image(sent)
     reservation = reservation_of(request.scope)
     features = await state.engine.features(
-        record, sent.inputs, _options_of(query), deadline, sent.regions, reservation, sent.edits
+        record, sent.inputs, options, deadline, sent.regions, reservation, sent.edits
     )
     started = time.perf_counter()
     if drawn:
         assert not isinstance(sent.inputs, Mapping)
-        preprocessing = None if query.preprocess == "none" else record.description.preprocessing
+        preprocessing = None if options.preprocess == "none" else record.description.preprocessing
         output = record.outputs[0]
         drawn_map = features.outputs[output.key], output.layout, output.tokens
         usual = record.description.preprocessing.nominal_size()
         parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
     else:
-        parts = await _write(state, record, features, accepted, query, reservation)
+        parts = await _write(state, record, features, options.pool, accepted, encoding, reservation)
     timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
     return responses.PartsResponse(parts, accepted, headers)
@@ -315,15 +314,16 @@ async def _write(
     state: State,
     record: ExtractorRecord,
     features: FeatureResult,
+    pool: str,
     accepted: str,
-    query: FeatureQuery,
+    encoding: str,
     reservation: Reservation,
 ) -> Parts:
     """Write all outputs as ``accepted``, in another thread unless it is very fast."""
     outputs = features.outputs
     if features.region_image is not None:  # not in npy responses, which hold only the first output
-        outputs[KINDS[query.pool].output] = features.region_image
-    source, encoding = _source(record), query.encoding
+        outputs[KINDS[pool].output] = features.region_image
+    source = _source(record)
     if accepted in responses.IMMEDIATE:
         return responses.write(accepted, source, outputs, features.images, encoding)
     reservation.claim(responses.written_bytes(accepted, outputs, encoding))
@@ -342,26 +342,16 @@ def _source(record: ExtractorRecord) -> responses.Source:
 _sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictionary()
 
 
-def _options_of(query: FeatureQuery) -> FeatureOptions:
-    roi_size = query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE
-    seed = query.seed if query.project is not None else 0
-    make = _options if query.tokens is None or len(query.tokens) <= LONG else _options.__wrapped__
-    return make(query.pool, query.dtype, query.normalize, query.preprocess, roi_size, query.project, seed, query.tokens)
-
-
-@functools.lru_cache(_CACHED_OPTIONS)
-def _options(
-    pool: str,
-    dtype: str | None,
-    normalize: str | None,
-    preprocess: str,
-    roi_size: int,
-    project: int | None,
-    seed: int,
-    tokens: tuple[int, ...] | None,
-) -> FeatureOptions:
+def _options(query: FeatureQuery) -> FeatureOptions:
     return FeatureOptions(
-        pool, dtype, normalize, preprocess, roi_size=roi_size, project=project, seed=seed, tokens=tokens
+        pool=query.pool,
+        dtype=query.dtype,
+        normalize=query.normalize,
+        preprocess=query.preprocess,
+        roi_size=query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE,
+        project=query.project,
+        seed=query.seed if query.project is not None else 0,
+        tokens=query.tokens,
     )
 
 

@@ -47,7 +47,13 @@ def claim(store: Store, name: str, id: str, failed: str | None = None) -> str:
     return store.claim(name, id, lambda id, name: id == failed)
 
 
-@pytest.fixture(params=["folder", "folder without hard links", "s3", "memory"])
+@pytest.fixture(
+    params=[
+        "folder",
+        "memory",
+        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in ("folder without hard links", "s3")),
+    ]
+)
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"

@@ -11,6 +11,7 @@ import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from service.engine.requests.plan.images import check_takes_images, plan_images, read_headers
+from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.runtime.runtime import Runtime
@@ -27,10 +28,13 @@ def runtime() -> Runtime:
 def plan(runtime: Runtime, sent: Inputs, preprocess: str, max_pixels: int) -> Plan:
     description = runtime.description
     if isinstance(sent, Mapping):
-        return plan_tensors(description, sent, preprocess, max_pixels)
-    check_takes_images(description, sent)
-    headers = read_headers(sent, range(len(sent)), max_pixels)
-    return plan_images(description, sent, headers, preprocess, max_pixels)
+        made = plan_tensors(description, sent, preprocess, max_pixels)
+    else:
+        check_takes_images(description, sent)
+        headers = read_headers(sent, range(len(sent)), max_pixels)
+        made = plan_images(description, sent, headers, preprocess, max_pixels)
+    check_sizes(description, made, max_pixels)
+    return made
 
 
 def decoded(runtime: Runtime, images: Sequence[bytes], preprocess: str = "default") -> torch.Tensor:

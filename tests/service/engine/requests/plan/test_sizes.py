@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from service.engine import FeatureOptions
-from service.engine.requests.plan.sizes import response_bytes, row_size
+from service.engine.requests.plan.sizes import row_size, sizes
 from service.engine.runtime.runtime import SIZES_BYTES
 from tests.service.engine.running import MakeEngine, built
 
@@ -25,7 +25,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         shape = ((3, 64, 64),)
         for number in range(1, 300):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
-            response_bytes(record.runtime, [shape], FeatureOptions(keys=keys), 10**9)
+            sizes(record.runtime, [shape], FeatureOptions(keys=keys), 10**9)
         kept = record.runtime.row_sizes.bytes + record.runtime.response_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
         assert running.runtimes.eviction.bytes() - before == kept

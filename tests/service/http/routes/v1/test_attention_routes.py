@@ -110,7 +110,7 @@ def test_maps_are_the_weights_that_the_model_uses(
     part = eager.get_submodule(module)
     part.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
-        eager(entry.preprocessing().tensor(torch.from_numpy(PIXELS)))
+        eager(entry.preprocessing().from_array(torch.from_numpy(PIXELS)))
         expected = reference(part, seen[0])
     assert maps.shape == expected.shape == (1, *shape)
     assert torch.allclose(maps, expected, atol=1e-5)

@@ -32,7 +32,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def image() -> Tensor:
     weights = get_model("resnet18").preprocessing("random")
-    row: Tensor = weights.rgb.tensor(torch.from_numpy(np.array(photos.photos()[0]))[None])
+    row: Tensor = weights.rgb.from_array(torch.from_numpy(np.array(photos.photos()[0]))[None])
     return row
 
 

@@ -1,0 +1,60 @@
+"""Limits on the sizes of images once they are resized, before anything is decoded."""
+
+from __future__ import annotations
+
+import math
+
+from fxcore.errors import ImageTooLarge
+from service.engine.description import Description
+from service.engine.requests.plan.plan import Plan, indexed
+from service.schemas.image_size import MAX_SIDE
+
+_MAX_UPSCALE = 8
+"""Pixels that any image may be resized to, as a multiple of the pixels of the model's input. For a model that crops 224
+pixels out of 256, it allows an aspect ratio of about 6:1."""
+
+_MAX_PATCHES = 16_384
+"""Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
+number of patches. A 2048-pixel square has this many 16-pixel patches."""
+
+
+def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
+    """Check the sizes of a request's images during preprocessing, and of its rows with ``fit=native``.
+
+    Raises:
+        ImageTooLarge: an image would be resized to more than ``max_pixels`` and the limit for common aspect ratios;
+            with ``fit=native``, a side would exceed :data:`~service.schemas.image_size.MAX_SIDE`, or there would be too
+            many patches. ``extra["index"]`` is its index.
+    """
+    preprocessing = description.preprocessing
+    # A model may resize even small images to more than max_pixels; reject only extreme aspect ratios.
+    limit = max(max_pixels, _MAX_UPSCALE * math.prod(preprocessing.nominal_size()))
+    for height, width in dict.fromkeys(plan.sent):
+        size = preprocessing.largest_size(height, width)
+        pixels = math.prod(size)
+        if pixels > limit:
+            with indexed(plan.sent.index((height, width))):
+                raise ImageTooLarge(
+                    f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at "
+                    f"most {limit} are allowed",
+                    pixels=pixels,
+                    limit=limit,
+                )
+    if description.spec.fit != "native":
+        return
+    multiple = preprocessing.describe()["multiple"]
+    for index, shape in enumerate(plan.shapes):
+        height, width = shape[0][-2:]
+        limits = {MAX_SIDE * min(height, width): f"no side may exceed {MAX_SIDE}"}
+        if description.entry.one_size:
+            limits[_MAX_PATCHES * multiple**2] = f"at most {_MAX_PATCHES:,} squares of {multiple} pixels are allowed"
+        limit = min(limits)
+        if height * width > limit:
+            with indexed(index):
+                smaller = "ask for fit=crop or fit=pad, for a smaller image_size" if plan.sent else "send a smaller one"
+                raise ImageTooLarge(
+                    f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "
+                    f"{smaller}, or cut the image into pieces",
+                    pixels=height * width,
+                    limit=limit,
+                )
