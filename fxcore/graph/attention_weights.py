@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.graph.operations import PERMUTES, computed
 from fxcore.passes.attention import ATTENTION, attention_weights, scaled_dot_product_weights
 
 _KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
 _MULTIPLIES = {"matmul", "bmm", "einsum"}
-_REORDERS = {"permute", "transpose", "swapaxes", "swapdims", "movedim", "getattr"}
 _MAX_MOVES = 40
 _PASSED_ON = {"Dropout", "Identity", "dropout", "permute", "transpose", "contiguous", "to"}
 
@@ -163,18 +163,9 @@ def _moved(node: fx.Node, above: fx.Node, numbers: Any) -> Any:
     """Apply ``node`` to the channel numbers of the node ``above``; return None if unknown."""
     value, before = node.meta.get("value"), above.meta.get("value")
     alike = isinstance(value, Tensor) and isinstance(before, Tensor) and value.shape == before.shape
-    if alike and called(node) not in _REORDERS:
+    if alike and called(node) not in (*PERMUTES, "getattr"):
         return numbers  # scaled, normalized, …
     if node.op not in ("call_function", "call_method"):
         return None
 
-    def given(one: fx.Node) -> Any:
-        return numbers if one is above else one.meta.get("value")
-
-    args, kwargs = fx.map_arg(node.args, given), fx.map_arg(node.kwargs, given)
-    try:
-        if callable(node.target):
-            return node.target(*args, **kwargs)
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    except (TypeError, RuntimeError, IndexError, AttributeError, ValueError):
-        return None
+    return computed(node, lambda one: numbers if one is above else one.meta.get("value"))

@@ -158,8 +158,8 @@ def _lookup(graph: Named, name: str) -> str | None:
     return under[-1] if under else None
 
 
-def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
-    """Return up to ``count`` nodes, levels and paths that are spelled like ``name``.
+def suggest(graph: Named, name: str) -> list[str]:
+    """Return up to five nodes, levels and paths that are spelled like ``name``.
 
     Nodes are found by their targets too, which may differ: ViT's node ``…encoder_layer_0.ln`` calls ``ln_1``.
     """
@@ -178,15 +178,15 @@ def suggest(graph: Named, name: str, count: int = 5) -> list[str]:
     lowered: dict[str, str] = {}
     for candidate, meaning in candidates.items():
         lowered.setdefault(candidate.lower(), meaning)
-    near = difflib.get_close_matches(name[:200].lower(), lowered, n=count, cutoff=0.6)
+    near = difflib.get_close_matches(name[:200].lower(), lowered, n=5, cutoff=0.6)
     return list(dict.fromkeys(lowered[n] for n in near))
 
 
-def _extractable_near(graph: Named, exact: str, count: int = 3) -> list[str]:
-    """Return the extractable nodes nearest to a node in execution order, the nearest first."""
+def _extractable_near(graph: Named, exact: str) -> list[str]:
+    """Return the three extractable nodes nearest to a node in execution order, the nearest first."""
     index = graph.eval_nodes.index(exact)
     order = sorted(range(len(graph.eval_nodes)), key=lambda i: (abs(i - index), i > index))
-    return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:count]
+    return [graph.eval_nodes[i] for i in order if graph.extractable(graph.by_name[graph.eval_nodes[i]])][:3]
 
 
 def _examples(graph: Named) -> list[str]:

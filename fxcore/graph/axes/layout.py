@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torchvision import ops
 
 from fxcore.graph.axes.moved_axes import moved, moves_axes
+from fxcore.graph.operations import KEEPS, RESHAPES
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
 
 TOKENS = "tokens"
@@ -32,22 +33,8 @@ CHANNELS_FIRST = (
 _ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
 _CHANNELS_FIRST_AXES = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
 FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
-_RESHAPES = {"reshape", "view"}
 # Maximum number of nodes between a window partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40
-# Operations whose result has the axes of their input if it has the same rank. Sizes may change.
-_KEEPING = {
-    *("linear", "matmul", "bmm", "baddbmm", "conv1d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-    *("max_pool1d", "max_pool3d", "avg_pool1d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool3d"),
-    *("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "lp_pool1d", "lp_pool2d", "upsample"),
-    *("interpolate", "pixel_shuffle", "pixel_unshuffle", "grid_sample", "fold", "pad", "constant_pad_nd", "glu"),
-    *("mean", "sum", "amax", "amin", "max", "min", "prod", "std", "var", "norm", "vector_norm", "logsumexp", "all"),
-    *("any", "argmax", "argmin", "median", "add", "iadd", "sub", "mul", "imul", "div", "truediv", "floordiv", "pow"),
-    *("where", "maximum", "minimum", "lerp", "addcmul", "masked_fill", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("and_", "or_", "dequantize", "hstack"),
-    *("cat", "concat", "concatenate", "getitem", "narrow", "index_select", "gather", "take_along_dim", "slice_scatter"),
-    *("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "diff", "topk"),
-}
 
 
 def layout_name(axes: str | None) -> str | None:
@@ -106,7 +93,7 @@ def _may_keep_axes(node: fx.Node, inputs: list[fx.Node], value: Tensor, name: st
     Of models' own leaf modules and functions, those that do not give an axis the size that another one had seem so.
     """
     origin = str(type(module).__module__ if module is not None else getattr(node.target, "__module__", None))
-    if name in _KEEPING or name in _RESHAPES or (module is not None and origin.startswith(("torch.nn.", "torch.ao."))):
+    if name in KEEPS or name in RESHAPES or (module is not None and origin.startswith(("torch.nn.", "torch.ao."))):
         return True
     if node.op == "call_method" or origin.partition(".")[0] in ("torch", "_operator", "builtins", "None"):
         return False
@@ -124,7 +111,7 @@ def _with_kept_rank(axes: str, before: Any, value: Tensor, name: str) -> str | N
     if len(axes) != value.ndim:
         return None
     kept = isinstance(before, Tensor) and before.shape[:2] == value.shape[:2]
-    return axes if kept or name not in _RESHAPES else None
+    return axes if kept or name not in RESHAPES else None
 
 
 def _with_merged_space(axes: str, before: Any, value: Tensor) -> str | None:

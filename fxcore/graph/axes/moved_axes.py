@@ -7,22 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-_PERMUTING = {
-    *("permute", "transpose", "transpose_", "swapaxes", "swapaxes_", "swapdims", "swapdims_", "movedim", "moveaxis"),
-    *("t", "t_", "adjoint"),
-}
-_PERMUTING_ATTRIBUTES = {"T", "mT", "H", "mH"}
-_PRODUCTS = {"matmul", "__matmul__", "bmm"}
-# Those that may permute axes, in ways that are not followed.
-_UNCLEAR = {"rot90", "tensordot", "as_strided", "rearrange"}
+from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, computed
 
 
 def moves_axes(node: fx.Node, name: str) -> bool:
     """Return whether ``node``, an operation called ``name``, may move axes, so that :func:`moved` knows its result."""
     if name == "getattr":
-        return node.args[1] in _PERMUTING_ATTRIBUTES
-    known = name in _PERMUTING or name in _UNCLEAR or name == "einsum"
-    return known or (name in _PRODUCTS and all(_axes_of(a) for a in node.args[:2])) or _reorders(node, name)
+        return node.args[1] in PERMUTING_ATTRIBUTES
+    known = name in PERMUTES or name in UNCLEAR or name == "einsum"
+    return known or (name in PRODUCTS and all(_axes_of(a) for a in node.args[:2])) or _reorders(node, name)
 
 
 def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
@@ -30,12 +23,12 @@ def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
     axes: str | None = None
     if name == "einsum":
         axes = _contracted(node)
-    elif name in _PRODUCTS:
+    elif name in PRODUCTS:
         left, right = (_axes_of(a) or "" for a in node.args[:2])
         axes = left[:-1] + right[-1:] if len(left) == len(right) else None
     elif name == "getitem":
         axes = _indexed(node)
-    elif name == "getattr" or name in _PERMUTING:
+    elif name == "getattr" or name in PERMUTES:
         axes = _permuted(node)
     fits = axes is not None and len(axes) == value.ndim == len(set(axes))
     return axes if fits else None
@@ -76,15 +69,8 @@ def _permuted(node: fx.Node) -> str | None:
     if axes is None:
         return None
     marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: marked if n is source else n.meta.get("value"))
-    try:
-        if callable(node.target):
-            result = node.target(*args, **kwargs)
-        else:
-            result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return "".join(axes[size - 2] for size in result.shape)
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-        return None
+    result = computed(node, lambda n: marked if n is source else n.meta.get("value"))
+    return "".join(axes[size - 2] for size in result.shape) if isinstance(result, Tensor) else None
 
 
 def _contracted(node: fx.Node) -> str | None:

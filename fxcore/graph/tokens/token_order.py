@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, computed
 from fxcore.graph.tokens.patches import MAX_PREFIX
 
 ELSEWHERE = -1
@@ -19,18 +20,8 @@ ELSEWHERE = -1
 ORDERS = "token_orders"
 """Key in the ``meta`` of a node with a map: the orders of the nodes that depend on it, by its number of positions."""
 
-_FOLLOWED = {
-    *("cat", "concat", "concatenate", "hstack", "getitem", "narrow", "flip", "roll"),
-    *("split", "split_with_sizes", "tensor_split", "chunk"),
-}
-_RESHAPING = {
-    *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"),
-}
 _MAX_PLACES = 1 << 24
 """Maximum number of elements of a value whose positions are followed through views."""
-
-_SHUFFLING = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
 
 # Orders by node: an index for each token, a tuple of such orders for a tuple of tensors, or None if unknown.
 _Orders = Mapping[fx.Node, Any]
@@ -66,14 +57,14 @@ def _orders(source: fx.Node, area: int) -> dict[str, Tensor]:
 def _reshaped(node: fx.Node, orders: _Orders, reshaped: Mapping[fx.Node, Tensor], area: int) -> Tensor | None:
     """Return the position that each element of ``node``'s value stands for; None if it is no reshaped map or tokens."""
     above, value = node.args[0] if node.args else None, node.meta.get("value")
-    if not _calls(node, _RESHAPING) or not isinstance(above, fx.Node) or above not in orders:
+    if not _calls(node, RESHAPES | PERMUTES) or not isinstance(above, fx.Node) or above not in orders:
         return None
     if not isinstance(value, Tensor) or value.numel() > _MAX_PLACES:
         return None
     places = reshaped.get(above)
     if places is None:
         places = _places(above, orders, area)
-    made = None if places is None else _called(node, {above: places})
+    made = None if places is None else computed(node, lambda n: places if n is above else n.meta["value"])
     return made if isinstance(made, Tensor) and made.shape == value.shape else None
 
 
@@ -103,11 +94,11 @@ def _order_in(places: Tensor, node: fx.Node, orders: _Orders) -> Tensor | None:
 
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
     if any(_orders_tokens(n, orders) for n in node.all_input_nodes):
-        if _calls(node, _FOLLOWED):
+        if _calls(node, JOINS | MOVES):
             values = {n: _spread(n.meta["value"], orders.get(n), _dim(n)) for n in node.all_input_nodes}
-            result = _called(node, values)
+            result = computed(node, values.__getitem__)
             return _lost(node.meta["value"], node) if result is None else _read(result, _dim(node))
-        if _calls(node, _SHUFFLING):
+        if _calls(node, SHUFFLES):
             return _lost(node.meta["value"], node)
     given = [orders[n] for n in node.all_input_nodes if orders.get(n) is not None]
     length = _length(node)
@@ -131,17 +122,6 @@ def _calls(node: fx.Node, names: Collection[str]) -> bool:
     """Return whether ``node`` calls a function or method with one of ``names``."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return node.op in ("call_function", "call_method") and name in names
-
-
-def _called(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Call ``node``'s operation with ``values`` in place of its inputs' own; None if that fails."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["value"]))
-    try:
-        if callable(node.target):
-            return node.target(*args, **kwargs)
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return None
 
 
 def _spread(value: Any, order: Any, dim: int) -> Any:
