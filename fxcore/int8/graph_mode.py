@@ -20,9 +20,11 @@ from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
+from fxcore.int8.calls import pass_positionally, separate
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
-from fxcore.int8.layers import class_of, computed_by, is_relu6
+from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
+from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
 from fxcore.tracing.names import public_name
@@ -82,6 +84,8 @@ def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tup
     are called.
     """
     private = copy.deepcopy(fork(module)).eval()
+    separate(private)
+    pass_positionally(private)
     mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep)
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
@@ -159,9 +163,9 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
     for node in list(module.graph.nodes):
-        if node in kept and kind_of(module, node) in known:
-            # Regardless of the mapping, torch quantizes these before an int8 layer unless an operation without an int8
-            # kernel is in between. Insert an identity.
+        if node in kept and not issubclass(class_of(module, node), (*WEIGHTED, *BATCH_NORMS)):
+            # Regardless of the mapping, torch quantizes many operations before an int8 layer unless an operation
+            # without an int8 kernel is in between. Insert an identity.
             with module.graph.inserting_after(node):
                 between = module.graph.call_function(torch.positive, (node,))
             node.replace_all_uses_with(between)

@@ -7,13 +7,15 @@ otherwise and for more than 100 groups.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.layer_types import ALL_CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS
+from fxcore.int8.calls import CONVOLUTIONS
+from fxcore.layer_types import ALL_CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
 
 TRANSPOSED = (
     *TRANSPOSED_CONVOLUTIONS,
@@ -25,7 +27,8 @@ kernels with two rows; and torch packs the arguments of the functions in the wro
 _PRELU = (nn.PReLU, nn.functional.prelu, torch.prelu, "prelu")
 """PReLU. torch's int8 kernel applies the slope to positive values, too."""
 
-_CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
+_SCALAR_SUMS = (operator.add, operator.iadd, torch.add)
+_SCALAR_PRODUCTS = (operator.mul, operator.imul, torch.mul)
 
 _MAX_GROUPS = 100
 """Maximum number of groups for which ``x86`` uses oneDNN (should_use_onednn_quant in torch)."""
@@ -46,7 +49,8 @@ def ranges(module: fx.GraphModule) -> str:
 
 
 def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[fx.Node]:
-    """Return the nodes that this CPU's kernels compute incorrectly, or whose values make the next kernel overflow.
+    """Return the nodes that this CPU's kernels compute incorrectly or not at all, or whose values make the next kernel
+    overflow.
 
     Args:
         module: the module to quantize.
@@ -59,6 +63,9 @@ def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[
         for node in module.graph.nodes
         if kind_of(module, node) in (*TRANSPOSED, *_PRELU)
         or _is_packed_wrongly(module, node)
+        or _lacks_kernel(module, node)
+        or _loses_an_argument(module, node)
+        or _takes_range(node)
         or (kind_of(module, node) in overflowing and _is_weighted(module, node))
     }
 
@@ -92,15 +99,48 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         weight: Any = module.get_submodule(str(node.target)).weight
     else:
-        weight = _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+        weight = _attribute(module, node.args[1])
     return weight is None or (weight.shape[1] in (2, 4) and groups % (16 // weight.shape[1]) != 0)
+
+
+def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether torch cannot pack a layer: its weights are computed, or it is padded by name or not with zeros."""
+    if node.op == "call_module":
+        layer = module.get_submodule(str(node.target))
+        return isinstance(layer, ALL_CONVOLUTIONS) and (isinstance(layer.padding, str) or layer.padding_mode != "zeros")
+    if node.target is nn.functional.linear:
+        return _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) is None
+    return node.target in CONVOLUTIONS and (_attribute(module, node.args[1]) is None or isinstance(node.args[4], str))
+
+
+def _loses_an_argument(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether the kernel of ``node`` ignores an argument: ``alpha`` of sums, or instance norm's statistics."""
+    if node.target is nn.functional.instance_norm:
+        return len(node.args) > 1 or not {"running_mean", "use_input_stats"}.isdisjoint(node.kwargs)
+    if node.op == "call_module":
+        layer = module.get_submodule(str(node.target))
+        return isinstance(layer, INSTANCE_NORMS) and layer.running_mean is not None
+    return node.target is torch.add and bool(node.kwargs.get("alpha", 1) != 1)
+
+
+def _takes_range(node: fx.Node) -> bool:
+    """Return whether ``node`` adds a number, or multiplies by more than 1.
+
+    torch gives the value before it the range of the value after it, in which few integers are left for it.
+    """
+    if len(node.all_input_nodes) != 1 or len(node.args) < 2:
+        return False
+    number = next((one for one in node.args[:2] if not isinstance(one, fx.Node)), None)
+    if node.target in _SCALAR_SUMS:
+        return number is not None
+    return node.target in _SCALAR_PRODUCTS and isinstance(number, (int, float)) and abs(number) > 1
 
 
 def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a convolution or linear layer reads ``node``, directly or through pooling or reshaping."""
     for user in node.users:
         reader = kind_of(module, user)
-        if reader in (*_CONVOLUTIONS, nn.functional.linear):
+        if reader in (*CONVOLUTIONS, nn.functional.linear):
             return True
         if isinstance(reader, type) and issubclass(reader, (*ALL_CONVOLUTIONS, nn.Linear)):
             return True
@@ -114,10 +154,8 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> int:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return int(called.groups) if isinstance(called, ALL_CONVOLUTIONS) else 1
-    if node.target in _CONVOLUTIONS:
-        groups: Any = node.kwargs.get("groups", (*node.args[6:], 1)[0])
-        return int(groups)
-    return 1
+    groups: Any = node.args[6] if node.target in CONVOLUTIONS else 1
+    return int(groups)
 
 
 def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:

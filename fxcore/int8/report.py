@@ -33,6 +33,9 @@ _WEIGHTED_FUNCTIONS = (
 _SUMS = (operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, torch.add, torch.sub, torch.mul)
 _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.cat)
 
+_ROWS = 2
+"""Number of calibration rows that errors are measured on."""
+
 
 @dataclass(frozen=True)
 class LayerError:
@@ -113,7 +116,7 @@ def layer_errors(
     return sorted(layers, key=lambda layer: layer.sqnr)
 
 
-def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int = 2) -> list[LayerError]:
+def simulated(module: fx.GraphModule, calibration: Sequence[Inputs]) -> list[LayerError]:
     """Return the error of each layer of ``module`` in int8, the largest first, with the ranges of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
@@ -122,7 +125,6 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
     Args:
         module: a float32 module in eval mode.
         calibration: calibration inputs, one row each.
-        rows: number of calibration rows to measure errors on.
 
     >>> from fxcore import trace
     >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
@@ -151,7 +153,7 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs], rows: int =
                     least, most = (float(x) for x in values.values[node].aminmax())
                     before = ranges.get(name, (least, most))
                     ranges[name] = min(least, before[0]), max(most, before[1])
-    few = tuple(torch.cat(parts) for parts in zip(*calibration[:rows], strict=True))
+    few = tuple(torch.cat(parts) for parts in zip(*calibration[:_ROWS], strict=True))
     return layer_errors(module, few, {name: Rounding.between(*ends) for name, ends in ranges.items()})
 
 

@@ -1,0 +1,72 @@
+"""int8 against float32 for calls that torch's graph mode fuses, packs or observes wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fxcore import trace
+from fxcore.int8.quantize import quantize
+
+Forward = Callable[[Any, Tensor], Any]
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.one, self.other = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.reflected = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
+        self.same = nn.Conv2d(8, 8, (1, 3), padding="same")
+        self.prelu = nn.PReLU(8)
+        self.linear = nn.Linear(8, 8)
+        self.tracked = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+        for norm in (self.one, self.other, self.tracked):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+        self.how = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self, x)
+
+
+CALLS: dict[str, Forward] = {
+    "ReLU after one of two calls": lambda m, x: (m.a(x), F.relu(m.a(2 * x))),
+    "ReLU after one of two linear calls": lambda m, x: (m.linear(x), F.relu(m.linear(2 * x))),
+    "batch norm after one of two calls": lambda m, x: (m.a(x), m.one(m.a(x / 2))),
+    "a batch norm for each of two calls": lambda m, x: (m.one(m.a(x)), m.other(m.a(x / 2))),
+    "one batch norm after two layers": lambda m, x: m.one(m.a(x)) + m.one(m.b(x)),
+    "the weight of a module that is called": lambda m, x: F.conv2d(F.relu(m.a(x)), m.a.weight, padding=1),
+    "alpha": lambda m, x: torch.add(m.a(x), m.b(x), alpha=-2),
+    "alpha before ReLU": lambda m, x: m.a(F.relu(torch.add(m.a(x), m.b(x), alpha=3))),
+    "alpha of a number": lambda m, x: m.b(torch.add(m.a(x), 1.0, alpha=3)),
+    "a product with a large number": lambda m, x: m.b(m.a(x) * 1000),
+    "a sum with a large number": lambda m, x: (
+        m.a(F.relu(m.a(x)) + 100) - 100 * m.a.weight.sum((1, 2, 3))[:, None, None]
+    ),
+    "running statistics of instance norm": lambda m, x: m.b(m.tracked(m.a(x))),
+    "defaults of a functional": lambda m, x: F.conv2d(F.conv2d(x, m.a.weight), weight=m.b.weight, stride=2),
+    "padding by name": lambda m, x: m.b(m.same(m.a(x))),
+    "padding by reflection": lambda m, x: m.b(m.reflected(m.a(x))),
+    "computed weights": lambda m, x: m.b(F.conv2d(x, m.a.weight / m.a.weight.norm())),
+    "computed weights of a linear layer": lambda m, x: m.b(F.linear(x, m.linear.weight / m.linear.weight.norm())),
+    "PReLU between two layers": lambda m, x: m.b(m.prelu(m.a(x))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_int8_is_near_float32(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(CALLS[name]).eval(), torch.randn(4, 8, 8, 8)
+    made = quantize(trace(model), [torch.randn(4, 8, 8, 8) for _ in range(4)]).module
+    with torch.no_grad():
+        expected, found = model(x), made(x)
+    for one, other in zip(*(got if isinstance(got, tuple) else (got,) for got in (expected, found)), strict=True):
+        assert (other - one).norm() < 0.05 * one.norm()
