@@ -91,9 +91,9 @@ class _Block(nn.Module):
 
 
 class EfficientNetLite(nn.Module):
-    """EfficientNet-Lite, from float32 ``[N, 3, side, side]`` to logits ``[N, num_classes]``."""
+    """EfficientNet-Lite, from float32 ``[N, 3, side, side]`` to logits ``[N, 1000]``."""
 
-    def __init__(self, variant: _Variant, num_classes: int = 1000) -> None:
+    def __init__(self, variant: _Variant) -> None:
         super().__init__()
         side = variant.size
         features: list[nn.Module] = [_Convolution(side, (3, _STEM), 3, 2)]
@@ -112,17 +112,17 @@ class EfficientNetLite(nn.Module):
         features.append(_Convolution(side, (channels, _HEAD), 1))
         self.features = nn.Sequential(*features)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.classifier = nn.Sequential(nn.Dropout(variant.dropout), nn.Linear(_HEAD, num_classes))
+        self.classifier = nn.Sequential(nn.Dropout(variant.dropout), nn.Linear(_HEAD, 1000))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
         return logits
 
 
-def _rounded(channels: float, divisor: int = 8) -> int:
-    """Return the nearest multiple of ``divisor`` that is at most 10 % below ``channels``."""
-    near = max(divisor, int(channels + divisor / 2) // divisor * divisor)
-    return near + divisor if near < 0.9 * channels else near
+def _rounded(channels: float) -> int:
+    """Return the nearest multiple of 8 that is at most 10 % below ``channels``."""
+    near = max(8, int(channels + 4) // 8 * 8)
+    return near + 8 if near < 0.9 * channels else near
 
 
 @dataclass(frozen=True)
