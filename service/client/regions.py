@@ -61,6 +61,8 @@ def _mask(mask: Any) -> Any:
         counts = counts.decode("ascii") if isinstance(counts, bytes) else counts
         counts = counts if isinstance(counts, str) else [int(count) for count in counts]
         return {"size": [int(side) for side in size], "counts": counts}
+    if is_instance("PIL.Image", "Image", mask) and mask.mode in ("I", "F"):  # not in PNG files
+        mask = np.asarray(mask)
     if isinstance(mask, np.ndarray) or is_instance("torch", "Tensor", mask):
         from PIL import Image
 

@@ -183,11 +183,14 @@ def _open_local(path: str) -> IO[bytes]:
 
 
 def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
-    """Yield all images below ``root``. Symbolic links are followed; each folder is visited once."""
+    """Yield all images below ``root``. Symbolic links are followed.
+
+    Each folder is visited once, by its own path if that is below ``root`` too.
+    """
     seen: set[tuple[int, int]] = set()
-    folders = [root]
-    while folders:
-        folder = folders.pop()
+    folders, links = [root], list[str]()
+    while folders or links:
+        folder = (folders or links).pop()
         try:
             status = os.stat(folder)
             if (status.st_dev, status.st_ino) in seen:
@@ -202,7 +205,7 @@ def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
                         yield Source(_printable(entry.path), entry.path, error=error.strerror)
                         continue
                     if is_folder:
-                        folders.append(entry.path)
+                        (links if entry.is_symlink() else folders).append(entry.path)
                     elif name.endswith(TAR_SUFFIXES):
                         yield from _in_archive(entry.path, skipped)
                     elif name.endswith(suffixes()) or _begins_as_image(entry.path):

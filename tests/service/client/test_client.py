@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import subprocess
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from fxcore import open_image
 from fxcore.images.formats import deep_png
-from service.client import exceptions, flows
+from service.client import exceptions, flows, regions
 from service.client.base import BaseExtractor
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
 from service.client.images import Encoded, split_call
@@ -88,6 +89,15 @@ def test_other_modes_are_left_to_the_server():
         assert isinstance(item, Encoded)
         assert PIL.Image.open(io.BytesIO(item.read())).size == (20, 10)
     assert np.load(io.BytesIO(only(PIL.Image.new("CMYK", (20, 10))).body()[0])).shape == (1, 10, 20, 3)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "I", "F"])
+def test_masks_of_all_modes_are_png_files(mode):
+    inside = np.arange(12).reshape(3, 4) % 3 == 0
+    mask = PIL.Image.fromarray(inside).convert(mode)
+    sent = PIL.Image.open(io.BytesIO(base64.b64decode(regions._mask(mask))))
+    assert sent.format == "PNG"
+    assert np.array_equal(np.asarray(sent) != 0, inside)
 
 
 @pytest.mark.parametrize("mode", ["I", "I;16", "I;16B"])

@@ -62,7 +62,7 @@ async def attribute(request: Request) -> Response:
     query, timeout = _OF_EXTRACTOR.parse(request)
     state = state_of(request)
 
-    async def whole() -> ExtractorSpec:
+    async def whole() -> tuple[ExtractorSpec, ExtractorRecord]:
         record = await state.engine.extractors.look_up(request.path_params["extractor"])
         spec = record.description.spec
         if spec.precision == "int8":
@@ -70,7 +70,7 @@ async def attribute(request: Request) -> Response:
         for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms)):
             if other:
                 raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {_WHOLE}", field=field)
-        return spec
+        return spec, record
 
     return await _respond(request, state, whole, query, timeout)
 
@@ -81,11 +81,12 @@ async def attribute_in_one_step(request: Request) -> Response:
     query, timeout = _OF_MODEL.parse(request)
     state, model = state_of(request), request.path_params["model"]
 
-    async def whole() -> ExtractorSpec:
+    async def whole() -> tuple[ExtractorSpec, None]:
         await state.model(caller_of(request.scope), model)
-        return ExtractorSpec(
+        spec = ExtractorSpec(
             model=model, weights=query.weights, return_nodes=[query.of], image_size=query.image_size, fit=query.fit
         )
+        return spec, None
 
     return await _respond(request, state, whole, query, timeout)
 
@@ -93,7 +94,7 @@ async def attribute_in_one_step(request: Request) -> Response:
 async def _respond(
     request: Request,
     state: State,
-    find: Callable[[], Awaitable[ExtractorSpec]],
+    find: Callable[[], Awaitable[tuple[ExtractorSpec, ExtractorRecord | None]]],
     query: AttributionQuery,
     timeout: float | None,
 ) -> Response:
@@ -102,10 +103,13 @@ async def _respond(
     reservation, engine = reservation_of(request.scope), state.engine
     engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
-        spec = await find()
+        spec, named = await find()
         body = await bodies.receive(request, kind, parameters)
         deadline.body_read()
-        front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
+        caller = caller_of(request.scope)
+        # Of an existing extractor, a key with scope read may have everything computed.
+        build = caller.may_build or named is not None
+        front, back, begin = await _halves(state, caller, spec, query, build)
         for record in (front, back):
             await engine.runtimes.load(record)
         at, target = front.outputs[0], None if query.target == "max" else query.target
@@ -139,8 +143,9 @@ async def _respond(
             usual = front.description.preprocessing.nominal_size()
             parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
         else:
+            made_of = (named or front).description
             source = responses.Source(
-                spec.model, back.id, back.description.weights, back.description.fingerprint, {_ATTRIBUTION: at.node}
+                spec.model, made_of.id, made_of.weights, made_of.fingerprint, {_ATTRIBUTION: at.node}
             )
             targets = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
             made = (accepted, source, _outputs(accepted, found), values.images, query.encoding, targets)
@@ -154,7 +159,7 @@ async def _respond(
 
 
 async def _halves(
-    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery
+    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery, build: bool
 ) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
     """Return the two extractors of an attribution and the names of the nodes between them.
 
@@ -197,9 +202,10 @@ async def _halves(
             raise problems.BadTarget(detail)
         state.cuts.put(key, begin)
     own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
-    back = await state.extractor(caller, ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager"))
+    after = ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager")
     before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")
-    return await state.extractor(caller, before), back, begin
+    back = await state.extractor(caller, after, build)
+    return await state.extractor(caller, before, build), back, begin
 
 
 def _rows(inputs: Inputs) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -263,6 +264,7 @@ async def _extract(
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn:
         require_one_image(sent)
+        options = replace(options, sent=False)  # the picture is small, whatever the map is
     reservation = reservation_of(request.scope)
     features = await state.engine.features(
         record, sent.inputs, options, deadline, sent.regions, reservation, sent.edits

@@ -144,6 +144,18 @@ def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
     assert "image 0" in locked.post(infer, json=document, headers=headers["read"]).json()["error"]
 
 
+@pytest.mark.exhaustive
+def test_a_key_to_read_has_attributions_of_existing_extractors(locked, headers, photos):
+    read, photo = headers["read"] | JPEG, photos["chelsea"]
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["classifier"]}
+    made = locked.post("/v1/extractors", json=spec, headers=headers["admin"]).json()["id"]
+    query = "attributions?of=flatten&at=features.5"
+    refused = locked.post(f"/v1/models/squeezenet1_1/{query}&weights=random", content=photo, headers=read)
+    assert refused.status_code == 403, refused.text
+    answer = locked.post(f"/v1/extractors/{made}/{query}", content=photo, headers=read)
+    assert (answer.status_code, answer.json()["extractor"]) == (200, made), answer.text
+
+
 def test_tracing_for_a_key_to_read_is_a_look_up(locked, headers, photos):
     """It waits for no builder, and has no more than the places of look-ups: here they have none."""
     image = base64.b64encode(photos["chelsea"]).decode()

@@ -75,6 +75,16 @@ def test_files_without_a_known_suffix_are_told_by_their_content(tmp_path: Path) 
     assert names(root / "notes") == [str(root / "notes")]  # named itself, it has to be one
 
 
+def test_a_folder_with_links_to_it_is_read_by_its_own_path(tmp_path: Path) -> None:
+    """Whatever the order of the listing: a link made before a resumed run must not rename what is done."""
+    root = tmp_path / "root"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "x.png").write_bytes(png(0))
+    for number in range(20):
+        (root / f"link{number}").symlink_to("a")
+    assert names(root) == [str(root / "a" / "x.png")]
+
+
 def test_a_pipe_with_the_suffix_of_an_image_is_not_waited_for(folder: Callable[..., Path]) -> None:
     root = folder(1)
     pipes = [root / "p.jpg", root / "p.tar", root / "pipe"]

@@ -216,6 +216,10 @@ def test_a_response_that_is_too_large(make_client, photos):
     assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
     assert "pool=avg" in document["ways"]
     assert client.post(f"{ONE_STEP}&pool=avg", **_multipart([photos["chelsea"]] * 4)).status_code == 200
+    map = "/v1/models/resnet18/features?weights=random&nodes=relu"  # 3.2 MB, drawn as a small picture
+    for accept, status in (("application/json", 413), ("image/png", 200)):
+        response = client.post(map, content=photos["chelsea"], headers={**JPEG, "accept": accept})
+        assert response.status_code == status, accept
 
 
 @pytest.mark.parametrize("where", ["header", "setting"])
