@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-CONVOLUTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
+CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 _DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
@@ -50,8 +50,8 @@ def pass_positionally(module: fx.GraphModule) -> None:
     torch passes them on to functions that pack weights, which have no defaults.
     """
     for node in module.graph.nodes:
-        if node.target in CONVOLUTIONS:
-            axes = CONVOLUTIONS.index(node.target) + 1
+        if node.target in CONVOLUTION_FUNCTIONS:
+            axes = CONVOLUTION_FUNCTIONS.index(node.target) + 1
             given = _DEFAULTS | dict(zip(("input", "weight", *_DEFAULTS), node.args, strict=False)) | node.kwargs
             for name in ("stride", "padding", "dilation"):
                 if isinstance(given[name], int):

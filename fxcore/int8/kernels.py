@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.int8.calls import CONVOLUTIONS
+from fxcore.int8.calls import CONVOLUTION_FUNCTIONS
 from fxcore.layer_types import ALL_CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
 
 TRANSPOSED = (
@@ -110,7 +110,9 @@ def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
         return isinstance(layer, ALL_CONVOLUTIONS) and (isinstance(layer.padding, str) or layer.padding_mode != "zeros")
     if node.target is nn.functional.linear:
         return _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) is None
-    return node.target in CONVOLUTIONS and (_attribute(module, node.args[1]) is None or isinstance(node.args[4], str))
+    return node.target in CONVOLUTION_FUNCTIONS and (
+        _attribute(module, node.args[1]) is None or isinstance(node.args[4], str)
+    )
 
 
 def _loses_an_argument(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -140,7 +142,7 @@ def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a convolution or linear layer reads ``node``, directly or through pooling or reshaping."""
     for user in node.users:
         reader = kind_of(module, user)
-        if reader in (*CONVOLUTIONS, nn.functional.linear):
+        if reader in (*CONVOLUTION_FUNCTIONS, nn.functional.linear):
             return True
         if isinstance(reader, type) and issubclass(reader, (*ALL_CONVOLUTIONS, nn.Linear)):
             return True
@@ -154,7 +156,7 @@ def _groups(module: fx.GraphModule, node: fx.Node) -> int:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return int(called.groups) if isinstance(called, ALL_CONVOLUTIONS) else 1
-    groups: Any = node.args[6] if node.target in CONVOLUTIONS else 1
+    groups: Any = node.args[6] if node.target in CONVOLUTION_FUNCTIONS else 1
     return int(groups)
 
 

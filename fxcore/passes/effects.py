@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.tracing.writes import mutated_argument
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, mutated_argument
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
@@ -34,7 +34,14 @@ _TRUSTED_PACKAGES = ("torch._C.", "torchvision.ops.", "fxcore.")
 _TRUSTED_BUILTINS = {"abs", "bool", "divmod", "float", "getattr", "int", "isinstance", "len", "max", "min", "pow",
                      "round", "slice", "sum", "tuple"}  # fmt: skip
 # Methods of tensors, and of lists, that have side effects.
-_EFFECTS = {"backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "delitem", "sort"}
+_EFFECTS = {"__setitem__", "__delitem__", *(f"__{write.__name__}__" for write in IN_PLACE_OPERATORS)} | {
+    "backward",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+    "delitem",
+    "sort",
+}
 
 
 def train_mode(module: nn.Module, node: fx.Node) -> str | None:

@@ -30,6 +30,7 @@ _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {
     F.conv_transpose2d: True,
     F.conv_transpose3d: True,
 }
+_NORM_AXES = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3, ops.FrozenBatchNorm2d: 2}
 _NORM_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 _CONV_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
@@ -50,8 +51,9 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
     Convolutions may have one to three dimensions, be transposed, and be modules or functions; batch norms may be
     modules (including frozen ones) or ``F.batch_norm``. Between the two there may be dropout, identity, or views that
     keep dimensions 0 and 1. Pairs inside sequential leaf modules such as ``Conv2dNormActivation`` are folded too. A
-    convolution whose value has other readers, or is an output, is not fused. The fused node has the batch norm's names;
-    the convolution's names disappear with its value.
+    convolution whose value has other readers, or is an output, is not fused; nor is one without a batch dimension,
+    whose channels are not the batch norm's, if the graph is annotated or the dimensions of the two layers differ. The
+    fused node has the batch norm's names; the convolution's names disappear with its value.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval())
@@ -216,11 +218,27 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
             return None  # a branch, or an output
         out_channels = _out_channels(module, node)
         if out_channels is not None:
-            return path if out_channels == channels and views_keep_channels(module, path, channels) else None
+            fits = out_channels == channels and _is_batched(module, path, norm)
+            return path if fits and views_keep_channels(module, path, channels) else None
         if not is_view(module, node):
             return None
         node = node.args[0] if node.args else None
     return None
+
+
+def _is_batched(module: fx.GraphModule, path: Sequence[fx.Node], norm: fx.Node) -> bool:
+    """Return whether the convolution at the end of ``path`` has a batch dimension, as far as the graph shows it."""
+    convolution = path[-1]
+    shape = getattr(convolution.meta.get("value", convolution.meta.get("tensor_meta")), "shape", None)
+    if convolution.op == "call_module":
+        weight = module.get_submodule(str(convolution.target)).weight
+    else:
+        weight = constant(module, _arguments(convolution)["weight"])
+    assert isinstance(weight, Tensor)
+    if shape is not None:
+        return len(shape) == weight.ndim
+    called = type(module.get_submodule(str(norm.target))) if norm.op == "call_module" else None
+    return len(path) > 1 or _NORM_AXES.get(called, weight.ndim - 2) == weight.ndim - 2
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 
-from fxcore import trace
+from fxcore import create_extractor, trace
 from fxcore.analysis.verify import verify
 from fxcore.transforms import CannotTransform, applied, apply_transforms, fuse_conv_bn, fuse_linear_bn, split_at
 
@@ -271,6 +271,25 @@ class Branch(nn.Module):
         y = self.conv(x)
         out: Tensor = self.norm(y) + y
         return out
+
+
+def test_not_where_channels_come_first() -> None:
+    """Without a batch dimension the batch norm's channels are positions, here as many as there are channels."""
+    torch.manual_seed(0)
+    long, wide = nn.BatchNorm1d(8), nn.BatchNorm2d(8)
+    for norm in (long, wide):
+        norm.running_mean.normal_()
+    cases = [
+        (nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), long).eval(), torch.randn(4, 8)),
+        (nn.Sequential(nn.Conv3d(4, 8, 3, padding=1), wide).eval(), torch.randn(4, 8, 5, 6)),
+    ]
+    for model, x in cases:
+        for graph in (create_extractor(model, ["1"], x), *([trace(model)] if x.ndim == 4 else [])):
+            assert applied(fuse_conv_bn(graph))[-1].changes == 0
+    batched, x = create_extractor(cases[0][0], ["1"], torch.randn(2, 4, 8)), torch.randn(2, 4, 8)
+    fused = fuse_conv_bn(batched)
+    assert applied(fused)[-1].changes == 1
+    assert torch.allclose(fused(x)["1"], cases[0][0](x), atol=1e-5)
 
 
 def test_not_across_a_branch() -> None:
