@@ -7,17 +7,14 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
+from fxcore.tracing.names import names
 from fxcore.transforms import BadPattern, applied, op, replace_module, replace_pattern
 from tests.fxcore.capture import traced
-
-
-def paths(module: fx.GraphModule) -> list[str]:
-    return [n.meta["path"] for n in module.graph.nodes if "path" in n.meta]
 
 
 def conv_then(x: Tensor) -> Tensor:
@@ -29,7 +26,7 @@ def test_patterns_find_modules_by_class() -> None:
     changed = replace_pattern(module, conv_then, lambda x, conv, norm: F.silu(norm(conv(x))))
     assert applied(changed)[-1].changes == 9
     assert sum(n.target is F.silu for n in changed.graph.nodes) == 9
-    assert "layer1.0.relu" in paths(changed)
+    assert "layer1.0.relu" in names(changed.graph)
     x = torch.randn(1, 3, 32, 32)
     want = replace_module(module, "*.relu", lambda old: nn.SiLU())
     assert changed(x).shape == want(x).shape

@@ -17,6 +17,7 @@ from fxcore import trace
 from fxcore.analysis.verify import verify
 from fxcore.toolbox.decompose import RULES
 from fxcore.toolbox.replace import ACTIVATIONS
+from fxcore.tracing.names import names
 from fxcore.transforms import (
     BadParameter,
     CannotKeep,
@@ -38,10 +39,6 @@ from fxcore.transforms import (
     wrap,
 )
 from tests.fxcore.capture import traced
-
-
-def paths(module: fx.GraphModule) -> list[str]:
-    return [n.meta["path"] for n in module.graph.nodes if "path" in n.meta]
 
 
 def test_out_of_place_leaves_the_input_and_the_original() -> None:
@@ -175,7 +172,7 @@ def test_replacement_of_modules_by_class_and_pattern() -> None:
     assert not any(isinstance(m, nn.SiLU) for m in module.modules())
     some = replace_module(module, "layer4.*.relu", lambda old: nn.SiLU())
     assert applied(some)[-1].changes == 4
-    assert paths(some) == paths(module)
+    assert names(some.graph) == names(module.graph)
     named = replace_module(module, "layer4.*.relu", "silu")
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(named(x), some(x))
@@ -222,7 +219,7 @@ def test_insertion_and_the_outputs() -> None:
     with pytest.raises(CannotTransform, match="outputs"):
         insert_after(module, "fc", "sigmoid")
     assert torch.allclose(insert_after(module, "fc", "sigmoid", outputs=True)(x), module(x).sigmoid())
-    assert "fc.probability" in paths(insert_after(module, "fc", "sigmoid", outputs=True, name="probability"))
+    assert "fc.probability" in names(insert_after(module, "fc", "sigmoid", outputs=True, name="probability").graph)
     with pytest.raises(CannotTransform):
         insert_after(module, "nothing", "tanh")
     with pytest.raises(BadParameter):
@@ -234,7 +231,7 @@ def test_wrapping() -> None:
     wrapped = wrap(module, "0", lambda call, x: call(x) - call(torch.zeros_like(x)))
     x = torch.randn(2, 3)
     assert torch.allclose(wrapped(x), (x @ module.get_submodule("0").weight.T).relu(), atol=1e-6)
-    assert paths(wrapped)[-2:] == ["0", "1"]
+    assert names(wrapped.graph)[-2:] == ["0", "1"]
 
 
 def test_tensors_that_are_no_part_of_the_model_become_buffers() -> None:
@@ -256,7 +253,7 @@ def test_tensors_that_are_no_part_of_the_model_become_buffers() -> None:
     wrapped = wrap(module, "exp", lambda f, v: f(v) * table + model.scale)
     assert torch.equal(wrapped(x), a * table + model.scale + b)
     assert wrapped.state_dict().keys() == {"scale", "constant"}
-    assert paths(wrapped) == ["x", "scale", "mul", "exp.exp_2", "exp.mul_1", "exp", "neg", "exp_1", "add"]
+    assert names(wrapped.graph) == ["x", "scale", "mul", "exp.exp_2", "exp.mul_1", "exp", "neg", "exp_1", "add"]
     ruled = decompose(module, [], rules={torch.exp: lambda v: torch.pow(table, v)})
     assert torch.equal(ruled(x), torch.pow(table, x * model.scale) + torch.pow(table, -x))
     assert ruled.state_dict().keys() == {"scale", "constant"}
@@ -283,7 +280,7 @@ def test_rules_say_what_torch_says(name: str) -> None:
     assert applied(simple)[-1].changes == 1
     assert not any(n.target is function for n in simple.graph.nodes)
     assert verify(module, simple, torch.linspace(-8, 8, 401), atol=1e-6, rtol=1e-6).allclose
-    assert simple.graph.find_nodes(op="output")[0].args[0].meta["path"] == paths(module)[-1]
+    assert simple.graph.find_nodes(op="output")[0].args[0].meta["path"] == names(module.graph)[-1]
 
 
 def test_own_rules_and_other_settings() -> None:

@@ -8,18 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torchvision.models import resnet18
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
+from fxcore.tracing.names import names
 from fxcore.transforms import NotInvertible, invert, split_at
 from tests.fxcore.capture import traced
-
-
-def paths(module: fx.GraphModule) -> list[str]:
-    return [n.meta["path"] for n in module.graph.nodes if "path" in n.meta]
-
 
 # splitting
 
@@ -34,7 +30,7 @@ def test_halves_make_the_whole(node: str) -> None:
     assert ours == {id(p) for p in module.parameters()}
     if node != "x":
         assert node in halves.crossing or node in ("layer1.0.conv2", "layer2.0.downsample.0")
-        assert paths(halves.front)[-1] == node
+        assert names(halves.front.graph)[-1] == node
 
 
 def test_sizes_cross_too() -> None:
