@@ -82,6 +82,8 @@ def export(
         extractor: an extractor, or a graph module of tensors as returned by
             :func:`~fxcore.module_extractor.create_extractor` or :func:`~fxcore.tracing.tracer.trace`. If the module
             does not return a dict, a single tensor gets the key ``output``, and a tuple the keys ``0``, ``1``….
+            The scale and shift of each edit of an extractor are inputs of the file, with a number for each channel;
+            only ``fx`` also takes those of edits that select tokens or a box.
         format: a key of :data:`FORMATS`.
         cancelled: when set, a long export stops early and raises :class:`CannotExport`.
         calibration: for ``openvino``, inputs of one row each (:func:`fxcore.photos.calibration_rows`), with which NNCF

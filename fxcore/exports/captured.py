@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxcore.backends import process
 from fxcore.exports.description import description_json
 from fxcore.exports.subject import CannotExport, Subject
+from fxcore.passes.base import erase_dead, fork
 
 _JOB, _DESCRIPTION, _RESULT, _REFUSAL = "job.json", "description.json", "export", "refusal.json"
 
@@ -66,7 +67,8 @@ def written(
     }
     with tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
-        module = as_tuple(subject.module) if named_outputs else subject.module
+        module = _with_fixed_windows(subject.module, subject.windows) if subject.windows else subject.module
+        module = as_tuple(module) if named_outputs else module
         process.save_module(folder, module, inputs=subject.examples(), calibration=list(calibration))
         (folder / _JOB).write_text(json.dumps(job))
         (folder / _DESCRIPTION).write_bytes(description_json(subject, bool(calibration)))
@@ -98,6 +100,24 @@ def finish(folder: Path, result: bytes) -> None:
 def refuse(folder: Path, error: CannotExport) -> None:
     """Save the error for the parent process. Called in the child process."""
     (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
+
+
+def _with_fixed_windows(module: fx.GraphModule, windows: Mapping[str, int]) -> fx.GraphModule:
+    """Copy a module so that its edits of windows have the number of windows of an image as a constant.
+
+    From the number of rows, torch.export derives that there is more than one. Images have one size in these formats.
+
+    Args:
+        windows: see :class:`~fxcore.exports.subject.Subject`.
+    """
+    private = fork(module)
+    for scale in private.graph.find_nodes(op="placeholder"):
+        for images in [user for user in scale.users if user.target == "size" and scale.target in windows]:
+            for node in [user for user in images.users if user.target == "unflatten"]:
+                node.args = (*node.args[:2], (-1, windows[scale.target]))
+            erase_dead(private.graph, images)
+    private.recompile()
+    return private
 
 
 def as_tuple(module: fx.GraphModule) -> fx.GraphModule:

@@ -6,34 +6,24 @@ The package imports torch and safetensors (and torchvision, if the graph calls a
 from __future__ import annotations
 
 import ast
-import inspect
-import math
 import re
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from fxcore.exports.description import description_json, require_float, zipped
+from fxcore.exports.layer_code import ASSEMBLE, empty_code, import_of, layer_code, tensors_of
 from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
-from fxcore.passes.base import called_modules, hooked
+from fxcore.passes.base import called_modules
 from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Inputs
-
-# Arguments of layers that are not attributes of the same name, with a function that reads the value from the layer.
-_FROM_LAYER = {
-    "bias": lambda m: next((getattr(m, n) for n in ("bias", "in_proj_bias") if hasattr(m, n)), None) is not None,
-    "add_bias_kv": lambda m: m.bias_k is not None,
-}
-_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OURS = ("fxcore", "service", "__main__")
 
 _INIT = '''"""{title}"""
 
@@ -73,15 +63,7 @@ def load(weights: str | Path = Path(__file__).with_name("weights.safetensors")) 
     return extractor.eval().requires_grad_(False)
 
 
-def _assemble(kind: type, attributes: dict, parts: dict) -> nn.Module:
-    """Make a layer of the class ``kind`` from its attributes, layers and tensors, without calling its __init__."""
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    made.__dict__.update(attributes)
-    for name, part in parts.items():
-        _place(made, name, part)
-    return made
-
+{assemble}
 
 def _place(root: nn.Module, path: str, value: nn.Module | torch.Tensor) -> None:
     """Set root.a.b.c where path is "a.b.c", creating the modules between."""
@@ -116,7 +98,7 @@ Run it from the folder that holds `{package}`. `extractor.json` says all of this
 ## Inputs
 
 {inputs}
-{preprocessing}
+{edits}{preprocessing}
 ## Outputs
 
 | key | node | shape | layout |
@@ -124,6 +106,10 @@ Run it from the folder that holds `{package}`. `extractor.json` says all of this
 {outputs}
 """
 
+
+_EDIT = """
+The value of `{node}` is multiplied by `{scale}`, then `{shift}` is added: 1 and 0 keep it.
+"""
 
 _PREPROCESSING = """
 Preprocessing of the images (RGB, scaled to [0, 1] before mean and std):
@@ -181,9 +167,9 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     code = module.graph.python_code("self", verbose=False)
     # torch.fx marks functions for its tracer at the top of the code, which would be an error inside a class.
     forward = re.sub(r"^torch\.fx\._symbolic_trace\.wrap\(.*\)\n", "", code.src, flags=re.MULTILINE)
-    classes: dict[str, type] = {}
-    layers = _layers(module, classes)
-    imports = _imports(code.globals, forward, classes)
+    imported: dict[str, Any] = {}
+    layers = _layers(module, imported)
+    imports = _imports(code.globals, forward, imported)
     outputs = {o.key: o.node for o in subject.outputs}
     source = _HEAD.format(
         title=title,
@@ -192,21 +178,25 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         inputs=", ".join(f"{i.name} {i.layout}".strip() for i in subject.inputs),
         layers="\n".join(f"        {line}" for line in layers) or "        pass",
         forward=_indented(forward),
+        assemble=ASSEMBLE,
     )
     ast.parse(source)
+    scales = {edit["scale"] for edit in about["edits"]}
     types, preprocessing = [x.dtype for x in subject.examples()], about["preprocessing"]
     readme = _README.format(
         title=title,
         package=package,
         torchvision=", torchvision" if any("torchvision" in line for line in imports) else "",
         call=", ".join(
-            f"torch.zeros({[1, *i.usual] if i.usual else [d or 1 for d in i.shape]}{_dtype(t)})"
+            f"torch.{'ones' if i.name in scales else 'zeros'}"
+            f"({[1, *i.usual] if i.usual else [d or 1 for d in i.shape]}{_dtype(t)})"
             for i, t in zip(subject.inputs, types, strict=True)
         ),
         inputs="\n".join(
             f"- `{i.name}`: {', '.join([*filter(None, [i.layout]), dtype_name(t)])}, {list(i.shape)}"
             for i, t in zip(subject.inputs, types, strict=True)
         ),
+        edits="".join(_EDIT.format(**edit) for edit in about["edits"]),
         preprocessing=_PREPROCESSING.format("\n".join(f"- {key}: {value}" for key, value in preprocessing.items()))
         if preprocessing
         else "",
@@ -234,7 +224,7 @@ def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:
     """Return copies of the tensors that the graph uses, since safetensors rejects two names for one storage."""
     names = set(_attributes(module))
     for target, layer in called_modules(module).items():
-        names |= {f"{target}.{name}" for name in layer.state_dict()}
+        names |= {f"{target}.{name}" for name in tensors_of(layer)}
     return {name: attribute(module, name).detach().cpu().clone().contiguous() for name in sorted(names)}
 
 
@@ -245,103 +235,22 @@ def _attributes(module: fx.GraphModule) -> list[str]:
     return [target for target in targets if not target.startswith(called)]
 
 
-def _layers(module: fx.GraphModule, classes: dict[str, type]) -> list[str]:
-    """Return a line of ``__init__`` for each layer and tensor; add classes that are not torch.nn's to ``classes``."""
+def _layers(module: fx.GraphModule, imported: dict[str, Any]) -> list[str]:
+    """Return a line of ``__init__`` for each layer and tensor; add the classes and functions that they import to
+    ``imported``, by name."""
     called = called_modules(module)
-    lines = [f"_place(self, {target!r}, {_made(target, layer, classes)})" for target, layer in called.items()]
+    lines = [f"_place(self, {target!r}, {layer_code(target, layer, imported)})" for target, layer in called.items()]
     for target in _attributes(module):
         value = attribute(module, target)
         if not isinstance(value, Tensor):
             raise CannotExport(
                 f"{target} is a {type(value).__name__}, and only tensors can be read from a file", format="fx"
             )
-        empty = f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
-        parameter = isinstance(value, nn.Parameter)
-        lines.append(f"_place(self, {target!r}, {f'nn.Parameter({empty})' if parameter else empty})")
+        lines.append(f"_place(self, {target!r}, {empty_code(value)})")
     return lines
 
 
-def _made(target: str, layer: nn.Module, classes: dict[str, type]) -> str:
-    """Return an expression that creates a layer like ``layer``, without its weights.
-
-    Raises:
-        CannotExport: the layer's class cannot be imported without this library, it has attributes that are not plain
-            values, or it has hooks or its own ``forward``.
-    """
-    kind = type(layer)
-    if hooked(layer):
-        own = "a forward of its own" if "forward" in vars(layer) else "hooks"
-        raise CannotExport(
-            f"{target} has {own}, which the format fx cannot contain; use another format",
-            format="fx",
-            module=target,
-        )
-    if getattr(nn, kind.__name__, None) is kind and kind is not nn.Sequential:
-        arguments = _arguments(layer)
-        if arguments is not None:
-            return f"nn.{kind.__name__}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-    children = {name: _made(f"{target}.{name}", child, classes) for name, child in layer.named_children()}
-    if isinstance(layer, nn.Sequential) and kind.forward is nn.Sequential.forward:
-        return f"nn.Sequential({', '.join(children.values())})"
-    return _assembled(target, layer, children, classes)
-
-
-def _arguments(layer: nn.Module) -> dict[str, Any] | None:
-    """Return the arguments that a torch.nn layer was created with; None if its attributes do not show them."""
-    kind = type(layer)
-    arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
-        if name in ("device", "dtype") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        from_layer = _FROM_LAYER.get(name)
-        if from_layer is None and not hasattr(layer, name):
-            continue
-        value = from_layer(layer) if from_layer is not None else getattr(layer, name)
-        if parameter.default is parameter.empty or value != parameter.default:
-            arguments[name] = value
-    if not all(_is_literal(value) for value in arguments.values()):
-        return None
-    try:
-        with torch.device("meta"):
-            again = kind(**arguments)
-    except (TypeError, ValueError):
-        return None
-    same = {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in layer.state_dict().items()}
-    return arguments if same and repr(again) == repr(layer) else None
-
-
-def _assembled(target: str, layer: nn.Module, children: dict[str, str], classes: dict[str, type]) -> str:
-    """Return an expression that assembles a layer from its attributes and parts, as unpickling does."""
-    kind = type(layer)
-    where = f"{target} ({kind.__module__}.{kind.__qualname__})"
-    if kind.__module__.split(".")[0] in _OURS or "." in kind.__qualname__ or isinstance(layer, fx.GraphModule):
-        raise CannotExport(
-            f"{where} cannot be imported without this package; use another format", format="fx", module=target
-        )
-    plain = {key: value for key, value in vars(layer).items() if key not in _EVERY_MODULE and not callable(value)}
-    wrong = [key for key, value in plain.items() if not _is_literal(value)]
-    if wrong:
-        raise CannotExport(f"{where} has {wrong[0]!r}, which is not a plain value", format="fx", module=target)
-    tensors = {
-        name: f"torch.empty({tuple(value.shape)}, dtype={value.dtype})"
-        for name, value in [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-    }
-    parts = ", ".join(f"{name!r}: {made}" for name, made in {**children, **tensors}.items())
-    # Use a name without dots: the module torchvision.ops.stochastic_depth is hidden by the function of that name.
-    name = f"{kind.__module__}.{kind.__name__}".replace(".", "_")
-    classes[name] = kind
-    return f"_assemble({name}, {plain!r}, {{{parts}}})"
-
-
-def _is_literal(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_literal(v) for v in value)
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or type(value) in (bool, int, str)
-
-
-def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> list[str]:
+def _imports(names: dict[str, Any], forward: str, imported: dict[str, Any]) -> list[str]:
     """Return the import statements of the generated code.
 
     Raises:
@@ -349,7 +258,7 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
     """
     used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
     lines = {"import torch", "from torch import nn"}
-    lines |= {_import_of(name, kind) for name, kind in classes.items()}
+    lines |= {import_of(name, value) for name, value in imported.items()}
     for name, value in names.items():
         if name not in used or name == "torch":
             continue
@@ -362,18 +271,5 @@ def _imports(names: dict[str, Any], forward: str, classes: dict[str, type]) -> l
         elif isinstance(value, types.ModuleType):
             lines.add(f"import {value.__name__} as {name}")
         else:
-            lines.add(_import_of(name, value))
+            lines.add(import_of(name, value))
     return sorted(lines)
-
-
-def _import_of(name: str, value: Any) -> str:
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    ours = module is None or module.split(".")[0] in _OURS
-    if ours or getattr(sys.modules.get(str(module)), str(qualified), None) is not value:
-        raise CannotExport(
-            f"the graph calls {module}.{qualified}, which a folder without this package cannot import; "
-            "use another format or leave that transform out",
-            format="fx",
-            function=f"{module}.{qualified}",
-        )
-    return f"from {module} import {qualified} as {name}" if qualified != name else f"from {module} import {name}"

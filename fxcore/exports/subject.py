@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor, fx
 
 from fxcore.analysis.verify import flat
 from fxcore.backends.process import holds_int8
+from fxcore.edits import EditedNode
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graph.annotate import observe
+from fxcore.graph.axes.layout import layout_name
+from fxcore.graph.axes.row_axes import UNKNOWN
 from fxcore.passes.base import applied, fork
 from fxcore.photos import check_rows, photos
 from fxcore.tensors import TensorSpec, dtype_name
@@ -34,8 +37,9 @@ class Subject:
         module: a module that takes positional tensors and returns a dict of tensors with the keys of ``outputs``.
         dtype: the module's floating-point dtype.
         inputs, outputs: descriptions of the inputs and outputs, in order; a size of None is dynamic.
-        about: weights, fingerprint and preprocessing, for JSON; empty for a graph module.
+        about: weights, fingerprint, preprocessing and edits, for JSON; empty for a graph module.
         examples: returns example inputs, with two rows or more.
+        windows: number of rows that belong to one image, by name of the scale, of edited values that have several.
     """
 
     name: str
@@ -45,9 +49,10 @@ class Subject:
     outputs: list[OutputInfo]
     about: dict[str, Any]
     examples: Callable[[], tuple[Tensor, ...]]
+    windows: Mapping[str, int] = field(default_factory=dict)
 
     def description(self, int8: bool = False) -> dict[str, Any]:
-        """Return a description for users of the file, for JSON: inputs, preprocessing, outputs and their nodes.
+        """Return a description for users of the file, for JSON: inputs, edits, preprocessing, outputs and their nodes.
 
         Args:
             int8: whether the export quantizes the module.
@@ -59,6 +64,7 @@ class Subject:
             "dtype": dtype,
             "arithmetic": "int8" if int8 or holds_int8(self.module) else dtype,
             "inputs": [{"name": i.name, "layout": i.layout or None, "shape": list(i.shape)} for i in self.inputs],
+            "edits": self.about.get("edits", []),
             "preprocessing": self.about.get("preprocessing"),
             "outputs": [{"key": o.key, "node": o.node, "shape": o.shape, "layout": o.layout} for o in self.outputs],
             "transforms": [{"name": a.name, "parameters": dict(a.parameters)} for a in applied(self.module)],
@@ -92,13 +98,40 @@ def _of_extractor(extractor: Extractor) -> Subject:
         rows = check_rows(graph.preprocessing, graph.inputs, photos()[:2], graph.input_size)
         return extractor.entered(tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True)))
 
-    about = {
+    about: dict[str, Any] = {
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
         "preprocessing": graph.preprocessing.describe() if extractor.part is None else None,
     }
-    outputs = extractor.outputs
-    return Subject(graph.entry.name, extractor.module, extractor.dtype, extractor.inputs, outputs, about, photographs)
+    factors, outputs = _factors(extractor), extractor.outputs
+    scales, shifts = factors[::2], factors[1::2]
+    about["edits"] = [
+        {"node": node.name, "scale": scale.name, "shift": shift.name}
+        for node, scale, shift in zip(extractor.edited, scales, shifts, strict=True)
+    ]
+    windows = {scale.name: node.rows for node, scale in zip(extractor.edited, scales, strict=True) if node.rows > 1}
+    inputs = (*extractor.inputs, *factors)
+    return Subject(graph.entry.name, extractor.module, extractor.dtype, inputs, outputs, about, photographs, windows)
+
+
+def _factors(extractor: Extractor) -> list[TensorSpec]:
+    """Describe the inputs that the extractor has for its edits: scale and shift of each edited node, in order.
+
+    They are as large as factors that differ by channel only.
+    """
+    given = [torch.empty(1, *(spec.usual or [size or 1 for size in spec.shape[1:]])) for spec in extractor.inputs]
+    values = extractor.factors([], *given)
+    placeholders = extractor.module.graph.find_nodes(op="placeholder")[len(given) : len(given) + len(values)]
+    layouts = [layout for node in extractor.edited for layout in [_layout(node)] * 2]
+    return [
+        TensorSpec(str(placeholder.target), layout, (None, *value.shape[1:]))
+        for placeholder, layout, value in zip(placeholders, layouts, values, strict=True)
+    ]
+
+
+def _layout(edited: EditedNode) -> str:
+    """Return the layout of a node's factors; empty if it is unknown, or has windows, for which there is no name."""
+    return "" if edited.rows > 1 or UNKNOWN in edited.axes else layout_name(edited.axes) or ""
 
 
 def _of_module(module: fx.GraphModule, inputs: tuple[Any, ...]) -> Subject:

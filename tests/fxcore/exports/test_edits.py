@@ -1,0 +1,100 @@
+"""Exports of extractors with edits: the file takes scales and shifts, and gives what the extractor gives."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fxcore import Edit, Extractor, build_extractor, load_model, model_graph
+from fxcore.analysis.verify import verify
+from fxcore.exports import FORMATS, export, export_folder
+from fxcore.exports.subject import subject_of
+from tests.fxcore.exports.test_export import run
+
+
+def edited(name: str, key: str, at: list[str], inputs: dict[str, str] | None = None) -> Extractor:
+    graph = model_graph(name)
+    model = load_model(graph.entry, "random")
+    return build_extractor(graph, model, graph.resolve([key]), inputs=inputs, edits=graph.resolve(at))
+
+
+def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
+    """Random inputs, and other factors for each channel and for the last row."""
+    torch.manual_seed(rows)
+    images = tuple(torch.rand(rows, *(spec.usual or spec.shape[1:])) for spec in extractor.inputs)
+    edits = [Edit(node.key, scale=-0.5, shift=1.5) for node in extractor.edited]
+    for at, node in enumerate(extractor.edited, 1):
+        edits.append(Edit(node.key, scale=[3.0, 0.0], shift=[1.0, at], channels=[1, 2], images=[rows - 1]))
+    return (*images, *extractor.factors(edits, *images))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_file_takes_the_edits_of_its_extractor(format: str, tmp_path: Path) -> None:
+    """Two edits, of which one is of an output; edits of a part of a model, and of windows, several rows an image."""
+    for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
+        pytest.importorskip(package)
+    begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
+    extractors = [
+        edited("squeezenet1_1", "features.5", ["features.5", "features.3"]),
+        edited("resnet18", "layer3", ["layer2.1.conv2"], begin),
+        edited("timm.swin_tiny_patch4_window7_224", "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
+    ]
+    asked, batches = [], []
+    for place, extractor in enumerate(extractors):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        file = folder / f"download{FORMATS[format].suffix}"
+        file.write_bytes(export(extractor, format))
+        for rows in (1, 3):
+            inputs = given(extractor, rows)
+            save_file({str(i): x.contiguous() for i, x in enumerate(inputs)}, folder / f"inputs{rows}.safetensors")
+            asked.append(f"{place}:{file.name}:{rows}")
+            batches.append((extractor, inputs, folder / f"outputs{rows}.safetensors"))
+    run(format, asked, tmp_path)
+    for extractor, inputs, made in batches:
+        values = load_file(made)
+        found = verify(extractor.module, lambda *x, v=values: v, inputs)
+        assert found.relative < 1e-4, found
+        kept = (*inputs[: len(extractor.inputs)], *extractor.factors([], *inputs[: len(extractor.inputs)]))
+        assert verify(extractor.module, lambda *x, v=values: v, kept).relative > 1e-3
+
+
+def test_a_folder_says_which_inputs_edit_which_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extractor = edited("squeezenet1_1", "features.5", ["features.5", "features.3"])
+    export_folder(extractor, tmp_path / "edited_squeezenet")
+    about = json.loads((tmp_path / "edited_squeezenet" / "extractor.json").read_text())
+    inputs, (last, inner) = about["inputs"], about["edits"]
+    assert [spec["name"] for spec in inputs[1:]] == [last["scale"], last["shift"], inner["scale"], inner["shift"]]
+    assert [last["node"], inner["node"]] == [node.name for node in extractor.edited]
+    assert inputs[3] == {"name": inner["scale"], "layout": "NCHW", "shape": [None, 128, 1, 1]}
+    readme = (tmp_path / "edited_squeezenet" / "README.md").read_text()
+    assert f"`{inner['node']}` is multiplied by `{inner['scale']}`, then `{inner['shift']}` is added" in readme
+    assert "torch.ones([1, 128, 1, 1]), torch.zeros([1, 128, 1, 1]))" in readme
+    monkeypatch.syspath_prepend(tmp_path)
+    images, *factors = given(extractor, 3)
+    named = dict(zip([spec["name"] for spec in inputs[1:]], factors, strict=True))
+    values = importlib.import_module("edited_squeezenet").load()(images, **named)["features.5"]
+    torch.testing.assert_close(values, extractor.module(images, *factors)["features.5"])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "node", "layout"),
+    [
+        ("vit_b_32", "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_0.ln_1", "tokens"),
+        ("timm.swin_tiny_patch4_window7_224", "layers.0.blocks.0", "layers.0.blocks.0.attn.qkv", None),
+    ],
+)
+def test_the_layout_of_factors_is_said_if_it_is_known(name: str, key: str, node: str, layout: str | None) -> None:
+    extractor = edited(name, key, [node])
+    description = subject_of(extractor, None).description()
+    assert [spec["layout"] for spec in description["inputs"]] == ["NCHW", layout, layout]
+    assert [tuple(spec["shape"][1:]) for spec in description["inputs"][1:]] == [
+        tuple(factor.shape[1:]) for factor in given(extractor, 1)[1:]
+    ]

@@ -1,0 +1,146 @@
+"""Folders of leaf modules that are not torch.nn's: they are assembled from attributes, layers and tensors."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.ops import DeformConv2d
+
+from fxcore import build_extractor, create_extractor, load_model, model_graph
+from fxcore.exports import CannotExport, export_folder
+from fxcore.toolbox.replace import identity
+
+
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, net: Net, x: Tensor) -> nn.Module:
+    """Export a leaf and load it again, and compare the values; return the loaded leaf."""
+    module = create_extractor(net.eval(), ["leaf"], x, leaf_modules=[type(net.leaf)])
+    assert [node.target for node in module.graph.find_nodes(op="call_module", target="leaf")] == ["leaf"]
+    # Packages of several tests are imported into one process.
+    name = f"package_of_{folder.name}"
+    export_folder(module, folder / name, example_inputs=(x,))
+    monkeypatch.syspath_prepend(folder)
+    again = importlib.import_module(name).load()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x)["leaf"], net(x))
+    made: nn.Module = again.leaf
+    return made
+
+
+class Net(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.leaf = leaf
+
+    def forward(self, x: Tensor) -> Any:
+        return self.leaf(x)
+
+
+class Deformed(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.leaf(x, x[:, :1, 1:-1, 1:-1].expand(-1, 18, -1, -1))
+
+
+class Absent(nn.Module):
+    """Has a buffer that is None until a call sets it, a layer that is None, and a dtype that it reads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+        self.register_parameter("bias", None)
+        self.scale = nn.Parameter(torch.rand(3))
+        self.add_module("after", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seen is None:
+            self.seen = torch.full_like(x, 2.0, dtype=next(self.parameters()).dtype)
+        x = x * self.seen * self.scale
+        x = x if self.bias is None else x + self.bias
+        return x if self.after is None else self.after(x)
+
+
+class Hidden(nn.Module):
+    """Has tensors that are missing from its state dict, or have two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.rand(4), persistent=False)
+        self.inner = nn.ModuleDict({"one": nn.Linear(4, 4)})
+        self.inner["two"] = self.inner["one"]
+        self.tied = self.inner["one"].weight
+        self.named = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), second=nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.named(self.inner["two"](self.inner["one"](x))) @ self.tied + self.offset
+        return out
+
+
+class Calling(nn.Module):
+    """Calls functions that are attributes."""
+
+    def __init__(self, *functions: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.third = functions
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.second(self.first(x)))
+        return out
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_parameters_buffers_and_layers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = check(tmp_path, monkeypatch, Net(Absent()), torch.rand(2, 3))
+    assert dict(made.named_parameters()).keys() == {"scale"}
+
+
+def test_a_layer_of_torchvision_without_a_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(tmp_path, monkeypatch, Deformed(DeformConv2d(3, 4, 3, bias=False)), torch.rand(2, 3, 8, 8))
+
+
+def test_tensors_that_a_state_dict_leaves_out_or_has_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(tmp_path, monkeypatch, Net(Hidden()), torch.rand(2, 4))
+
+
+def test_functions_that_a_leaf_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of Python, of torch itself, whose qualified name differs, and of C++."""
+    made = check(tmp_path, monkeypatch, Net(Calling(doubled, torch.tanh, F.gelu)), torch.rand(2, 4))
+    assert (made.first, made.second, made.third) == (doubled, torch.tanh, F.gelu)
+
+
+@pytest.mark.parametrize("activation", [F.silu, "relu"])
+def test_a_transformer_calls_its_activation(activation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=activation)
+    made = check(tmp_path, monkeypatch, Net(leaf), torch.rand(2, 5, 8))
+    assert made.activation is (F.relu if activation == "relu" else activation)
+
+
+def test_functions_that_cannot_be_imported_are_refused(tmp_path: Path) -> None:
+    x = torch.rand(2, 4)
+    for function in (lambda x: 2 * x, identity, x.mul):
+        module = create_extractor(Net(Calling(doubled, function, F.silu)), ["leaf"], x, leaf_modules=[Calling])
+        with pytest.raises(CannotExport, match=r"leaf \(.*Calling\) has 'second', which is neither a plain value nor"):
+            export_folder(module, tmp_path / "refused", example_inputs=(x,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "node"), [("timm.tf_efficientnet_b0", "blocks.1"), ("timm.convit_tiny", "blocks.1")])
+def test_models_of_timm(name: str, node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions without a bias, and attention with indices that are not in its state dict."""
+    graph = model_graph(name)
+    extractor = build_extractor(graph, load_model(graph.entry, "random"), graph.resolve({node: "out"}))
+    package = f"package_of_{name.replace('.', '_')}"
+    export_folder(extractor, tmp_path / package)
+    monkeypatch.syspath_prepend(tmp_path)
+    x = torch.rand(2, 3, *graph.input_size)
+    with torch.no_grad():
+        values = importlib.import_module(package).load()(x)["out"]
+        torch.testing.assert_close(values, extractor.module(x)["out"])
