@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from fxcore.errors import BadTensor, FxError
 
@@ -111,16 +112,19 @@ class Interpreter(fx.Interpreter):
 def mutable(value: Any) -> Any:
     """Replace torch.fx's immutable lists and dicts in ``value`` by plain ones.
 
+    Other classes of lists and dicts are kept, since they have more attributes, such as transformers' ModelOutput.
+
     >>> graph = fx.symbolic_trace(lambda x: x.sum(dim=[0, 1])).graph
     >>> dims = graph.find_nodes(op="call_method", target="sum")[0].kwargs["dim"]
     >>> type(dims).__name__, type(mutable(dims)).__name__
     ('immutable_list', 'list')
     """
-    if isinstance(value, tuple):
-        return tuple(mutable(v) for v in value) if type(value) is tuple else value
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is tuple:
+        return tuple(mutable(v) for v in value)
+    if kind in (list, immutable_list):
         return [mutable(v) for v in value]
-    if isinstance(value, dict):
+    if kind in (dict, immutable_dict):
         return {k: mutable(v) for k, v in value.items()}
     return value
 

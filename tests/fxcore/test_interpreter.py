@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,36 @@ def test_lists_are_lists() -> None:
 
     assert float(Kinds(module).run(X)) == 8
     assert seen == [list]
+
+
+class Named(OrderedDict[str, Any]):
+    """A dictionary whose members are attributes too, as transformers' ModelOutput."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Listed(list[Any]):
+    @property
+    def first(self) -> Any:
+        return self[0]
+
+
+@pytest.mark.parametrize(("make", "read"), [(Named, "double"), (Listed, "first")])
+def test_other_classes_of_lists_and_dicts_are_kept(make: Callable[[Any], Any], read: str) -> None:
+    class Leaf(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return make({"double": 2 * x}) if make is Named else make([2 * x])
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.leaf = Leaf()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(getattr(self.leaf(x), read))
+
+    assert torch.equal(Interpreter(trace(Net(), leaf_modules=["leaf"])).run(X), Net()(X))
 
 
 @pytest.mark.parametrize("given", [nn.Linear(4, 4), torch.relu, None, X])
