@@ -1,14 +1,17 @@
 """Find and map tensors in nested containers: lists, tuples, dicts and others that torch's pytree supports.
 
+Tensors are also found in dataclasses, and in classes of dicts that pytree does not know.
+
 torch's pytree module is private; without it, only lists, tuples and mappings are supported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 
 try:
     from torch.utils import _pytree
@@ -23,18 +26,32 @@ def tensors_in(value: Any) -> list[Tensor]:
     >>> [t.ndim for t in tensors_in({"a": [torch.zeros(2), None], "b": (torch.zeros(2, 2), 1)})]
     [1, 2]
     """
-    leaves = _pytree.tree_leaves(value) if _pytree is not None else _leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    leaves = _pytree.tree_leaves(value) if _pytree is not None else [value]
+    return [inner for leaf in leaves for inner in _leaves(leaf) if isinstance(inner, Tensor)]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _leaves(inner)
-    else:
+    items = members(value)
+    if items is None:
         yield value
+    else:
+        for inner in items.values():
+            yield from _leaves(inner)
+
+
+def members(value: Any) -> dict[str, Any] | None:
+    """Return the members of a list, tuple, mapping or dataclass by index or name; None for other values.
+
+    >>> members([3, None]), members({"a": 4}), members("text")
+    ({'0': 3, '1': None}, {'a': 4}, None)
+    """
+    if isinstance(value, Mapping):
+        return {str(key): inner for key, inner in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, Size):
+        return {str(index): inner for index, inner in enumerate(value)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return None
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.verify import flat
+from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
+from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
@@ -24,14 +25,8 @@ from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
-_SAMPLED = 4096
-"""Approximate number of elements of a value to compare."""
-
 _FIVE = [1, 0, 0, 1, 1]
 """Rows of a batch of five. From the third row on they are no palindrome, so that reversing them is seen."""
-
-_SAME, _CLOSE = 1e-4, 2e-3
-"""Maximum differences relative to a tensor's largest magnitude: for the same operations, and for other kernels."""
 
 
 class GraphDiffers(FxError):
@@ -83,7 +78,7 @@ def check_graph(
         targets = {node.name: str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
     uncertain = _uncertain(traced)
     name = type(module).__name__
-    seen: dict[str, list[_Sample]] = {path: [] for path in targets.values()}
+    seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
     with _deterministic(), _memory_set(traced):
         with _watched(module, seen):
             expected = module(*_copies(inputs))
@@ -220,7 +215,7 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
             for run in runs:
                 run.env[node] = run.run_node(node)
             pairs = zip(*(tensors_in(run.env[node]) for run in runs), strict=True)
-            if node not in uncertain and not all(_near(_sampled(a), _sampled(b), _SAME) for a, b in pairs):
+            if node not in uncertain and not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
                 return public_name(node)
             for run in runs:
                 _drop_unused(run, node)
@@ -247,56 +242,20 @@ def _relation(batch: Tensor, *alone: Any) -> str:
     parts = torch.split(batch, [one.shape[axes[0]] for one in alone], axes[0])
     if any(part.shape != one.shape for part, one in zip(parts, alone, strict=True)):
         return "differs"
-    if all(_near(_sampled(one), _sampled(part), _CLOSE) for part, one in zip(parts, alone, strict=True)):
+    if all(near(sampled(one), sampled(part), CLOSE) for part, one in zip(parts, alone, strict=True)):
         return "alone"
     expected = torch.cat(alone, axes[0])
-    if axes[0] == 0 and _near(expected.flatten().sort().values, batch.flatten().sort().values, _CLOSE):
+    if axes[0] == 0 and near(expected.flatten().sort().values, batch.flatten().sort().values, CLOSE):
         return "mixed"
     return "differs"
 
 
-def _near(expected: Tensor, found: Tensor, tolerance: float) -> bool:
-    if expected.shape != found.shape:
-        return False
-    if expected.numel() == 0:
-        return True
-    if expected.dtype.is_floating_point:
-        tolerance = max(tolerance, 16 * torch.finfo(expected.dtype).eps)
-    kind = torch.complex128 if expected.is_complex() else torch.float64
-    x, y = (t.dequantize().to(kind) if t.is_quantized else t.to(kind) for t in (expected, found))
-    same = (x == y) | (x.isnan() & y.isnan())
-    scale = x.abs().masked_fill(~x.abs().isfinite(), 0).max()
-    return bool((same | ((x - y).abs() <= tolerance * scale)).all())
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """A part of a tensor that is enough to distinguish it from another."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    part: Tensor
-
-    @classmethod
-    def of(cls, value: Tensor) -> _Sample:
-        return cls(value.shape, value.dtype, _sampled(value).clone())
-
-    def agrees(self, other: _Sample) -> bool:
-        return (self.shape, self.dtype) == (other.shape, other.dtype) and _near(self.part, other.part, _SAME)
-
-
-def _sampled(value: Tensor) -> Tensor:
-    """Return evenly spaced elements; an odd step visits all channels in turn."""
-    elements = (value.dequantize() if value.is_quantized else value).flatten()
-    return elements[:: max(1, elements.numel() // _SAMPLED) | 1]
-
-
 @contextlib.contextmanager
-def _watched(module: nn.Module, seen: dict[str, list[_Sample]]) -> Iterator[None]:
+def _watched(module: nn.Module, seen: dict[str, list[Sample]]) -> Iterator[None]:
     """Append a sample of each output of the submodules in ``seen``, call by call, within the block."""
 
     def keep(path: str) -> Any:
-        return lambda _, __, output: seen[path].extend(map(_Sample.of, tensors_in(output)))
+        return lambda _, __, output: seen[path].extend(map(Sample.of, tensors_in(output)))
 
     handles = [part.register_forward_hook(keep(path)) for path, part in module.named_modules() if path in seen]
     try:
@@ -316,7 +275,7 @@ class _Comparing(Interpreter):
     def __init__(
         self,
         module: fx.GraphModule,
-        seen: dict[str, list[_Sample]],
+        seen: dict[str, list[Sample]],
         targets: Mapping[str, str],
         uncertain: set[fx.Node],
     ) -> None:
@@ -330,7 +289,7 @@ class _Comparing(Interpreter):
             expected = self._seen[self._targets[n.name]]
             for tensor in tensors_in(value):
                 sample = expected.pop(0) if expected else None
-                agrees = sample is not None and (n in self._uncertain or sample.agrees(_Sample.of(tensor)))
+                agrees = sample is not None and (n in self._uncertain or sample.agrees(Sample.of(tensor)))
                 if not agrees and self.first is None:
                     self.first = public_name(n)
         return value
@@ -340,15 +299,16 @@ def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncerta
     """Return the node of the first returned value that differs; None if all agree."""
     before, after = _tensors(expected), _tensors(found)
     output = next(iter(traced.graph.find_nodes(op="output")))
-    returned = flat(output.args[0])
+    returned = flat_nodes(output.args[0])
     fallback = next((public_name(n) for n in reversed(output.all_input_nodes)), "the output")
     if list(before) != list(after):
         return fallback
     for key in before:
-        node = returned.get(key)
+        # A node may return several values.
+        node = next((n for path, n in returned.items() if path in ("", key) or key.startswith(f"{path}.")), None)
         if isinstance(node, fx.Node) and node in uncertain:
             continue
-        if before[key].dtype != after[key].dtype or not _near(before[key], after[key], _SAME):
+        if before[key].dtype != after[key].dtype or not near(before[key], after[key], SAME):
             return public_name(node) if isinstance(node, fx.Node) else fallback
     return None
 

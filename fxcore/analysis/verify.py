@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
+from fxcore.nesting import members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
 from fxcore.tracing.names import public_name
 
 
 class Incomparable(FxError):
-    """The two modules return different keys or shapes, or only one returns a tensor. dtypes may differ.
+    """The two modules return different keys or shapes, only one returns a tensor, or values that cannot be compared.
+    dtypes may differ.
 
     ``output`` is the first such output, ``node`` the first node whose value differs.
     """
@@ -104,14 +106,15 @@ def verify(
     """Run both on the same input and compare the results.
 
     Args:
-        original, transformed: modules or functions that return tensors, or dicts, lists or tuples of them.
+        original, transformed: modules or functions that return tensors, or dicts, lists, tuples or dataclasses of them.
         inputs: positional arguments, arguments by name, or a single tensor.
         rtol: tolerance relative to each element of the original.
         atol: tolerance relative to the largest magnitude of the output, since activations vary widely in scale.
         runs: number of times to time each, alternately; 0 to not measure the speedup.
 
     Raises:
-        Incomparable: they return different keys or shapes, or only one returns a tensor.
+        Incomparable: they return different keys or shapes, only one returns a tensor, or values of a class that defines
+            no equality.
         BadTensor: one of the modules does not accept the inputs.
 
     >>> from torch import nn
@@ -143,6 +146,13 @@ def verify(
             "they must return the same outputs in the same order",
             output=missing,
         )
+    for key in expected:
+        if not _is_comparable(expected[key], values[key]):
+            raise Incomparable(
+                f"{key} is a {type(expected[key]).__name__}, whose values cannot be compared; return tensors, or "
+                "dicts, lists, tuples or dataclasses of them",
+                output=key,
+            )
     try:
         outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
     except Incomparable as error:
@@ -155,16 +165,29 @@ def verify(
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested structure to a dict of values by dotted key."""
-    if isinstance(value, Mapping):
-        items = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [(str(i), v) for i, v in enumerate(value)]
-    else:
+    """Flatten nested lists, tuples, dicts and dataclasses to a dict of values by dotted key."""
+    inside = members(value)
+    if inside is None:
         return {prefix or "0": value}
     found: dict[str, Any] = {}
-    for key, item in items:
+    for key, item in inside.items():
         found |= flat(item, f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def flat_nodes(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten what a graph returns to a dict of nodes, with the keys that its values have in :func:`flat`.
+
+    A node for several values has the key in front of theirs. torch.fx calls dataclasses in nodes, which are flattened.
+    """
+    if isinstance(value, fx.Node) and value.op == "call_function" and is_dataclass(value.target):
+        value = value.kwargs
+    inside = members(value)
+    if inside is None:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in inside.items():
+        found |= flat_nodes(item, f"{prefix}.{key}" if prefix else key)
     return found
 
 
@@ -186,7 +209,9 @@ def _first_divergence(
         before, after = expected.get(name, {}), flat(value)
         try:
             agree = list(before) == list(after) and all(
-                _errors(key, before[key], after[key], rtol, atol).allclose for key in before
+                _errors(key, before[key], after[key], rtol, atol).allclose
+                for key in before
+                if _is_comparable(before[key], after[key])
             )
         except Incomparable:
             agree = False
@@ -213,6 +238,18 @@ class _Watcher(Interpreter):
         if n.op != "output" and name in self._names:
             self._on_value(name, value)
         return value
+
+
+def _is_comparable(expected: Any, value: Any) -> bool:
+    """Return whether both values can be compared: not those of a class that compares by identity, or that refuses."""
+    if isinstance(expected, Tensor) or isinstance(value, Tensor) or expected is value:
+        return True
+    try:
+        bool(expected == value)
+    except Exception:  # such as for arrays
+        return False
+    kinds = type(expected).__mro__[:-1]
+    return type(expected) is not type(value) or any("__eq__" in vars(kind) for kind in kinds)
 
 
 def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> OutputErrors:

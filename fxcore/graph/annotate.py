@@ -18,7 +18,7 @@ from fxcore.graph.axes import layout
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
-from fxcore.nesting import map_tensors
+from fxcore.nesting import map_tensors, tensors_in
 from fxcore.tracing.interpreter import Interpreter, on_device
 
 _BATCH = 13
@@ -122,12 +122,12 @@ def annotate(
     def remember(node: fx.Node, value: Any) -> None:
         if isinstance(value, Tensor):
             many[node] = value.shape
-        elif not _tensors(value):
+        elif not tensors_in(value):
             numbers[node] = value
 
     def write(node: fx.Node, value: Any) -> None:
         node.meta["value"] = value
-        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
+        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in tensors_in(value))
         node.meta["carries"] = bool(node.meta["memory"])
         node.meta.pop(ORDERS, None)  # those of another size
         target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -164,7 +164,7 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
     def write(node: fx.Node, value: Any) -> None:
         node.meta["value"] = value
-        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in _tensors(value))
+        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in tensors_in(value))
         node.meta["carries"] = bool(node.meta["memory"])
 
     with torch.no_grad():
@@ -200,7 +200,7 @@ def _doubled(one: Any, two: Any) -> int | None:
 
 def _note_many(node: fx.Node, value: Any, many: Any, factor: int) -> None:
     node.meta.pop(MANY, None)
-    if isinstance(value, (int, tuple, list)) and not _tensors(value) and many != value:
+    if isinstance(value, (int, tuple, list)) and not tensors_in(value) and many != value:
         node.meta[MANY] = factor, many
 
 
@@ -294,13 +294,6 @@ def _rows(one: torch.Size, many: torch.Size | None) -> int:
     if many is None or len(one) == 0 or len(one) != len(many) or one[1:] != many[1:]:
         return 0
     return one[0] if many[0] == one[0] * _BATCH and one[0] > 0 else 0
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for v in inside for tensor in _tensors(v)]
 
 
 def metadata(value: Tensor) -> TensorMetadata:

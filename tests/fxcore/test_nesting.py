@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +23,22 @@ class Pair(NamedTuple):
 def with_or_without_pytree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
         monkeypatch.setattr(nesting, "_pytree", None)
+
+
+@dataclass
+class Record:
+    first: Any
+    second: Any
+
+
+class Ordered(OrderedDict[str, Any]):
+    """A class that pytree does not know."""
+
+
+@pytest.mark.usefixtures("with_or_without_pytree")
+def test_tensors_are_found_in_dataclasses_and_other_classes_of_dicts() -> None:
+    value = [Record(torch.zeros(1), {"a": Record(Record, torch.zeros(2))}), Ordered(a=(torch.zeros(3),), b=3)]
+    assert [len(tensor) for tensor in tensors_in(value)] == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("with_or_without_pytree")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, trace
-from fxcore.analysis.agreement import GraphDiffers, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, check_graph, compare_rows
 from fxcore.errors import FxError
 
 
@@ -97,6 +98,30 @@ def test_values_after_a_function_that_draws_nothing_are_compared(function: Calla
 def test_random_values_are_not_compared(draw: Callable[[Tensor], Tensor]) -> None:
     model, x = Net(lambda x: x + draw(x)).eval(), torch.randn(3, 5, 4)
     assert create_extractor(model, ["last"], x)(x)["last"].shape == (3, 5, 4)
+
+
+@dataclass
+class Output:
+    drawn: Tensor
+    hidden: tuple[Tensor, Tensor]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_returned_dataclasses_are_compared(wrong: bool) -> None:
+    """Except for fields that are random."""
+
+    class Returning(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            same = x * 2 if wrong and isinstance(x, Tensor) else x
+            return Output(F.dropout(x, training=True), (torch.exp(x), torch.sin(same)))
+
+    module = Returning().eval()
+    traced, x = trace(module), torch.rand(2, 4)
+    if not wrong:
+        check_graph(module, traced, [x])
+        return
+    with pytest.raises(GraphDiffers, match="first in sin"):
+        check_graph(module, traced, [x])
 
 
 def test_memory_that_is_never_set_is_the_same_in_both() -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -42,6 +43,27 @@ def test_nested_outputs_have_dotted_keys() -> None:
     found = verify(outputs, outputs, torch.ones(2))
     assert list(found.outputs) == ["a", "b.0", "b.1.c", "b.1.n"]
     assert found.allclose
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    more: list[Tensor]
+
+
+def test_dataclasses_are_compared_by_field() -> None:
+    x = torch.ones(2)
+    found = verify(lambda x: Output(x, [x, 2 * x]), lambda x: Output(x, [x, 3 * x]), x)
+    assert found.outputs.keys() == {"logits", "more.0", "more.1"}
+    assert [key for key, errors in found.outputs.items() if not errors.allclose] == ["more.1"]
+
+
+@pytest.mark.parametrize("make", [lambda x: SimpleNamespace(x=x), lambda x: x.numpy(), lambda x: object()])
+def test_what_cannot_be_compared_is_reported(make: Callable[[Tensor], object]) -> None:
+    """A SimpleNamespace of tensors has an equality that raises, an array one for each element, an object none."""
+    with pytest.raises(Incomparable, match=r"made is a \w+, whose values cannot be compared") as raised:
+        verify(lambda x: {"x": x, "made": make(x)}, lambda x: {"x": x, "made": make(x)}, torch.ones(2))
+    assert raised.value.extra["output"] == "made"
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])

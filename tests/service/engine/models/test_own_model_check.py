@@ -113,6 +113,27 @@ def test_a_model_that_draws_random_numbers_is_served() -> None:
     assert run_check(entry) == entry
 
 
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    pooled: Tensor
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_returned_dataclasses_are_compared(wrong: bool) -> None:
+    class Returning(Net):
+        def forward(self, x: Tensor) -> Output:  # type: ignore[override]
+            hidden = self.conv(x)
+            return Output(hidden, hidden.mean((2, 3)) * (2 if wrong and isinstance(x, Tensor) else 1))
+
+    entry = entry_of(lambda: Returning(lambda x: x))
+    if not wrong:
+        assert run_check(entry) == entry
+        return
+    with pytest.raises(GraphDiffers, match="computes other values than the module"):
+        run_check(entry)
+
+
 def test_what_cannot_run_on_the_cpu_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Elsewhere(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
