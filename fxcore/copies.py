@@ -104,7 +104,9 @@ def own_modules(module: nn.Module, copies: dict[nn.Module, nn.Module] | None = N
             module._modules[name] = private_copy(child, copies)
 
 
-def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None) -> nn.Module:
+def narrowed(
+    model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | None = None, *, copied: bool = True
+) -> nn.Module:
     """Return a shallow copy of ``model`` whose forward has only the arguments ``taken``.
 
     If the class of ``model`` has its own ``__call__``, that is narrowed instead. torch.fx makes every argument an
@@ -112,6 +114,7 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
 
     Args:
         fixed: values of other arguments; the rest have their defaults.
+        copied: False to change ``model`` itself, so that hooks that refer to it see its later changes.
 
     >>> class Scaled(nn.Module):
     ...     def forward(self, x, factor=2, bias=None):
@@ -119,7 +122,7 @@ def narrowed(model: nn.Module, taken: Sequence[str], fixed: Mapping[str, Any] | 
     >>> narrowed(Scaled(), ["x"], {"factor": 3})(5)
     15
     """
-    made = shallow_copy(model)
+    made = shallow_copy(model) if copied else model
     name = "__call__" if has_own_call(type(model)) else "forward"
     own = made.__dict__.pop(name, None)  # set on the instance, so called without self
     function, rest = own or getattr(type(model), name), dict(fixed or {})

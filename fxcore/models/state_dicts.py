@@ -103,7 +103,15 @@ def read_file(name: str, folder: Path | None) -> StateDict:
     return loaded
 
 
-def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tuple[str, ...] = UNREAD) -> nn.Module:
+def filled(
+    name: str,
+    model: nn.Module,
+    state: StateDict,
+    file: Path,
+    unread: tuple[str, ...] = UNREAD,
+    *,
+    assign: bool = True,
+) -> nn.Module:
     """Load ``state`` into a weightless ``model``: its tensors become the model's parameters, in its dtypes.
 
     Args:
@@ -112,6 +120,7 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
         state: the contents of ``file``.
         file: the path to report in errors.
         unread: prefixes of keys that ``state`` may lack.
+        assign: False to copy values into the tensors of a ``model`` that has memory for them.
 
     Raises:
         WeightsUnavailable: ``state`` does not match the model.
@@ -136,7 +145,7 @@ def filled(name: str, model: nn.Module, state: StateDict, file: Path, unread: tu
     # requires a version, that of the top-level module.
     fitting._metadata = versions or {"": expected._metadata[""]}  # type: ignore[attr-defined]
     try:
-        model.load_state_dict(fitting, assign=True)
+        model.load_state_dict(fitting, assign=assign)
         # Convert checkpoints of another precision. The extractor's precision is chosen elsewhere.
         return _cast(model, expected)
     except RuntimeError as error:

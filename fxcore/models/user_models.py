@@ -6,7 +6,6 @@ Only an operator can name a builder to call; no request can. :mod:`fxcore.models
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.images.sizes import ImageSize
 from fxcore.models.entry import ModelEntry, Task, WeightsInfo
 from fxcore.models.packaged_models import packaged_models
+from fxcore.models.references import holds_tensors, uncopied_reference
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
@@ -47,7 +47,8 @@ class UserModel:
 
     Attributes:
         builder: callable that returns the model; called with ``arguments`` by name. If it returns the same module each
-            time, that module is neither changed nor moved, and its weights are shared.
+            time, that module is neither changed nor moved, and its weights are shared; functions in it, such as hooks,
+            must not refer to it.
         weights: state dict file (safetensors, or torch's format with only tensors); None for the builder's own weights.
         preprocessing: parameters of :func:`fxcore.images.presets.preset_factory`.
         input: ``image`` or ``video``, the kind of one input row.
@@ -130,7 +131,18 @@ class UserEntry(ModelEntry):
         return info.path if isinstance(info, FileWeights) else None
 
     def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
-        return filled(self.name, self.build_weightless(structure), state, file, unread=())
+        model = self.build_weightless(structure)
+        if not holds_tensors(model):
+            return filled(self.name, model, state, file, unread=())
+        # Tensors held apart, such as views of buffers, see only values that are copied into the model's own tensors.
+        model = self.build(structure)
+        if not (isinstance(self.builder, _Builder) and self.builder.makes_new):
+            # Its tensors are shared with the module that the builder returns each time.
+            try:
+                model = copy.deepcopy(model)
+            except Exception as error:
+                raise _uncopied(summarize(error)) from error
+        return filled(self.name, model, state, file, unread=(), assign=False)
 
     def build_weightless(self, weights: str = "random") -> nn.Module:
         """Build on the meta device, or with weights if the builder fails without them, e.g. as it reads parameters."""
@@ -204,7 +216,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
     entry = UserEntry(
         name,
         task,
-        functools.partial(_build, model),
+        _Builder(model),
         default_weights=weights,
         preset=preset,
         leaves=leaves,
@@ -262,26 +274,60 @@ def _runs(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     return True
 
 
-def _build(model: UserModel, weights: None = None) -> nn.Module:
-    """Call the builder and copy its model, which may be in use elsewhere: the copy will be moved, cast and frozen.
+class _Builder:
+    """Call the builder of ``model`` and prepare what it returns to be moved, cast and frozen.
 
-    Args:
-        weights: unused; entries pass it since torchvision's builders require it.
+    A module that may be in use elsewhere is copied. A new one is not, since functions in it, such as hooks, may refer
+    to it, and those of a copy would refer to the original.
+
+    Attributes:
+        makes_new: whether each call returns a new module; None before the first.
     """
-    built = model.builder(**model.arguments)
-    if not isinstance(built, nn.Module):
-        raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
-    built = unwrapped(built)
+
+    def __init__(self, model: UserModel) -> None:
+        self._model = model
+        self.makes_new: bool | None = None
+
+    def __call__(self, weights: None = None) -> nn.Module:
+        """Return a private module; entries pass ``weights`` since torchvision's builders require it."""
+        built = self._called()
+        if self.makes_new is None:
+            self.makes_new = not _share_parts(built, self._called())
+        private = built if self.makes_new else _copied(built)
+        return _narrow_to_inputs(private, self._model.concrete_args)
+
+    def _called(self) -> nn.Module:
+        built = self._model.builder(**self._model.arguments)
+        if not isinstance(built, nn.Module):
+            raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
+        return unwrapped(built)
+
+
+def _share_parts(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two models have a module, parameter or buffer in common."""
+    known = {id(part): part for part in (*one.modules(), *one.parameters(), *one.buffers())}
+    return any(id(part) in known for part in (*other.modules(), *other.parameters(), *other.buffers()))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Copy ``model``; the copy shares the storages of its tensors, and can be moved, cast and frozen.
+
+    Raises:
+        BadUserModel: ``model`` cannot be copied rightly.
+    """
+    if (reference := uncopied_reference(model)) is not None:
+        raise _uncopied(f"{reference} refers to the original")
     try:
-        private = shared_copy(built, own_parameters=True)
+        return shared_copy(model, own_parameters=True)
     except Exception as error:
-        if model.builder(**model.arguments) is built:
-            raise BadUserModel(
-                f"its builder returns the same module each time, which cannot be copied ({summarize(error)}); use "
-                "a builder that makes a new one"
-            ) from error
-        private = built
-    return _narrow_to_inputs(private, model.concrete_args)
+        raise _uncopied(summarize(error)) from error
+
+
+def _uncopied(reason: str) -> BadUserModel:
+    return BadUserModel(
+        f"its builder returns the same module each time, or parts of it, which cannot be copied ({reason}); use a "
+        "builder that makes a new one"
+    )
 
 
 def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
@@ -299,4 +345,4 @@ def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
     if not needed:
         raise BadUserModel("its forward has no argument left to be its input; fix fewer in concrete_args")
     simple = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
-    return model if simple and len(needed) == len(parameters) else narrowed(model, needed, fixed)
+    return model if simple and len(needed) == len(parameters) else narrowed(model, needed, fixed, copied=False)

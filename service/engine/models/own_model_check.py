@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,7 +18,9 @@ from fxcore.errors import summarize
 from fxcore.extractor import whole_module
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.models.user_models import BadUserModel, UserEntry
+from fxcore.nesting import tensors_in
 from fxcore.passes.effects import is_random
+from fxcore.tracing.dispatch_modes import LenientMode
 
 log = logging.getLogger("fxserve.models")
 
@@ -38,7 +42,8 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
 
     Raises:
         GraphDiffers: the graph computes something else.
-        BadUserModel: an image's values depend on the others in its batch, and the entry does not say ``batch = false``.
+        BadUserModel: an image's values depend on the others in its batch, and the entry does not say ``batch = false``;
+            or it keeps state between calls, or computes with tensors that have no values.
         WeightsUnavailable: its weights cannot be loaded.
     """
     module = entry.load_published(str(entry.default_weights)).eval().requires_grad_(False)
@@ -48,9 +53,15 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
         others = _checked_images(module, traced, graph, dtype)
         changing = changing_node(traced, others)
         rows = compare_rows(traced, others) if entry.batch else Rows()
-    except GraphDiffers:
-        raise
     except Exception as error:
+        if _computes_without_values(module, _images(graph, dtype, 1)):
+            raise BadUserModel(
+                "it computes with tensors that have no values (device meta), although its weights are loaded; its "
+                "builder must make a new module at each call, and parts of it must read parameters and buffers from "
+                "the module rather than keep them elsewhere"
+            ) from error
+        if isinstance(error, GraphDiffers):
+            raise
         log.warning(
             "model %r could not be checked, since it fails on random images on the CPU: %s",
             entry.name,
@@ -108,6 +119,25 @@ def _images(graph: ModelGraph, dtype: torch.dtype, divisor: int) -> list[Tensor]
         draw = torch.Generator().manual_seed(divisor * 1000 + seed)
         made.append(torch.randn(2, *rest, height // divisor, width // divisor, generator=draw).to(dtype))
     return made
+
+
+class _MetaTensors(LenientMode):
+    """Note in ``seen`` whether an operation takes or returns a meta tensor."""
+
+    seen: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= any(t.is_meta for t in tensors_in((args, kwargs)))
+        result = func(*args, **(kwargs or {}))
+        self.seen |= any(t.is_meta for t in tensors_in(result))
+        return result
+
+
+def _computes_without_values(module: nn.Module, images: list[Tensor]) -> bool:
+    """Return whether ``module`` runs on meta tensors for images on the CPU, as if its weights had not been loaded."""
+    with torch.no_grad(), _MetaTensors() as watched, contextlib.suppress(Exception):
+        module(*images)
+    return bool(watched.seen)
 
 
 def _out_of_place(module: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,13 @@ def test_a_graph_that_differs_is_refused() -> None:
 def test_a_model_that_draws_random_numbers_is_served() -> None:
     entry = entry_of(lambda: Net(lambda x: nn.functional.dropout(x, training=True).mT))
     assert run_check(entry) == entry
+
+
+def test_a_model_whose_weights_are_not_loaded_is_refused() -> None:
+    """The builder's only module is made while models are built without weights."""
+    build = functools.cache(lambda: Net(lambda x: x.mT))
+    with pytest.raises(BadUserModel, match=r"tensors that have no values \(device meta\).*a new module at each call"):
+        run_check(entry_of(build))
 
 
 @dataclasses.dataclass
