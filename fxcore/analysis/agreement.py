@@ -76,6 +76,8 @@ def check_graph(
     """
     if targets is None:
         targets = {node.name: str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
+    scripted = {path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)}
+    targets = {node: path for node, path in targets.items() if path not in scripted}  # these take no hooks
     uncertain = _uncertain(traced)
     name = type(module).__name__
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}

@@ -317,6 +317,9 @@ def _copied(model: nn.Module) -> nn.Module:
     """
     if (reference := uncopied_reference(model)) is not None:
         raise _uncopied(f"{reference} refers to the original")
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise _uncopied(f"{path or 'it'} is TorchScript, whose copies cannot be moved")
     try:
         return shared_copy(model, own_parameters=True)
     except Exception as error:

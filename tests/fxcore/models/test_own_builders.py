@@ -151,3 +151,32 @@ def test_references() -> None:
     assert holds_tensors(net)
     net.act = lambda x, by=net.scale: x * by  # type: ignore[assignment]
     assert uncopied_reference(net) == "act of the model"
+
+
+class Script(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3, 2, 1)
+        body = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.body = torch.jit.script(body) if how == "script" else torch.jit.trace(body.eval(), torch.rand(1, 8, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.body(self.conv(x))
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("file", [False, True], ids=["builders", "file"])
+def test_torchscript_may_be_kept_whole(how: str, file: bool, tmp_path: Path) -> None:
+    model = Script(how).eval()
+    weights = tmp_path / "net.safetensors" if file else None
+    if weights is not None:
+        state = {key: value + 1 for key, value in model.state_dict().items()}
+        save_file(state, weights)
+        model.load_state_dict(state)
+    with torch.no_grad():
+        torch.testing.assert_close(served(lambda: Script(how), "body", weights, leaf_modules=["body"]), model(X))
+    with pytest.raises(BadUserModel, match="body is TorchScript, whose copies cannot be moved"):
+        served(lambda: model, "body", leaf_modules=["body"])
