@@ -70,7 +70,7 @@ def _from_packages() -> Iterator[tuple[str, Callable[[], UserModel]]]:
         def load(point: Any = point) -> UserModel:
             try:
                 model = point.load()
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # scripts that read a command line end the process
                 raise BadUserModel(f"its entry point {point.value} cannot be loaded: {summarize(error)}") from error
             if not isinstance(model, UserModel):
                 raise BadUserModel(f"its entry point {point.value} is a {type(model).__name__}, not a fxcore.UserModel")
@@ -139,7 +139,7 @@ def _import(key: str, path: str) -> Any:
         raise BadUserModel(f"{key} is written MODULE:CALLABLE, not {path!r}")
     try:
         found = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # scripts that read a command line end the process
         raise BadUserModel(f"its {key} {path} cannot be imported: {summarize(error)}") from error
     if not callable(found):
         raise BadUserModel(f"its {key} {path} is {type(found).__name__}, which cannot be called")

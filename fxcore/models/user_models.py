@@ -180,7 +180,7 @@ class FileWeights(WeightsInfo):
         """Do nothing; reading a missing file raises an error later."""
 
 
-def as_bad_model(name: str, error: Exception) -> BadUserModel:
+def as_bad_model(name: str, error: BaseException) -> BadUserModel:
     """Convert ``error`` to a :class:`BadUserModel` for the model ``name``."""
     return BadUserModel(
         f"model {name!r}: {error.detail if isinstance(error, FxError) else summarize(error)}", name=name
@@ -297,7 +297,13 @@ class _Builder:
         return _narrow_to_inputs(private, self._model.concrete_args)
 
     def _called(self) -> nn.Module:
-        built = self._model.builder(**self._model.arguments)
+        try:
+            built = self._model.builder(**self._model.arguments)
+        except SystemExit as error:
+            raise BadUserModel(
+                f"its builder ends the process ({summarize(error)}), as argparse does for a command line that it does "
+                "not know; use a builder that takes its settings as arguments"
+            ) from error
         if not isinstance(built, nn.Module):
             raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
         return unwrapped(built)

@@ -61,5 +61,5 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
     weights = str(entry.default_weights)
     try:
         return checked(entry, model_graph(entry, weights))
-    except Exception as error:  # the model's own code may raise anything
+    except (Exception, SystemExit) as error:  # the model's own code may raise anything, and scripts end the process
         return as_bad_model(name, error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fxcore import build_extractor, load_model, model_graph
+from fxcore.models.descriptions import read_models
 from fxcore.models.references import holds_tensors, uncopied_reference
 from fxcore.models.user_models import BadUserModel, UserModel, user_entry
 
@@ -180,3 +183,20 @@ def test_torchscript_may_be_kept_whole(how: str, file: bool, tmp_path: Path) -> 
         torch.testing.assert_close(served(lambda: Script(how), "body", weights, leaf_modules=["body"]), model(X))
     with pytest.raises(BadUserModel, match="body is TorchScript, whose copies cannot be moved"):
         served(lambda: model, "body", leaf_modules=["body"])
+
+
+def parsing() -> nn.Module:
+    argparse.ArgumentParser().parse_args(["--unknown"])
+    return nn.ReLU()
+
+
+def test_scripts_that_end_the_process_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadUserModel, match=r"ends the process \(SystemExit: 2\).*takes its settings as arguments"):
+        user_entry("net", UserModel(parsing))
+    (tmp_path / "script_for_tests.py").write_text("raise SystemExit(2)")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models.toml").write_text("[models.net]\nbuilder = 'script_for_tests:build'")
+    error = dict(read_models(tmp_path))["net"]
+    assert isinstance(error, BadUserModel)
+    assert "builder script_for_tests:build cannot be imported: SystemExit: 2" in error.detail
+    assert "script_for_tests" not in sys.modules

@@ -18,6 +18,7 @@ from fxcore.graph.model_graph import trace_graph
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
 from fxcore.models.weights import load_model
 from service.engine.models.own_model_check import checked
+from service.engine.models.own_models import _tried
 
 
 class Net(nn.Module):
@@ -140,6 +141,16 @@ def test_returned_dataclasses_are_compared(wrong: bool) -> None:
         return
     with pytest.raises(GraphDiffers, match="computes other values than the module"):
         run_check(entry)
+
+
+def test_a_model_that_ends_the_process_is_refused() -> None:
+    class Ending(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise SystemExit(3)
+
+    found = _tried("ending", entry_of(lambda: Net(lambda x: x.mT, Ending()), leaf_modules=["last"]))
+    assert isinstance(found, BadUserModel)
+    assert found.detail == "model 'ending': SystemExit: 3"
 
 
 def test_what_cannot_run_on_the_cpu_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
