@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcore.errors import UnknownWeights, WeightsUnavailable
+from fxcore.wrappers import PREFIXES
 
 StateDict = Mapping[str, Tensor]  # torch stores the modules' versions in the attribute _metadata
 
@@ -125,7 +126,7 @@ def filled(
     Raises:
         WeightsUnavailable: ``state`` does not match the model.
     """
-    state, versions = _without_prefix(state, model.state_dict())
+    state, versions = _without_inner_wrappers(*_without_prefix(state, model.state_dict()), model.state_dict())
     if name.startswith("densenet"):
         state = {_OLD_DENSENET_KEY.sub(lambda m: m[1] + m[2], key): value for key, value in state.items()}
     expected = model.state_dict()
@@ -176,6 +177,29 @@ def _without_prefix(state: StateDict, expected: StateDict) -> tuple[StateDict, d
             inside = {path: version for path, version in versions.items() if f"{path}.".startswith(prefix)}
             versions = {path[len(prefix) :]: version for path, version in inside.items()}
     return found, versions
+
+
+def _without_inner_wrappers(
+    state: StateDict, versions: dict[str, Any] | None, expected: StateDict
+) -> tuple[StateDict, dict[str, Any] | None]:
+    """Remove the names of wrappers of submodules from the keys that match ``expected`` without, and from the paths of
+    module versions.
+
+    Models are loaded without such wrappers, but saved with them, as in ``head._orig_mod.weight``.
+    """
+    found = {}
+    for key, value in state.items():
+        inside = _inside_wrappers(key)
+        fits = key in expected or inside not in expected or inside in state
+        if key in expected or not key.endswith(f".{_AVERAGED}"):
+            found[key if fits else inside] = value
+    if found.keys() == state.keys():
+        return state, versions
+    return found, versions and {_inside_wrappers(path): version for path, version in versions.items()} | versions
+
+
+def _inside_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if f"{part}." not in PREFIXES)
 
 
 def _fault(value: Tensor, expected: Tensor) -> str | None:

@@ -28,7 +28,7 @@ from fxcore.models.references import holds_tensors, uncopied_reference
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
-from fxcore.wrappers import unwrapped
+from fxcore.wrappers import unwrap_parts, unwrapped
 
 BUILT = "builder"
 """Name of the weights of a model without a weights file, which are the builder's own."""
@@ -294,6 +294,7 @@ class _Builder:
         if self.makes_new is None:
             self.makes_new = not _share_parts(built, self._called())
         private = built if self.makes_new else _copied(built)
+        unwrap_parts(private)
         return _narrow_to_inputs(private, self._model.concrete_args)
 
     def _called(self) -> nn.Module:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import timm.utils
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from fxcore import UserModel, create_extractor, load_model, trace
+from fxcore import UserModel, build_extractor, create_extractor, load_model, model_graph, trace
 from fxcore.errors import DuplicateKey, NotTraceable
 from fxcore.models.user_models import user_entry
 from fxcore.transforms import remove
@@ -87,6 +90,55 @@ def test_builders_may_return_wrappers() -> None:
     loaded = load_model(entry, "DEFAULT")
     assert type(loaded) is nn.Sequential
     assert loaded.state_dict().keys() == model().state_dict().keys()
+
+
+class Parted(nn.Module):
+    """Its parts are in wrappers, unless ``plain``."""
+
+    def __init__(self, plain: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3)
+        parts = [nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(3)]
+        if not plain:
+            parts = [torch.compile(parts[0]), nn.DataParallel(parts[1]), torch.optim.swa_utils.AveragedModel(parts[2])]  # type: ignore[list-item]
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["new", "the same"])
+@pytest.mark.parametrize("outer", ["", "module.", "_orig_mod."])
+def test_wrappers_inside_users_models_are_removed(same: bool, outer: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain, wrapped = Parted(plain=True).eval(), Parted()
+    for target, source in zip(wrapped.state_dict().values(), drawn_like(wrapped), strict=True):
+        target.copy_(source)
+    values = [value for key, value in wrapped.state_dict().items() if not key.endswith("n_averaged")]
+    plain.load_state_dict(dict(zip(plain.state_dict(), values, strict=True)))
+    state = {outer + key: value for key, value in wrapped.state_dict().items()}
+    assert f"{outer}parts.0._orig_mod.0.weight" in state
+    save_file(state, tmp_path / "wrapped.safetensors")
+    torch.save(OrderedDict(state), tmp_path / "wrapped.pth")
+    given = Parted()
+    for name in ("wrapped.safetensors", "wrapped.pth"):
+        described = UserModel(lambda: given if same else Parted(), weights=tmp_path / name)
+        entry = user_entry("parted", described)
+        graph, loaded = model_graph(entry, name), load_model(entry, name)
+        assert graph.eval_nodes[-1] == "parts.2.2"
+        with torch.no_grad():
+            torch.testing.assert_close(
+                build_extractor(graph, loaded, graph.resolve(["parts.2.2"])).module(X)["parts.2.2"], plain(X)
+            )
+    assert type(given.parts[1]) is nn.DataParallel
+
+
+def drawn_like(model: nn.Module) -> list[torch.Tensor]:
+    return [torch.rand_like(t) if t.is_floating_point() else t.clone() for t in model.state_dict().values()]
 
 
 GONE: dict[str, tuple[Callable[[], object], str]] = {
