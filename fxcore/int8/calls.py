@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
@@ -13,20 +15,25 @@ CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.function
 _DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
-def separate(module: fx.GraphModule) -> None:
+def separate(module: fx.GraphModule) -> dict[str, str]:
     """Give each call of a module with parameters or buffers a copy of its own, and ``get_attr`` nodes their own tensor.
 
     torch fuses one call with the batch norm or ReLU after it, and puts the fused module in the place of the original,
     for all calls.
+
+    Returns:
+        The path of each copy, and that of the module of the first call.
     """
-    called: set[nn.Module] = set()
+    called: dict[nn.Module, str] = {}
+    copies: dict[str, str] = {}
     for node in module.graph.find_nodes(op="call_module"):
         target = str(node.target)
         layer = module.get_submodule(target)
         if layer in called and (layer.state_dict() or any(True for _ in layer.buffers())):
             node.target = next(name for n in count(1) if not _has(module, name := f"{target}_{n}"))
             module.add_submodule(node.target, copy.deepcopy(layer))
-        called.add(layer)
+            copies[node.target] = called[layer]
+        called.setdefault(layer, target)
     for node in module.graph.find_nodes(op="get_attr"):
         owner, _, name = str(node.target).rpartition(".")
         if owner and module.get_submodule(owner) in called:
@@ -34,6 +41,18 @@ def separate(module: fx.GraphModule) -> None:
             node.target = next(new for n in count() if not hasattr(module, new := f"_{name}_{n}"))
             setattr(module, node.target, copy.deepcopy(tensor))
     module.recompile()
+    return copies
+
+
+def share_weights(module: nn.Module, copies: Mapping[str, str]) -> None:
+    """Make the copies of :func:`separate` share the packed weights that are equal, once ``module`` is quantized."""
+    modules: dict[str, Any] = dict(module.named_modules(remove_duplicate=False))
+    for path, original in copies.items():
+        one, other = modules.get(original), modules.get(path)  # those that are fused into others are gone
+        if one is not None and other is not None and hasattr(one, "_weight_bias") and type(one) is type(other):
+            (weight, bias), (same, alike) = one._weight_bias(), other._weight_bias()
+            if torch.equal(weight, same) and (bias is alike is None or torch.equal(bias, alike)):
+                other._packed_params = one._packed_params
 
 
 def _has(module: nn.Module, path: str) -> bool:

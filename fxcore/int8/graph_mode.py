@@ -20,13 +20,14 @@ from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
-from fxcore.int8.calls import pass_positionally, separate
+from fxcore.int8.calls import pass_positionally, separate, share_weights
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
+from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
 Inputs = tuple[Tensor, ...]
@@ -53,7 +54,7 @@ def converted(
         UnknownNode: a name in ``keep`` matches no node.
     """
     with torch.no_grad():
-        observed, kept = observe(module, batches[0], keep)
+        observed, kept, copies = observe(module, batches[0], keep)
         for inputs in batches:
             observed(*inputs)
         roundings: dict[str, Rounding] = {}
@@ -64,7 +65,9 @@ def converted(
             name = public_name(computed_by(observed, made_by))
             if made_by.op != "get_attr" and name not in kept:
                 roundings.setdefault(name, rounding)
-        return convert_fx(observed).eval(), roundings
+        made = convert_fx(observed).eval()
+        share_weights(made, copies)
+        return made, roundings
 
 
 def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
@@ -77,24 +80,31 @@ def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
     return Rounding(float(scale), int(zero_point), found.quant_min, found.quant_max)
 
 
-def observe(module: fx.GraphModule, example: Inputs, keep: Sequence[str]) -> tuple[fx.GraphModule, set[str]]:
-    """Copy ``module``, fuse its batch norms and insert observers; return it and the names of nodes that stay float.
+def observe(
+    module: fx.GraphModule, example: Inputs, keep: Sequence[str]
+) -> tuple[fx.GraphModule, set[str], dict[str, str]]:
+    """Copy ``module``, fuse its batch norms and insert observers.
+
+    Returns:
+        The copy, the names of nodes that stay float, and the copies of layers that :func:`separate` made.
 
     ``prepare_fx`` would trace the module again, which patches nn.Module for all threads, so only its other two steps
     are called.
     """
     private = copy.deepcopy(fork(module)).eval()
-    separate(private)
+    copies = separate(private)
     pass_positionally(private)
     mapping = get_default_qconfig_mapping(ranges(private))
-    kept = _leave_in_float(private, mapping, keep)
+    values = _Floating(private)
+    values.run(*example)
+    kept = _leave_in_float(private, mapping, keep, values.nodes)
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
     _range_inputs(observed, mapping)
     _range_before_relu6(observed)
     _share_rounded(observed, kept)
-    return observed, kept
+    return observed, kept, copies
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:
@@ -148,7 +158,23 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
     observed.recompile()
 
 
-def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str]) -> set[str]:
+class _Floating(Interpreter):
+    """Collects the nodes whose values are floating-point tensors; others are sizes, lists, indices…"""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.nodes: set[fx.Node] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            self.nodes.add(n)
+        return value
+
+
+def _leave_in_float(
+    module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str], floating: set[fx.Node]
+) -> set[str]:
     """Exclude nodes named in ``keep``, and those without correct int8 kernels, from ``mapping``; return their names."""
     layer = {node: computed_by(module, node) for node in module.graph.nodes}
     kept = set()
@@ -158,12 +184,12 @@ def _leave_in_float(module: fx.GraphModule, mapping: QConfigMapping, keep: Seque
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}
     known = _of_known_range(mapping)
-    kept |= miscomputed(module, known)
+    kept |= miscomputed(module, known) & floating
     for node in module.graph.nodes:
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
     for node in list(module.graph.nodes):
-        if node in kept and not issubclass(class_of(module, node), (*WEIGHTED, *BATCH_NORMS)):
+        if node in kept & floating and not issubclass(class_of(module, node), (*WEIGHTED, *BATCH_NORMS)):
             # Regardless of the mapping, torch quantizes many operations before an int8 layer unless an operation
             # without an int8 kernel is in between. Insert an identity.
             with module.graph.inserting_after(node):

@@ -104,10 +104,13 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether torch cannot pack a layer: its weights are computed, or it is padded by name or not with zeros."""
+    """Return whether torch cannot pack a layer: its weights are computed, or it is padded by name, replication or
+    wrapping."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
-        return isinstance(layer, ALL_CONVOLUTIONS) and (isinstance(layer.padding, str) or layer.padding_mode != "zeros")
+        return isinstance(layer, ALL_CONVOLUTIONS) and (
+            isinstance(layer.padding, str) or layer.padding_mode not in ("zeros", "reflect")
+        )
     if node.target is nn.functional.linear:
         return _attribute(module, node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) is None
     return node.target in CONVOLUTION_FUNCTIONS and (

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
 from fxcore.passes.base import add, bare_copy, constant, erase_dead, hooked, source_of, transform
 from fxcore.passes.channel_views import is_view, reads_shape, views_keep_channels
 from fxcore.tracing.names import PATH, public_name
@@ -237,8 +237,10 @@ def _is_batched(module: fx.GraphModule, path: Sequence[fx.Node], norm: fx.Node) 
     assert isinstance(weight, Tensor)
     if shape is not None:
         return len(shape) == weight.ndim
-    called = type(module.get_submodule(str(norm.target))) if norm.op == "call_module" else None
-    return len(path) > 1 or _NORM_AXES.get(called, weight.ndim - 2) == weight.ndim - 2
+    nodes = (norm, *path[:-1])
+    called, *between = (type(module.get_submodule(str(n.target))) if n.op == "call_module" else None for n in nodes)
+    reshaped = any(kind not in (nn.Identity, *DROPOUTS) for kind in between)
+    return reshaped or _NORM_AXES.get(called, weight.ndim - 2) == weight.ndim - 2
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:

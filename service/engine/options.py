@@ -132,7 +132,7 @@ class FeatureOptions:
                 "images, one list per image"
             )
 
-    def row(
+    def finished_row(
         self, info: OutputInfo, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None
     ) -> tuple[list[int], torch.dtype, int]:
         """Return shape and dtype of the result of :meth:`finish`, and the number of values of a row that it projects.

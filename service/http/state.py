@@ -143,17 +143,16 @@ class State:
         """
         return self.engine.run_in_builder if caller.may_build else functools.partial(self.in_thread, caller)
 
-    async def extractor(self, caller: Caller, spec: ExtractorSpec, build: bool | None = None) -> ExtractorRecord:
-        """Look up the extractor of a spec, or create it if ``build`` is true; by default, if ``caller`` may.
+    async def extractor(self, caller: Caller, spec: ExtractorSpec) -> ExtractorRecord:
+        """Look up the extractor of a spec, or create it if ``caller`` is allowed to.
 
         Raises:
-            Forbidden: it does not exist and may not be created.
+            Forbidden: it does not exist and ``caller`` may not create it.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
             FxError: see :meth:`Engine.extractor`.
         """
-        may_build = caller.may_build if build is None else build
         record, _ = await self.engine.extractor(
-            spec, build=may_build, trace_in=self.trace_in(caller), accepted=caller.accepted
+            spec, build=caller.may_build, trace_in=self.trace_in(caller), accepted=caller.accepted
         )
         return record
 

@@ -96,7 +96,7 @@ PRIVATE = {
     # Documented as "torch._assert", a traceable assertion.
     "torch._assert": {"fxcore/models/sized_vit.py"},
     "torch._inductor": {"fxcore/backends/aoti.py"},
-    "torch._subclasses": {"fxcore/tracing/fake_tensors.py"},
+    "torch._subclasses": {"fxcore/tracing/failures/fake_tensors.py"},
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
     "torch.utils._pytree": {"fxcore/nesting.py"},
     # Documented in "Extending PyTorch", under this name.

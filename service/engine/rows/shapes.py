@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,15 +34,18 @@ class RowSize:
     edited: dict[str, list[int]]
 
 
-@dataclass(frozen=True)
-class ResponseSize:
-    """The sizes of one row of the response; a row is an image or a region.
+class ResponseRow(NamedTuple):
+    """One row of an output of the response; a row is an image or a region.
 
     Attributes:
-        outputs: key → shape and bytes of each returned output, and its number of values before a projection.
+        shape: its shape, with a batch dimension of 1.
+        bytes: its bytes.
+        length: its number of values before a projection.
     """
 
-    outputs: dict[str, tuple[list[int], int, int]]
+    shape: list[int]
+    bytes: int
+    length: int
 
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:

@@ -16,7 +16,7 @@ from fxcore.graph.model_graph import ModelGraph
 from service.byte_cache import ByteCache
 from service.engine.description import Description
 from service.engine.options import FeatureOptions
-from service.engine.rows.shapes import ResponseSize, RowShape, RowSize
+from service.engine.rows.shapes import ResponseRow, RowShape, RowSize
 from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.transformation import Transformed
@@ -34,8 +34,8 @@ NODE_BYTES = 3 * 1024
 """Approximate bytes of the Python objects for one node of an extractor's graph."""
 
 
-def _cache_of_sizes() -> ByteCache[Any, Any]:
-    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + len(size.outputs)))
+def _cache_of_sizes(outputs: Callable[[Any], int]) -> ByteCache[Any, Any]:
+    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + outputs(size)))
 
 
 class Runtime:
@@ -99,8 +99,8 @@ class Runtime:
         self.last_used = time.monotonic()
         self.retired = False
         self.variants: dict[Variant, Runtime] = {}
-        self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes()
-        self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], ResponseSize] = _cache_of_sizes()
+        self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes(lambda row: len(row.outputs))
+        self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], dict[str, ResponseRow]] = _cache_of_sizes(len)
         self.model = model
         self._ledger = ledger
         self._on_idle = on_idle

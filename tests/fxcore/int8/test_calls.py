@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fxcore import trace
+from fxcore.analysis.verify import verify
 from fxcore.int8.quantize import quantize
 
 Forward = Callable[[Any, Tensor], Any]
@@ -57,6 +58,7 @@ CALLS: dict[str, Forward] = {
     "padding by reflection": lambda m, x: m.b(m.reflected(m.a(x))),
     "computed weights": lambda m, x: m.b(F.conv2d(x, m.a.weight / m.a.weight.norm())),
     "computed weights of a linear layer": lambda m, x: m.b(F.linear(x, m.linear.weight / m.linear.weight.norm())),
+    "sums of sizes": lambda m, x: m.b(m.a(x).reshape(x.shape[:2] + (-1, x.shape[2] * 2 - 8))),  # noqa: RUF005
     "PReLU between two layers": lambda m, x: m.b(m.prelu(m.a(x))),
 }
 
@@ -70,3 +72,31 @@ def test_int8_is_near_float32(name: str) -> None:
         expected, found = model(x), made(x)
     for one, other in zip(*(got if isinstance(got, tuple) else (got,) for got in (expected, found)), strict=True):
         assert (other - one).norm() < 0.05 * one.norm()
+
+
+def test_what_is_kept_in_float_may_compute_sizes() -> None:
+    class Shuffles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, other = self.a(x).chunk(2, 1)
+            n, c = one.size(0), one.size(1)
+            return self.b(torch.cat([other, one * c], 1).view(n, 2 * c, x.size(2), x.size(3)))
+
+    class Net(nn.Sequential):
+        pass
+
+    model, x = Net(Shuffles(), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval(), torch.randn(4, 8, 8, 8)
+    found = quantize(trace(model), x, keep=["0"])
+    assert [layer.name for layer in found.layers] == ["2"]
+    assert verify(model, found.module, x).relative < 0.02
+
+
+def test_copies_of_a_shared_layer_share_their_weights() -> None:
+    shared = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    made = quantize(trace(nn.Sequential(*[shared] * 3).eval()), torch.randn(4, 8, 8, 8)).module
+    packed = [part._packed_params for part in made.modules() if hasattr(part, "_packed_params")]
+    assert len(packed) == 3
+    assert len({id(one) for one in packed}) == 1

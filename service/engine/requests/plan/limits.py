@@ -33,7 +33,7 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
         size = preprocessing.largest_size(height, width)
         pixels = math.prod(size)
         if pixels > limit:
-            with indexed(plan.sent.index((height, width))):
+            with indexed(plan.sent.index((height, width)) % len(plan.shapes)):
                 raise ImageTooLarge(
                     f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at "
                     f"most {limit} are allowed",

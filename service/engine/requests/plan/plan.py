@@ -43,7 +43,7 @@ class Plan:
         placements: returns the placement of each image in its row; empty for tensors.
         pad: combines rows of different sizes into one batch, if the model's own preprocessing does so; then each part
             is one row.
-        sent: height and width of each image as sent, if it is preprocessed; empty otherwise.
+        sent: height and width of each image as sent, if it is preprocessed; those of one input after those of another.
         valid_boxes: x1, y1, x2, y2 of each image in its row, if the rest of the row is padding; empty without padding.
     """
 

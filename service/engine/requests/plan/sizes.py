@@ -14,7 +14,7 @@ from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
-from service.engine.rows.shapes import ResponseSize, RowShape, RowSize, row_layout, several_rows
+from service.engine.rows.shapes import ResponseRow, RowShape, RowSize, row_layout, several_rows
 from service.engine.rows.tokens import has_tokens
 from service.engine.runtime.runtime import Runtime
 from service.problems import RequestTooLarge, ResponseTooLarge
@@ -67,23 +67,27 @@ def sizes(
         counts = Counter({shape: 0 for shape in shapes})
         for shape, many in zip(shapes, regions, strict=True):
             counts[shape] += many
-    rows = {shape: row_size(runtime, shape).bytes for shape in counts}
-    of_shapes = {shape: _row_outputs(runtime, shape, options) for shape in counts}
-    first = of_shapes[shapes[0]]
-    for shape, outputs in of_shapes.items():
-        for key, (dims, size, _) in outputs.items():
-            if dims != first[key][0]:
-                raise cannot_stack(runtime, key, [tuple(first[key][0][1:]), tuple(dims[1:])])
-            if shape != shapes[0] and _is_of_places(infos[key], dims, options, native):
+    first: dict[str, ResponseRow] = {}
+    rows: dict[RowShape, int] = {}
+    lengths: set[int] = set()
+    for shape, count in counts.items():  # row by row, since each new shape takes a pass over the graph
+        rows[shape] = row_size(runtime, shape).bytes
+        outputs = _response_rows(runtime, shape, options)
+        first = first or outputs
+        for key, output in outputs.items():
+            if output.shape != first[key].shape:
+                raise cannot_stack(runtime, key, [tuple(first[key].shape[1:]), tuple(output.shape[1:])])
+            if shape != shapes[0] and _is_of_places(infos[key], output.shape, options, native):
                 raise unlike_positions(key, shapes[0][0], shape[0])
-            total += counts[shape] * size
+            total += count * output.bytes
+            lengths.add(output.length)
     if total > limit and not options.sent:
         raise RequestTooLarge(total, limit)
     if total > limit:
         kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
         choosable = all(has_tokens(*kind) for kind in kinds)
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first), choosable))
-    return Sizes(rows, total, frozenset(length for outputs in of_shapes.values() for _, _, length in outputs.values()))
+    return Sizes(rows, total, frozenset(lengths))
 
 
 def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
@@ -120,24 +124,22 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     return known
 
 
-def _row_outputs(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, tuple[list[int], int, int]]:
-    """Return the outputs of a :class:`ResponseSize`; cached for recent shapes and options."""
+def _response_rows(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, ResponseRow]:
+    """Return key → row of each returned output; cached for recent shapes and options."""
     runtime = runtime.at(shape)
     many = options.tokens is not None and len(options.tokens) > _LONG
     known = None if many else runtime.response_sizes.get((shape, options))
     if known is None:
-        row = row_size(runtime, shape)
-        outputs = {}
+        row, known = row_size(runtime, shape), {}
         for info in runtime.outputs:
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
                 layout = row_layout(info.layout, info.rows_per_image)
-                dims, dtype, length = options.row(info, dims, dtype, layout, row.grids.get(info.key))
-                outputs[info.key] = dims, _bytes(dims, dtype), length
-        known = ResponseSize(outputs)
+                dims, dtype, length = options.finished_row(info, dims, dtype, layout, row.grids.get(info.key))
+                known[info.key] = ResponseRow(dims, _bytes(dims, dtype), length)
         if not many:
             runtime.response_sizes.put((shape, options), known)
-    return known.outputs
+    return known
 
 
 def _is_of_places(info: OutputInfo, dims: Sequence[int], options: FeatureOptions, native: bool) -> bool:

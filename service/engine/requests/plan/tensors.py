@@ -53,7 +53,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
                 _check_preprocessed(spec, tensor, description.preprocessing)
-                sent = [(tensor.shape[-3], tensor.shape[-2])] * rows
+                sent += [(tensor.shape[-3], tensor.shape[-2])] * rows
                 box = description.preprocessing.valid_box(tensor.shape[-3], tensor.shape[-2])
                 boxes = [] if box is None else [box] * rows
         shapes.append(_row_shape(description.preprocessing, tensor, preprocess))

@@ -106,10 +106,7 @@ async def _respond(
         spec, named = await find()
         body = await bodies.receive(request, kind, parameters)
         deadline.body_read()
-        caller = caller_of(request.scope)
-        # Of an existing extractor, a key with scope read may have everything computed.
-        build = caller.may_build or named is not None
-        front, back, begin = await _halves(state, caller, spec, query, build)
+        front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
         for record in (front, back):
             await engine.runtimes.load(record)
         at, target = front.outputs[0], None if query.target == "max" else query.target
@@ -143,9 +140,9 @@ async def _respond(
             usual = front.description.preprocessing.nominal_size()
             parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
         else:
-            made_of = (named or front).description
+            answering = (named or back).description
             source = responses.Source(
-                spec.model, made_of.id, made_of.weights, made_of.fingerprint, {_ATTRIBUTION: at.node}
+                spec.model, answering.id, answering.weights, answering.fingerprint, {_ATTRIBUTION: at.node}
             )
             targets = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
             made = (accepted, source, _outputs(accepted, found), values.images, query.encoding, targets)
@@ -159,7 +156,7 @@ async def _respond(
 
 
 async def _halves(
-    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery, build: bool
+    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery
 ) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
     """Return the two extractors of an attribution and the names of the nodes between them.
 
@@ -204,8 +201,14 @@ async def _halves(
     own: dict[str, Any] = {"model": spec.model, "weights": spec.weights, "image_size": spec.image_size}
     after = ExtractorSpec(**own, return_nodes=[query.of], inputs=begin, backend="eager")
     before = ExtractorSpec(**own, fit=spec.fit, return_nodes=begin, backend="eager")
-    back = await state.extractor(caller, after, build)
-    return await state.extractor(caller, before, build), back, begin
+    try:
+        back = await state.extractor(caller, after)
+        return await state.extractor(caller, before), back, begin
+    except problems.Forbidden as error:
+        raise problems.Forbidden(
+            "an attribution needs two extractors, from the image to the node 'at' and from there to the node 'of', "
+            "which do not exist yet for these nodes; sent once with a key with scope admin, this request creates them"
+        ) from error
 
 
 def _rows(inputs: Inputs) -> int:
