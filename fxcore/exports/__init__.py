@@ -18,6 +18,7 @@ from fxcore.exports.description import ExportUnavailable, UnknownFormat, require
 from fxcore.exports.folder import export_folder, folder_zip
 from fxcore.exports.subject import CannotExport, subject_of
 from fxcore.extractor import Extractor
+from fxcore.images.preprocessing import Preprocessing
 from fxcore.tracing.interpreter import Inputs
 
 __all__ = [
@@ -72,6 +73,7 @@ def export(
     calibration: Sequence[tuple[Tensor, ...]] = (),
     *,
     example_inputs: Inputs | None = None,
+    preprocessing: Preprocessing | None = None,
 ) -> bytes:
     """Export ``extractor`` to the bytes of one file. It is not changed, and other threads may run it meanwhile.
 
@@ -90,6 +92,8 @@ def export(
             quantizes the model to int8.
         example_inputs: arguments of one call of a graph module. If their first dimension is over 1, it is the number of
             rows, which is dynamic in the file.
+        preprocessing: how images become inputs of an extractor, for the file's description; by default that of its
+            model's weights, if its graph is of their size.
 
     Raises:
         UnknownFormat: there is no such format.
@@ -124,7 +128,7 @@ def export(
     if calibration and format != "openvino":
         raise CannotExport(f"calibration is for openvino only, not for {format}", format=format)
     try:
-        subject = subject_of(extractor, example_inputs)
+        subject = subject_of(extractor, example_inputs, preprocessing)
     except CannotExport as error:
         raise CannotExport(error.detail, format=format) from None
     require_float(subject, format)

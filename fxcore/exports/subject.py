@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import flat
 from fxcore.backends.process import holds_int8
@@ -17,6 +17,7 @@ from fxcore.extractor import Extractor, OutputInfo
 from fxcore.graph.annotate import observe
 from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.axes.row_axes import UNKNOWN
+from fxcore.images.preprocessing import Preprocessing
 from fxcore.passes.base import applied, fork
 from fxcore.photos import check_rows, photos
 from fxcore.tensors import TensorSpec, dtype_name
@@ -71,11 +72,13 @@ class Subject:
         }
 
 
-def subject_of(source: Extractor | fx.GraphModule, example_inputs: Inputs | None) -> Subject:
+def subject_of(
+    source: Extractor | fx.GraphModule, example_inputs: Inputs | None, preprocessing: Preprocessing | None = None
+) -> Subject:
     """Return the subject of an export.
 
     Args:
-        example_inputs: inputs of a graph module, see :func:`fxcore.exports.export`.
+        example_inputs, preprocessing: see :func:`fxcore.exports.export`.
 
     Raises:
         NotAGraph: ``source`` is neither an extractor nor a graph module.
@@ -83,25 +86,31 @@ def subject_of(source: Extractor | fx.GraphModule, example_inputs: Inputs | None
         CannotExport: the module takes or returns values other than tensors.
     """
     if isinstance(source, Extractor):
-        return _of_extractor(source)
+        return _of_extractor(source, preprocessing)
     require_graph(source)
     if example_inputs is None:
         raise BadTensor("pass example_inputs, as in example_inputs=(x,): they are needed to export a graph module")
     return _of_module(source, positional(source, example_inputs))
 
 
-def _of_extractor(extractor: Extractor) -> Subject:
+def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None) -> Subject:
     graph = extractor.graph
+    own = graph.preprocessing
+    if preprocessing is None and (not own.fixed_size or own.nominal_size() == graph.input_size):
+        preprocessing = own
 
     def photographs() -> tuple[Tensor, ...]:
-        """Return two photographs as inputs of the nominal size, in the extractor's dtype."""
-        rows = check_rows(graph.preprocessing, graph.inputs, photos()[:2], graph.input_size)
-        return extractor.entered(tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True)))
+        """Return two photographs as inputs of the graph's size, in the extractor's dtype."""
+        rows = check_rows(preprocessing or own, graph.inputs, photos()[:2], graph.input_size)
+        batch = tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
+        if preprocessing is None:
+            batch = tuple(nn.functional.interpolate(images, graph.input_size) for images in batch)
+        return extractor.entered(batch)
 
     about: dict[str, Any] = {
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
-        "preprocessing": graph.preprocessing.describe() if extractor.part is None else None,
+        "preprocessing": preprocessing.describe() if preprocessing is not None and extractor.part is None else None,
     }
     factors, outputs = _factors(extractor), extractor.outputs
     scales, shifts = factors[::2], factors[1::2]

@@ -89,15 +89,17 @@ def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: thr
         CannotExport: ``format`` does not support the int8 model in use.
     """
     description, built = runtime.description, runtime.extractor
+    preprocessing = description.preprocessing
     if description.spec.precision != "int8":
-        return export(built, format, cancelled)
+        return export(built, format, cancelled, preprocessing=preprocessing)
     graph = int8_graph(runtime)
     if graph is not None:
-        return export(replace(built, module=graph), format, cancelled)
+        return export(replace(built, module=graph), format, cancelled, preprocessing=preprocessing)
     if format != "openvino":
         raise CannotExport(
             f"this extractor computes in int8 on openvino, which {format} cannot express; export it as openvino, or "
             "export an extractor in float32",
             format=format,
         )
-    return export(built, format, cancelled, calibration_of(description, built, state.settings.calibration_dir))
+    calibration = calibration_of(description, built, state.settings.calibration_dir)
+    return export(built, format, cancelled, calibration, preprocessing=preprocessing)

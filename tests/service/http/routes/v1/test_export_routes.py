@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import io
+import json
 import zipfile
 
 import httpx
+import onnxruntime
+import openvino
 import pytest
+import safetensors.torch
 import torch
 
 
@@ -45,6 +49,61 @@ def test_each_format_is_a_download(client, small, format, suffix, kind):
     if format == "torch_export":
         run = torch.export.load(io.BytesIO(response.content)).module()
         assert list(run(torch.zeros(3, 3, 224, 224))) == ["C4"]
+
+
+SIZED = {"image_size": [96, 160], "fit": "stretch"}
+PART = {"image_size": [96, 160], "return_nodes": ["features.9"], "inputs": ["features.5"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "described"),
+    [
+        (SIZED, {"fit": "stretch", "resize_size": [96, 160], "crop_size": None}),
+        ({"image_size": 96, "fit": "native"}, {"fit": "native", "resize_size": [96], "crop_size": None}),
+        ({"image_size": [96, 160]}, {"fit": None, "crop_size": [96, 160]}),
+    ],
+)
+def test_the_description_has_the_extractors_preprocessing(client, options, described):
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.5"], "backend": "eager"} | options
+    made = client.post("/v1/extractors", json=spec).json()["id"]
+    export = zipfile.ZipFile(io.BytesIO(client.get(f"/v1/extractors/{made}/export").content))
+    preprocessing = json.loads(export.read("squeezenet1_1_extractor/extractor.json"))["preprocessing"]
+    assert {key: preprocessing.get(key) for key in described} == described
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", ["torch_export", "onnx", "openvino"])
+@pytest.mark.parametrize(
+    ("model", "options", "shape"),
+    [
+        ("squeezenet1_1", SIZED | {"return_nodes": ["features.9"]}, (3, 96, 160)),
+        ("squeezenet1_1", PART, (128, 11, 19)),
+        ("swin_t", SIZED | {"return_nodes": ["C3"]}, (3, 96, 160)),
+    ],
+)
+def test_files_take_inputs_of_the_extractors_size(client, tmp_path, format, model, options, shape):
+    spec = {"model": model, "weights": "random", "backend": "eager"} | options
+    made = client.post("/v1/extractors", json=spec).json()
+    (key,), x = options["return_nodes"], torch.rand(3, *shape)
+    headers = {"content-type": "application/x-safetensors", "accept": "application/x-safetensors"}
+    body = safetensors.torch.save({options.get("inputs", ["x"])[0]: x})
+    expected = safetensors.torch.load(
+        client.post(f"/v1/extractors/{made['id']}/features", content=body, headers=headers).content
+    )[key]
+    data = client.get(f"/v1/extractors/{made['id']}/export", params={"format": format}).content
+    if format == "torch_export":
+        found = torch.export.load(io.BytesIO(data)).module()(x)[key]
+    elif format == "onnx":
+        session = onnxruntime.InferenceSession(data)
+        found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    else:
+        zipfile.ZipFile(io.BytesIO(data)).extractall(tmp_path)
+        compiled = openvino.Core().compile_model(
+            next(tmp_path.rglob("model.xml")), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+        )
+        found = torch.from_numpy(compiled(x.numpy())[0])
+    assert found.shape == expected.shape
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.exhaustive
