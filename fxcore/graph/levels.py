@@ -72,7 +72,7 @@ def find_levels(
         Levels in the order C1…C5, P2…; empty if the model has a single resolution (ViT) or no feature maps.
     """
     if maps:
-        return _declared(graph, maps)
+        return _declared(graph, maps, strides)
     last = _backbone_end(graph)
     trunk = _dominators(graph, last) if last is not None else []
     ends = _module_ends(graph)
@@ -96,13 +96,22 @@ def find_levels(
     return levels | _pyramid(graph, strides)
 
 
-def _declared(graph: fx.Graph, maps: Sequence[FeatureMap]) -> dict[str, Level]:
-    """Return the levels that the model declares: for each module, its last node with the declared channels."""
+def _declared(graph: fx.Graph, maps: Sequence[FeatureMap], strides: Strides) -> dict[str, Level]:
+    """Return the levels that the model declares: for each module, its last node with the declared channels and stride.
+
+    Nodes that are read outside of the module come before others, and ends of outer modules before those of inner ones:
+    the module may end with a reduction to the next stride.
+    """
     found: dict[str, Level] = {}
+    ends = _module_ends(graph)
     for declared in maps:
         inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
-        node = next((n for n in reversed(inside) if channels_of(n) in (declared.channels, None)), None)
-        if node is not None and declared.stride in _C_STRIDES:
+        fitting = [
+            n for n in inside if channels_of(n) in (declared.channels, None) and strides.may_be(n, declared.stride)
+        ]
+        left = [n for n in fitting if not all(_inside(user.meta.get(PATH, ""), declared.module) for user in n.users)]
+        if fitting and declared.stride in _C_STRIDES:
+            node = left[-1] if left else _outermost_end(fitting, ends, set()) or fitting[-1]
             found[f"C{int(math.log2(declared.stride))}"] = Level(node.meta[PATH], declared.channels, declared.stride)
     return dict(sorted(found.items())) if len(found) > 1 else {}
 

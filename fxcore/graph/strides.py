@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
+from fxcore.graph.tokens.patches import MAX_PREFIX
+from fxcore.tracing.names import PATH
+
 _MARGIN = 3.0
 """Positions by which a map may differ from the input's size divided by the stride, for want of padding or because of
 it."""
@@ -30,6 +33,16 @@ class Strides:
     def of(self, name: str) -> int | None:
         """Return input pixels per position of the map of the node ``name``; None if it has no map."""
         return self._strides.get(name)
+
+    def may_be(self, node: fx.Node, stride: int) -> bool:
+        """Return whether the value of ``node`` may be a map or tokens of that stride, as far as its shape shows it."""
+        known, value, axes = self.of(node.meta.get(PATH, "")), node.meta.get("value"), node.meta.get("axes") or ""
+        if known is not None:
+            return known == stride
+        if not isinstance(value, Tensor) or "L" not in axes or value.ndim != len(axes):
+            return True
+        height, width = (-(-side // stride) for side in self._size)
+        return height * width <= value.shape[axes.index("L")] <= height * width + MAX_PREFIX
 
     def _stride(self, name: str, map: tuple[int, int], usual: Strides | None) -> int | None:
         sides = tuple(zip(self._size, map, strict=True))

@@ -153,6 +153,27 @@ def test_levels_are_those_of_feature_info(architecture: str) -> None:
             assert torch.allclose(mine, theirs, atol=1e-4)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["coat_tiny", "efficientvim_m1"])
+def test_levels_of_modules_with_several_scales_are_timms(architecture: str) -> None:
+    """CoaT computes three scales in one module, and EfficientViM's stages end with the reduction to the next."""
+    graph, ours = model_graph(f"timm.{architecture}"), load_model(get_model(f"timm.{architecture}"), "random")
+    with torch.random.fork_rng():
+        model = timm.create_model(architecture).eval()
+    model.load_state_dict(ours.state_dict())
+    x = torch.rand(1, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        maps = model.forward_intermediates(x, intermediates_only=True)
+        found = build_extractor(graph, ours, graph.resolve(list(graph.levels))).module(x)
+    theirs = {info["reduction"]: made for info, made in zip(model.feature_info, maps, strict=True)}
+    for key, level in graph.levels.items():
+        expected = theirs[level.stride]
+        mine = found[key]
+        if mine.ndim == 3:  # tokens, after the class token
+            mine = mine[:, 1:].transpose(1, 2).reshape(expected.shape)
+        assert torch.allclose(mine, expected, atol=1e-5), key
+
+
 def test_no_levels_where_the_resolution_is_one() -> None:
     graph = model_graph("timm.test_vit")
     assert graph.levels == {}
