@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fxcore.errors import ImageTooLarge
+from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan, indexed
 from service.schemas.image_size import MAX_SIDE
@@ -25,6 +25,7 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
         ImageTooLarge: an image would be resized to more than ``max_pixels`` and the limit for common aspect ratios;
             with ``fit=native``, a side would exceed :data:`~service.schemas.image_size.MAX_SIDE`, or there would be too
             many patches. ``extra["index"]`` is its index.
+        BadImage: an image is so narrow that resizing leaves no pixels, as a detector's may.
     """
     preprocessing = description.preprocessing
     # A model may resize even small images to more than max_pixels; reject only extreme aspect ratios.
@@ -32,14 +33,19 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
     for height, width in dict.fromkeys(plan.sent):
         size = preprocessing.largest_size(height, width)
         pixels = math.prod(size)
-        if pixels > limit:
-            with indexed(plan.sent.index((height, width)) % len(plan.shapes)):
-                raise ImageTooLarge(
-                    f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at "
-                    f"most {limit} are allowed",
-                    pixels=pixels,
-                    limit=limit,
+        if 0 < pixels <= limit:
+            continue
+        with indexed(plan.sent.index((height, width)) % len(plan.shapes)):
+            if not pixels:
+                raise BadImage(
+                    f"the image has {width} x {height} pixels, and would have {size[1]} x {size[0]} after resizing"
                 )
+            raise ImageTooLarge(
+                f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at "
+                f"most {limit} are allowed",
+                pixels=pixels,
+                limit=limit,
+            )
     if description.spec.fit != "native":
         return
     multiple = preprocessing.describe()["multiple"]

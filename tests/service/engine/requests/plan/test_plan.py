@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -71,6 +72,26 @@ def test_a_thin_image_cannot_grow_without_bounds(runtime: Runtime, shape: tuple[
     with pytest.raises(ImageTooLarge, match="resizing"):
         plan(runtime, {"x": torch.from_numpy(pixels[None])}, "default", LIMIT)
     assert decoded(runtime, [encoded(pixels)], "none").shape == (1, 3, *shape)
+
+
+def test_the_images_of_each_input_are_limited(runtime: Runtime) -> None:
+    (x,) = runtime.description.inputs
+    pair = replace(runtime.description, inputs=(x, replace(x, name="y")))
+    thin, usual = (torch.zeros(1, *size, 3, dtype=torch.uint8) for size in ((2, 40_000), (40, 40)))
+    for given in ({"x": thin, "y": usual}, {"x": usual, "y": thin}):
+        with pytest.raises(ImageTooLarge, match="resizing") as caught:
+            check_sizes(pair, plan_tensors(pair, given, "default", LIMIT), LIMIT)
+        assert caught.value.extra["index"] == 0
+
+
+@pytest.mark.exhaustive
+def test_an_image_of_which_a_detector_leaves_nothing_is_refused() -> None:
+    """torchvision's detector limits the longer side, and rounds the shorter one to none."""
+    detector = runtime_alone("fasterrcnn_mobilenet_v3_large_320_fpn", ("C4",))
+    narrow, usual = (encoded(np.zeros((*size, 3), dtype=np.uint8)) for size in ((2, 3000), (40, 60)))
+    with pytest.raises(BadImage, match="640 x 0 after resizing") as caught:
+        plan(detector, [usual, narrow], "default", LIMIT)
+    assert caught.value.extra["index"] == 1
 
 
 @pytest.mark.parametrize("model", ["resnet18", "ssdlite320_mobilenet_v3_large"])
