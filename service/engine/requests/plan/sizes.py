@@ -71,8 +71,9 @@ def sizes(
     rows: dict[RowShape, int] = {}
     lengths: set[int] = set()
     for shape, count in counts.items():  # row by row, since each new shape takes a pass over the graph
-        rows[shape] = row_size(runtime, shape).bytes
-        outputs = _response_rows(runtime, shape, options)
+        row = row_size(runtime, shape)
+        outputs = _response_rows(runtime, shape, row, options)
+        rows[shape] = row.bytes
         first = first or outputs
         for key, output in outputs.items():
             if output.shape != first[key].shape:
@@ -124,13 +125,13 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     return known
 
 
-def _response_rows(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> dict[str, ResponseRow]:
+def _response_rows(runtime: Runtime, shape: RowShape, row: RowSize, options: FeatureOptions) -> dict[str, ResponseRow]:
     """Return key → row of each returned output; cached for recent shapes and options."""
     runtime = runtime.at(shape)
     many = options.tokens is not None and len(options.tokens) > _LONG
     known = None if many else runtime.response_sizes.get((shape, options))
     if known is None:
-        row, known = row_size(runtime, shape), {}
+        known = {}
         for info in runtime.outputs:
             if options.wants(info.key):
                 dims, dtype = row.outputs[info.key]
