@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from fxcore.passes.base import add
+from fxcore.tracing.graph_module import attribute
 
 CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
@@ -29,17 +31,15 @@ def separate(module: fx.GraphModule) -> dict[str, str]:
     for node in module.graph.find_nodes(op="call_module"):
         target = str(node.target)
         layer = module.get_submodule(target)
-        if layer in called and (layer.state_dict() or any(True for _ in layer.buffers())):
-            node.target = next(name for n in count(1) if not _has(module, name := f"{target}_{n}"))
-            module.add_submodule(node.target, copy.deepcopy(layer))
+        if layer in called and [*layer.parameters(), *layer.buffers()]:
+            node.target = add(module, target, copy.deepcopy(layer))
             copies[node.target] = called[layer]
         called.setdefault(layer, target)
     for node in module.graph.find_nodes(op="get_attr"):
-        owner, _, name = str(node.target).rpartition(".")
+        target = str(node.target)
+        owner = target.rpartition(".")[0]
         if owner and module.get_submodule(owner) in called:
-            tensor = getattr(module.get_submodule(owner), name)
-            node.target = next(new for n in count() if not hasattr(module, new := f"_{name}_{n}"))
-            setattr(module, node.target, copy.deepcopy(tensor))
+            node.target = add(module, target, copy.deepcopy(attribute(module, target)))
     module.recompile()
     return copies
 
@@ -53,14 +53,6 @@ def share_weights(module: nn.Module, copies: Mapping[str, str]) -> None:
             (weight, bias), (same, alike) = one._weight_bias(), other._weight_bias()
             if torch.equal(weight, same) and (bias is alike is None or torch.equal(bias, alike)):
                 other._packed_params = one._packed_params
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    try:
-        module.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def pass_positionally(module: fx.GraphModule) -> None:

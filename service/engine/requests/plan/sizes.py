@@ -70,7 +70,7 @@ def sizes(
     first: dict[str, ResponseRow] = {}
     rows: dict[RowShape, int] = {}
     lengths: set[int] = set()
-    for shape, count in counts.items():  # row by row, since each new shape takes a pass over the graph
+    for shape, count in counts.items():  # a mismatch ends it, since each new shape takes a pass over the graph
         row = row_size(runtime, shape)
         outputs = _response_rows(runtime, shape, row, options)
         rows[shape] = row.bytes
