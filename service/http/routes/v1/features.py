@@ -216,9 +216,7 @@ async def _respond(
             return body
 
         body = sent = None
-        if (
-            kind == json.MEDIA_TYPE
-        ):  # the only bodies with regions and edits, which are checked before anything is built
+        if kind == json.MEDIA_TYPE:  # only these have regions and edits, which are checked before a build
             body = await received()
             sent = await body.parse("", state.engine.run_in_encoder)
         options = _options(query)
