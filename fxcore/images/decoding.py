@@ -3,8 +3,8 @@
 - ``default``: exactly the pixels that torchvision documents, ``weights.transforms()(decode_image(data, mode="RGB",
   apply_exif_orientation=True))``. JPEG files are decoded by libjpeg-turbo (simplejpeg), others by PIL, with equal
   pixels; PIL decodes or rejects files that simplejpeg does not support. 16-bit PNG files keep their lower bits, and GIF
-  files have torchvision's background. torchvision's decoders crash on damaged files; only the WebP decoder is used, a
-  call into libwebp that takes a third of PIL's time. Unlike in torchvision, the EXIF orientation applies to WebP too.
+  files have torchvision's background. torchvision's decoders crash on damaged files; only the one for WebP is used,
+  which is a call into libwebp. Unlike in torchvision, the EXIF orientation applies to WebP too.
 - ``pil``: exactly ``weights.transforms()`` of the PIL image.
 - ``fast``: like ``default``, but if the weights resize bilinearly, a JPEG of at least four times the target height and
   width is decoded at 1/2, of eight times at 1/4. Pixels then differ by a few tenths of a grey level on average and by
@@ -24,15 +24,14 @@ import numpy as np
 import PIL.Image
 import simplejpeg
 import torch
-import torchvision
 from torch import Tensor
 from torch.nn.functional import interpolate
 from torchvision.transforms import functional as F
 
 from fxcore.errors import BadTensor
 from fxcore.images import resizing
-from fxcore.images.files import Opened, damaged, open_within_limit, plain_jpeg_header, to_rgb
-from fxcore.images.formats import deep_png, gif
+from fxcore.images.files import Opened, damaged, open_within_limit, plain_header, to_rgb
+from fxcore.images.formats import deep_png, gif, webp
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification, SemanticSegmentation
 from fxcore.images.resizing import Pixels
@@ -63,13 +62,7 @@ def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
     """
-    opened = _open(data, max_pixels)
-    if isinstance(opened, _Jpeg):
-        pixels = _jpeg(data, opened.stored)
-        if pixels is not None:
-            return _tensor(_turned(pixels, opened.turn))
-        opened = open_within_limit(data, max_pixels)
-    return _tensor(_by_pil(opened, exactly))
+    return _tensor(_decoded(data, _open(data, max_pixels), max_pixels, exactly))
 
 
 class Decoder:
@@ -112,21 +105,18 @@ class Decoder:
             return self._preprocessing.pixels(_deep(data, max_pixels))
         if not self.plain or preprocess == "pil":
             return self.pixels(decode(data, max_pixels, exactly=preprocess != "pil"), preprocess)
-        opened = _open(data, max_pixels)
+        opened, space = _open(data, max_pixels), "RGBX"
         if isinstance(opened, _Jpeg):
             stored, turn = opened
             height, width = self._turned_size(stored, turn)
             denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
-            by_torch = denominator > 1 or resizing.is_left_to_torch(stored, (height, width))
-            pixels = _jpeg(data, stored, denominator, "RGB" if by_torch else "RGBX")
-            if pixels is not None and denominator > 1:
+            if denominator > 1 and (pixels := _jpeg(data, stored, denominator)) is not None:
                 # Rotate last: there are fewer pixels, and the scaled decoder's padding is still at the lower right.
                 scaled = _turned(_scaled_down(pixels, (height, width), stored, denominator), turn)
                 return _tensor(scaled[self.kept(*scaled.shape[:2])])
-            if pixels is not None:
-                return self._row(_turned(pixels, turn))
-            opened = open_within_limit(data, max_pixels)
-        return self._row(_by_pil(opened, space="RGBX"))
+            if resizing.is_left_to_torch(stored, (height, width)):
+                space = "RGB"
+        return self._row(_decoded(data, opened, max_pixels, space=space))
 
     def pixels(self, pixels: Tensor, preprocess: str = "default") -> Tensor:
         """Preprocess an image, uint8 ``[H, W, 3]``, to a row as returned by :meth:`image`.
@@ -236,20 +226,42 @@ class _Jpeg(NamedTuple):
     turn: int
 
 
-def _open(data: bytes, max_pixels: int | None) -> _Jpeg | Opened:
-    """Read the header of an image; those that simplejpeg does not decode are opened by PIL.
+class _Webp(NamedTuple):
+    """A WebP file for libwebp, with the attributes of :class:`_Jpeg`."""
+
+    stored: tuple[int, int]
+    turn: int
+
+
+def _open(data: bytes, max_pixels: int | None) -> _Jpeg | _Webp | Opened:
+    """Read the header of an image; files other than JPEG and WebP are opened by PIL.
 
     Raises:
         BadImage, ImageTooLarge: see :func:`fxcore.images.files.image_header`.
     """
-    plain = plain_jpeg_header(data, max_pixels)
+    plain = plain_header(data, max_pixels)
     if plain is not None:
-        return _Jpeg(plain[:2], 1)
+        return (_Webp if data.startswith(b"RIFF") else _Jpeg)(plain[:2], 1)
     opened = open_within_limit(data, max_pixels)
     image = opened.image
+    if image.format == "WEBP":
+        return _Webp((image.height, image.width), opened.turn)
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return opened
     return _Jpeg((image.height, image.width), opened.turn)
+
+
+def _decoded(
+    data: bytes, opened: _Jpeg | _Webp | Opened, max_pixels: int | None, exactly: bool = True, space: str = "RGB"
+) -> Pixels:
+    """Decode to ``[H, W, len(space)]``, or ``[H, W, 3]`` if the decoder supports only that; may be read-only."""
+    if not isinstance(opened, Opened):
+        stored, turn = opened
+        pixels = _jpeg(data, stored, space=space) if isinstance(opened, _Jpeg) else webp.decode(data, stored)
+        if pixels is not None:
+            return _turned(pixels, turn)
+        opened = open_within_limit(data, max_pixels)
+    return _by_pil(opened, exactly, space)
 
 
 def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str = "RGB") -> Pixels | None:
@@ -265,12 +277,9 @@ def _jpeg(data: bytes, stored: tuple[int, int], denominator: int = 1, space: str
     return pixels if pixels.shape == (height, width, len(space)) else None
 
 
-def _by_pil(opened: Opened, exactly: bool = True, space: str = "RGB") -> Pixels:
-    """Decode to ``[H, W, len(space)]``, or ``[H, W, 3]`` if the decoder supports only that; may be read-only."""
-    format = opened.image.format
-    if format == "WEBP" and (pixels := _webp(opened)) is not None:
-        return pixels
-    if exactly and format == "GIF":
+def _by_pil(opened: Opened, exactly: bool, space: str) -> Pixels:
+    """Decode to ``[H, W, len(space)]``, or GIF files to ``[H, W, 3]``; may be read-only."""
+    if exactly and opened.image.format == "GIF":
         with opened.image as image:
             try:
                 return gif.decode(opened.data, (image.height, image.width))
@@ -281,18 +290,6 @@ def _by_pil(opened: Opened, exactly: bool = True, space: str = "RGB") -> Pixels:
         return np.array(image)
     # Keep PIL's four bytes per pixel, which resizing expects: dropping and adding the fourth takes twice as long.
     return np.frombuffer(image.tobytes("raw", space), np.uint8).reshape(image.height, image.width, len(space))
-
-
-def _webp(opened: Opened) -> Pixels | None:
-    """Decode a WebP file; None for files that PIL must decode or reject, such as animations."""
-    data = torch.frombuffer(bytearray(opened.data), dtype=torch.uint8)
-    try:
-        # Looked up at call time: torchvision has announced its removal, and this module must load without it.
-        pixels: Pixels = torchvision.io.decode_webp(data, mode="RGB").permute(1, 2, 0).numpy()
-    except (AttributeError, RuntimeError):
-        return None
-    expected = opened.image.height, opened.image.width
-    return _turned(pixels, opened.turn) if pixels.shape[:2] == expected else None
 
 
 def _deep(data: bytes, max_pixels: int | None) -> Tensor:

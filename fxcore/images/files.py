@@ -13,7 +13,7 @@ import PIL.TiffImagePlugin
 from PIL import features
 
 from fxcore.errors import BadArgument, BadImage, ImageTooLarge
-from fxcore.images.formats import avif
+from fxcore.images.formats import avif, webp
 from fxcore.images.formats.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.kinds import described
@@ -36,6 +36,7 @@ HEAD_BYTES = 4096
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
 # and application segments except APP1, which is EXIF or XMP.
 _JPEG_SKIPPED = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
+_JPEG_START = b"\xff\xd8"
 _JPEG_PROGRESSIVE = 0xC2
 _JPEG_FRAMES = frozenset((0xC0, 0xC1, _JPEG_PROGRESSIVE))
 _JPEG_SCAN = 0xDA
@@ -116,7 +117,7 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
             limits of :mod:`fxcore.images.formats.containers`.
         ImageTooLarge: the image has more than ``max_pixels``.
     """
-    plain = plain_jpeg_header(data, max_pixels)
+    plain = plain_header(data, max_pixels)
     if plain is not None:
         return plain
     image, turn, _ = open_within_limit(data, max_pixels)
@@ -154,17 +155,36 @@ def suffixes() -> tuple[str, ...]:
     return tuple(suffix for suffix, format in PIL.Image.registered_extensions().items() if format in formats)
 
 
-def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | None:
-    """Read the header of a grey or colour JPEG file without EXIF; return None for other files.
+def plain_header(data: bytes, max_pixels: int | None = None) -> Header | None:
+    """Read the header of a grey or colour JPEG file without EXIF, or of a WebP file without metadata.
 
-    Much faster than PIL, and does not release the GIL.
+    Much faster than PIL, and does not release the GIL. Return None for other files.
 
     Raises:
-        BadImage: the file has over :data:`MAX_SCANS` scans.
+        BadImage: a JPEG file has over :data:`MAX_SCANS` scans.
         ImageTooLarge: see :func:`image_header`.
     """
-    if data[:2] != b"\xff\xd8":
+    if data[:2] == _JPEG_START:
+        return _plain_jpeg_header(data, max_pixels)
+    size = webp.plain_size(data)
+    if size is None:
         return None
+    height, width, alpha = size
+    _check_pixels(height, width, max_pixels)
+    return Header(height, width, height * width * (_BESIDE_BYTES["WEBP"] + (2 if alpha else 1) * _RGB_BYTES))
+
+
+def has_plain_header(data: bytes) -> bool:
+    """Return whether :func:`plain_header` can read the header of ``data``."""
+    try:
+        return plain_header(data, 0) is not None
+    except ImageTooLarge:
+        return True
+    except BadImage:
+        return False
+
+
+def _plain_jpeg_header(data: bytes, max_pixels: int | None) -> Header | None:
     header: Header | None = None
     components = frame = 0
     place = 2
@@ -190,16 +210,6 @@ def plain_jpeg_header(data: bytes, max_pixels: int | None = None) -> Header | No
             return None
         place += 2 + length
     return None
-
-
-def has_plain_header(data: bytes) -> bool:
-    """Return whether :func:`plain_jpeg_header` can read the header of ``data``."""
-    try:
-        return plain_jpeg_header(data, 0) is not None
-    except ImageTooLarge:
-        return True
-    except BadImage:
-        return False
 
 
 def open_image(data: bytes, max_pixels: int | None = None) -> PIL.Image.Image:

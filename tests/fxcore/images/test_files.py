@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.decoding import decode
-from fxcore.images.files import FORMATS, MAX_SCANS, image_size, is_image, plain_jpeg_header
+from fxcore.images.files import FORMATS, MAX_SCANS, image_size, is_image, plain_header
 from tests.hostile_images import scans
 
 
@@ -70,22 +70,25 @@ def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "options"),
+    ("mode", "format", "options"),
     [
-        ("RGB", {}),
-        ("RGB", {"progressive": True, "comment": b"of a cat"}),
-        ("RGB", {"subsampling": 0, "dpi": (300, 300), "icc_profile": b"\0" * 200_000}),
-        ("L", {"restart_marker_blocks": 4}),
+        ("RGB", "JPEG", {}),
+        ("RGB", "JPEG", {"progressive": True, "comment": b"of a cat"}),
+        ("RGB", "JPEG", {"subsampling": 0, "dpi": (300, 300), "icc_profile": b"\0" * 200_000}),
+        ("L", "JPEG", {"restart_marker_blocks": 4}),
+        ("RGB", "WEBP", {}),
+        ("RGB", "WEBP", {"lossless": True}),
+        ("RGBA", "WEBP", {"lossless": True}),
     ],
 )
-def test_the_size_of_plain_jpeg_files_needs_no_decoder(
-    mode: str, options: dict[str, object], cat: PIL.Image.Image
+def test_the_size_of_plain_files_needs_no_decoder(
+    mode: str, format: str, options: dict[str, object], cat: PIL.Image.Image
 ) -> None:
-    data = encoded(cat.convert(mode), "JPEG", **options)
+    data = encoded(cat.convert(mode), format, **options)
     with PIL.Image.open(io.BytesIO(data)) as image:
-        assert (plain_jpeg_header(data) or ())[:2] == (image.height, image.width)
+        assert (plain_header(data) or ())[:2] == (image.height, image.width)
     with pytest.raises(ImageTooLarge):
-        plain_jpeg_header(data, 300)
+        plain_header(data, 300)
 
 
 def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
@@ -97,8 +100,40 @@ def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> 
     assert image_size(late) == (cat.width, cat.height)  # PIL heeds the block here too
     with_exif, cmyk = encoded(cat, "JPEG", exif=turned), encoded(cat.convert("CMYK"), "JPEG")
     for data in (late, with_exif, cmyk, plain[:scan], plain[:2] * 100, b"\xff\xd8"):
-        assert plain_jpeg_header(data) is None
-    assert plain_jpeg_header(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
+        assert plain_header(data) is None
+    assert plain_header(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
+
+
+def test_webp_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
+    turned = PIL.Image.Exif()
+    turned[PIL.ExifTags.Base.Orientation] = 6
+    with_exif, clear = encoded(cat, "WEBP", exif=turned), cat.convert("RGBA")
+    clear.putalpha(100)
+    several = encoded(cat, "WEBP", save_all=True, append_images=[cat.rotate(90)])
+    plain, lossless = encoded(cat, "WEBP"), encoded(cat, "WEBP", lossless=True)
+    key_frame, signature = plain[:20] + b"\1" + plain[21:], lossless[:20] + b"\x2e" + lossless[21:]
+    sound = encoded(cat, "BMP").replace(b"BM", b"RIFF", 1)
+    for data in (with_exif, encoded(clear, "WEBP"), several, plain[:29], key_frame, signature, sound, b"RIFF"):
+        assert plain_header(data) is None
+    assert image_size(with_exif) == (cat.width, cat.height)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
+def test_plain_webp_files_are_decoded_to_what_was_encoded(mode: str, cat: PIL.Image.Image) -> None:
+    image = cat.convert(mode)
+    if mode == "RGBA":
+        image.putalpha(100)
+    data = encoded(image, "WEBP", lossless=True)
+    assert plain_header(data) is not None
+    np.testing.assert_array_equal(decode(data), pixels(cat))
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_plain_webp_files_cut_short_are_refused(lossless: bool, cat: PIL.Image.Image) -> None:
+    data = encoded(cat, "WEBP", lossless=lossless)
+    for size in (len(data) // 2, len(data) - 3, 40):
+        with pytest.raises(BadImage):
+            decode(data[:size])
 
 
 @pytest.mark.parametrize(
