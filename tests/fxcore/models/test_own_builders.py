@@ -169,10 +169,21 @@ class Script(nn.Module):
         return made
 
 
+def require_traced_convolutions() -> None:
+    """Skip the test on torch 2.11, which has no meta kernel for the convolutions of traced modules."""
+    traced = torch.jit.trace(nn.Conv2d(1, 1, 1).eval(), torch.rand(1, 1, 2, 2)).to("meta")
+    try:
+        traced(torch.empty(1, 1, 2, 2, device="meta"))
+    except NotImplementedError:
+        pytest.skip("this torch cannot run traced convolutions without weights")
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", ["script", "trace"])
 @pytest.mark.parametrize("file", [False, True], ids=["builders", "file"])
 def test_torchscript_may_be_kept_whole(how: str, file: bool, tmp_path: Path) -> None:
+    if how == "trace":
+        require_traced_convolutions()
     model = Script(how).eval()
     weights = tmp_path / "net.safetensors" if file else None
     if weights is not None:
