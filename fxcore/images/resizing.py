@@ -293,7 +293,8 @@ def _sums_as_torch(rounding: str) -> bool:
 
 
 def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
-    whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous and pixels.flags.writeable
+    # NumPy ignores the stride of axes of size 1 when it checks contiguity, and torch rejects negative strides.
+    whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous and pixels.flags.writeable and min(pixels.strides) > 0
     image = torch.from_numpy(pixels if whole else _three(pixels)).permute(2, 0, 1)[None].float()
     resized = interpolate(image, size, mode=mode, antialias=True).round_().clamp_(0, 255).to(torch.uint8)
     lines, columns = kept

@@ -94,6 +94,8 @@ def test_images_of_one_line_are_turned(size: tuple[int, int], orientation: int):
     decoder = Decoder(ImagePreprocessing(ImageClassification(crop_size=1, resize_size=1)))
     middle = turned[round((turned.shape[0] - 1) / 2.0), round((turned.shape[1] - 1) / 2.0)]
     assert np.array_equal(decoder.image(data).numpy(), middle[None, None])
+    larger = ImagePreprocessing(ImageClassification(crop_size=4, resize_size=4))
+    assert torch.equal(made(larger, data), exact(larger, data))
 
 
 @pytest.mark.parametrize(
