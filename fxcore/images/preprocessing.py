@@ -64,7 +64,12 @@ class Preprocessing(ABC):
         """Convert one RGB image to float32 ``[C, H, W]``."""
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        """Convert one uint8 image ``[3, H, W]`` to float32 ``[C, H, W]``; by default through a PIL image."""
+        """Convert one uint8 or uint16 image ``[3, H, W]`` to float32 ``[C, H, W]``.
+
+        By default through a PIL image, which keeps the upper eight bits.
+        """
+        if pixels.dtype == torch.uint16:
+            pixels = (pixels.int() >> 8).to(torch.uint8)
         return self.image(F.to_pil_image(pixels))
 
     @abstractmethod

@@ -29,6 +29,7 @@ from fxcore.images.decoding import Decoder, decode
 from fxcore.images.files import open_image
 from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification
+from fxcore.images.timm_preprocessing import TimmPreprocessing
 from tests import hostile_images
 from tests.fxcore.model_list import SWEPT
 
@@ -269,6 +270,17 @@ def test_damaged_files_of_16_bits_are_decoded_as_by_pil(color: int, damage: dict
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("channels", range(1, 5))
+def test_pil_is_given_the_upper_bits_of_16(channels: int):
+    """timm's transforms take PIL images, which have eight bits."""
+    preprocessing = get_model("timm.resnet18").preprocessing()
+    assert isinstance(preprocessing, TimmPreprocessing)
+    pixels = np.random.default_rng(0).integers(0, 65536, (70, 90, channels), np.uint16)
+    upper = (pixels[:, :, :3] if channels > 2 else pixels[:, :, :1].repeat(3, axis=2)) >> 8
+    expected = preprocessing.transform(PIL.Image.fromarray(upper.astype(np.uint8)))
+    assert torch.equal(Decoder(preprocessing).image(deep_png(pixels)), expected)
+
+
 def test_an_animation_is_its_first_frame(coffee: PIL.Image.Image, plain: Preprocessing):
     still, moving = (
         encoded(coffee, "GIF", save_all=True, append_images=more) for more in ([], [coffee.rotate(90), coffee])
