@@ -68,7 +68,11 @@ class FittedPreprocessing(Preprocessing):
         return self._finished(F.pil_to_tensor(self._resized(image, image.height, image.width)))
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        return self._finished(self._resized(pixels, pixels.shape[-2], pixels.shape[-1]))
+        height, width = pixels.shape[-2:]
+        if pixels.dtype == torch.uint16:  # torchvision would wrap values that bicubic resizing carries out of range
+            floats = F.to_dtype(pixels, torch.float32, scale=True)
+            return self._finished(self._resized(floats, height, width).clamp(0, 1))
+        return self._finished(self._resized(pixels, height, width))
 
     def held(self, height: int, width: int) -> int:
         resized = self.largest_size(height, width)

@@ -42,6 +42,22 @@ def test_stretched(photo, model, size):
     torch.testing.assert_close(stretched.pixels(photo), resized(photo, model, *size))
 
 
+@pytest.mark.parametrize("fit", ["stretch", "native"])
+@pytest.mark.parametrize("model", ["resnet18", "efficientnet_b0", "timm.resnet18"])
+def test_16_bits_stay_in_range_at_hard_edges(model, fit):
+    """Bicubic resizing carries black and white out of range. PIL resizes floats."""
+    edges = np.zeros(PHOTO, np.float32)
+    edges[50:200, 100:300] = 1
+    preprocessing = fitted(get_model(model).preprocessing(), fit, 96)
+    height, width = preprocessing.output_size(*PHOTO)
+    own = preprocessing.describe()
+    filter = PIL.Image.Resampling[own["interpolation"].upper()]
+    by_pil = torch.from_numpy(np.array(PIL.Image.fromarray(edges).resize((width, height), filter))).clamp(0, 1)
+    deep = torch.from_numpy((edges * 65535).astype(np.uint16)).expand(3, -1, -1)
+    expected = F.normalize(by_pil.expand(3, -1, -1), own["mean"], own["std"])
+    torch.testing.assert_close(preprocessing.pixels(deep), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
     ("size", "inner", "box"),
