@@ -1,7 +1,8 @@
 """Ways to fit an image to the size of a model's input, other than the weights' own resize and centre crop.
 
-Images are resized as tensors, by ``torchvision.transforms.v2.functional.resize`` with antialiasing and the weights'
-interpolation, and normalised as in training.
+Images are resized as tensors (as PIL images in :data:`~fxcore.images.presets.PIL_MODES`), by
+``torchvision.transforms.v2.functional.resize`` with antialiasing and the weights' interpolation, and normalised as in
+training.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fxcore.errors import BadTensor, Unsupported
 from fxcore.images.channels import OtherChannels
 from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.images.presets import PIL_MODES
 from fxcore.images.sizes import ImageSize, sides
 
 Fit = Literal["crop", "stretch", "pad", "native"]
@@ -68,6 +70,8 @@ class FittedPreprocessing(Preprocessing):
         return self._finished(F.pil_to_tensor(self._resized(image, image.height, image.width)))
 
     def pixels(self, pixels: Tensor) -> Tensor:
+        if self._interpolation in PIL_MODES:
+            return super().pixels(pixels)
         height, width = pixels.shape[-2:]
         if pixels.dtype == torch.uint16:  # torchvision would wrap values that bicubic resizing carries out of range
             floats = F.to_dtype(pixels, torch.float32, scale=True)

@@ -19,6 +19,7 @@ from torchvision.transforms import functional as F
 
 from fxcore.errors import BadArgument, BadTensor
 from fxcore.images.placement import Placement, cropped
+from fxcore.images.presets import PIL_MODES
 from fxcore.images.sizes import ImageSize, covering_size, resized_size, sides
 
 _PIL_BYTES = 4
@@ -200,6 +201,8 @@ class ImagePreprocessing(Preprocessing):
         return self._applied(image, image.height, image.width)
 
     def pixels(self, pixels: Tensor) -> Tensor:
+        if self._preset.interpolation in PIL_MODES:
+            return super().pixels(pixels)
         return self._applied(pixels, pixels.shape[-2], pixels.shape[-1])
 
     def _applied(self, image: Any, height: int, width: int) -> Tensor:

@@ -23,6 +23,9 @@ VideoClassification: Any = type(R3D_18_Weights.KINETICS400_V1.transforms())
 
 PARAMETERS = ("resize_size", "crop_size", "mean", "std", "interpolation", "antialias")
 
+PIL_MODES = frozenset((InterpolationMode.BOX, InterpolationMode.HAMMING, InterpolationMode.LANCZOS))
+"""Interpolation modes in which torchvision's presets resize PIL images but not tensors."""
+
 _INTERPOLATIONS = {mode.value: mode for mode in InterpolationMode}
 _MAX_SIDE = 4096
 _DEFAULT_CROP, _DEFAULT_RESIZE, _DEFAULT_CLIP = 224, 256, 112
@@ -60,6 +63,8 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
         if rest["interpolation"] not in _INTERPOLATIONS:
             raise BadArgument(f"preprocessing: interpolation is one of {', '.join(_INTERPOLATIONS)}")
         rest["interpolation"] = _INTERPOLATIONS[rest["interpolation"]]
+        if input == "video" and rest["interpolation"] in PIL_MODES:  # clips are tensors
+            raise BadArgument(f"preprocessing: {rest['interpolation'].value} is not an interpolation of clips")
     if input == "video":
         rest.pop("antialias", None)  # torchvision's preset for clips has no such parameter
         return functools.partial(_video_preset, resize, crop, rest)

@@ -11,10 +11,13 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.models.detection.image_list import ImageList
+from torchvision.transforms.functional import normalize
 
 from fxcore import get_model, list_models
 from fxcore.errors import BadTensor
-from fxcore.images.preprocessing import DetectorPreprocessing
+from fxcore.images.fitting import Fit, fitted
+from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing
+from fxcore.images.presets import preset_factory
 
 SIZES = [(300, 451), (451, 300), (37, 41), (500, 500), (640, 33)]
 
@@ -59,6 +62,18 @@ def test_images_become_what_the_preset_makes(name: str, weights: str) -> None:
     assert described["crop_size"] == getattr(preset, "crop_size", None)
     assert described["interpolation"] == preset.interpolation.value
     assert described["antialias"] == preset.antialias
+
+
+@pytest.mark.parametrize("interpolation", ["box", "hamming", "lanczos"])
+@pytest.mark.parametrize("fit", ["crop", "stretch"])
+def test_what_torchvision_does_not_resize_as_a_tensor_is_resized_by_pil(interpolation: str, fit: Fit) -> None:
+    own = ImagePreprocessing(preset_factory("image", {"interpolation": interpolation, "crop_size": 60})())
+    preprocessing = own if fit == "crop" else fitted(own, fit, (60, 60))
+    image = photo(90, 90)
+    resized = torch.from_numpy(np.array(image.resize((60, 60), PIL.Image.Resampling[interpolation.upper()])))
+    expected = normalize(resized.permute(2, 0, 1) / 255, own.describe()["mean"], own.describe()["std"])
+    made = preprocessing.pixels(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+    torch.testing.assert_close(made, expected)
 
 
 @pytest.mark.parametrize("weights", ["random", "file:own.pth", "DEFAULT"])

@@ -345,6 +345,10 @@ WRONG = {
         ":Gone cannot be imported: AttributeError",
     ),
     "sixteen": ("builder = 'MODULE:Tiny'\nconcrete_args = { msk = 1 }", "forward takes pixels, mask, but not 'msk'"),
+    "seventeen": (
+        "builder = 'MODULE:Tiny'\ninput = 'video'\npreprocessing = { interpolation = 'box' }",
+        "box is not an interpolation of clips",
+    ),
     "resnet50": ("builder = 'MODULE:Tiny'", "there is already a model of this name"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
     "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
