@@ -337,7 +337,7 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_si
     axes: str | None = node.meta.get("axes")
     shape = graph.shape_of(node) or []
     if axes and len(axes) == len(shape) and any_size:
-        shape = [None if axis in "HWL" else size for axis, size in zip(axes, shape, strict=True)]
+        shape = [None if axis in "THWL" else size for axis, size in zip(axes, shape, strict=True)]
     return OutputInfo(
         key=key,
         node=node.meta[PATH],

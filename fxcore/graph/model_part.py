@@ -26,9 +26,9 @@ class ModelPart:
         return_nodes: exact names of the nodes to end at, by key.
 
     Attributes:
-        inputs: the part's inputs, in order. Height and width of a map are None if they may vary.
+        inputs: the part's inputs, in order. Frames, height and width of a map are None if they may vary.
         graph: the graph from the inputs to the nodes to end at.
-        any_size: whether height and width may vary, because no size of the image is a constant in the graph.
+        any_size: whether frames, height and width may vary, because no size of the image is a constant in the graph.
 
     Raises:
         OpenCut: ``return_nodes`` depend on the image by a path that avoids ``inputs``; ``missing`` would close the cut.
@@ -122,6 +122,6 @@ def _spec(key: str, node: fx.Node, fixed: bool) -> TensorSpec:
     rows = node.meta["rows"]
     usual = tuple(value.shape[1:]) if rows == 1 else (rows, *value.shape[1:])
     free = axes is not None and rows == 1 and not fixed and len(axes) == value.ndim
-    sizes = [None if free and axis in "HW" else size for axis, size in zip((axes or "")[1:], usual, strict=False)]
+    sizes = [None if free and axis in "THW" else size for axis, size in zip((axes or "")[1:], usual, strict=False)]
     shape = (None, *(sizes if free else usual))
     return TensorSpec(key, layout_name(axes) or "" if rows == 1 else "", shape, node.meta[PATH], usual)
