@@ -59,7 +59,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return "NLC"
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if isinstance(module, CHANNELS_FIRST) or name in FUNCTIONS_CHANNELS_FIRST:
-        return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _CHANNELS_FIRST_AXES.get(value.ndim)
+        return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _channels_first(inputs, value.ndim)
     if inputs and module is None and moves_axes(node, name):
         return moved(node, name, value)
     if value.ndim == 2:
@@ -76,6 +76,13 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         or _with_split_positions(axes, before, value, node)
         or _restored(node, value)
     )
+
+
+def _channels_first(inputs: list[fx.Node], ndim: int) -> str | None:
+    """Return the axes of a result with channels in dimension 1; the others keep their order, e.g. if width is first."""
+    usual = _CHANNELS_FIRST_AXES.get(ndim)
+    given = str(inputs[0].meta["axes"]) if inputs else ""
+    return given if given.startswith("NC") and sorted(given) == sorted(usual or "") else usual
 
 
 def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:

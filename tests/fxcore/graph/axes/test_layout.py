@@ -130,6 +130,34 @@ def test_operations_that_permute_axes_permute_the_layout(turn: Callable[[Tensor]
     assert torch.allclose(pooled, by_hand, atol=1e-6)
 
 
+def test_layers_of_turned_maps_leave_them_turned(own_entry: OwnEntry) -> None:
+    """Only turned back does a map show a bright left half of the image on the left."""
+
+    class TurnedTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.pool, self.mix = nn.Conv2d(3, 4, 4, 4), nn.AvgPool2d(2), nn.Conv2d(4, 5, 1)
+            nn.init.ones_(self.stem.weight)
+            nn.init.ones_(self.mix.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = self.mix(self.pool(self.stem(x).transpose(2, 3)))
+            return nn.functional.interpolate(turned, scale_factor=2).transpose(2, 3)
+
+    entry = own_entry(TurnedTwice)
+    graph = model_graph(entry)
+    image = torch.zeros(1, 3, 32, 32)
+    image[..., :16] = 1
+    nodes = {"transpose": "NCWH", "pool": "NCWH", "mix": "NCWH", "interpolate": "NCWH", "transpose_1": "NCHW"}
+    with torch.no_grad():
+        values = build_extractor(graph, load_model(entry, "random"), graph.resolve([*nodes])).module(image)
+    for name, layout in nodes.items():
+        (info,) = (node for node in graph.nodes if node.name == name)
+        assert info.layout == layout
+        left = values[name].movedim(layout.index("W"), 3)[..., :2]
+        assert left.mean() > values[name].mean() + 1
+
+
 def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
     for turn, last, axes in ((lambda h: h[:, :, 0, 0], 6, "NC"), (lambda h: h[:, 1, 2], 4, "NW")):
         graph = trace_graph(turned(turn, last))
