@@ -7,7 +7,10 @@ It subclasses private classes of uvicorn. If they have changed, importing this m
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,10 +31,13 @@ log = logging.getLogger("fxserve")
 
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
     raise ImportError("uvicorn's supervisor takes other arguments")
+_PARENT_SECONDS = 1.0
+"""Seconds between two looks at whether the supervisor is there."""
+
 _MISSING = {
     *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
-    *({"is_alive", "start", "kill", "join"} - {*dir(Process)}),
+    *({"is_alive", "start", "kill", "join", "target"} - {*dir(Process)}),
     *({"process", "parent_conn", "get_subprocess"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
@@ -71,6 +77,26 @@ def _serve(config: uvicorn.Config, target: Callable[..., None], sockets: list[so
     target(sockets=sockets)
 
 
+class Supervised(Process):
+    """A server process that ends when its supervisor is killed.
+
+    Nobody could end it otherwise, and it would keep the port from the next server.
+    """
+
+    def target(self, sockets: list[socket] | None = None) -> None:
+        threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()
+        super().target(sockets)
+
+
+def _end_with_parent() -> None:
+    """Send this process SIGTERM once its parent is gone."""
+    parent = multiprocessing.parent_process()
+    # The parent's sentinel would not do: other forked processes hold its end of that pipe too.
+    while parent is not None and os.getppid() == parent.pid:
+        time.sleep(_PARENT_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 class Supervisor(Multiprocess):
     """A supervisor that replaces a server process as soon as it exits, even while another does not answer pings.
 
@@ -83,6 +109,7 @@ class Supervisor(Multiprocess):
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         super().__init__(config, sockets)
+        multiprocess.Process = Supervised  # type: ignore[misc]
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
         self._has_served = False
 
@@ -92,7 +119,7 @@ class Supervisor(Multiprocess):
                 log.error("server process %s failed to start; another is started", process.process.pid)
                 process.kill()  # closes its pipe
                 process.join()
-                process = self.processes[place] = Process(self.config, self.sockets)
+                process = self.processes[place] = Supervised(self.config, self.sockets)
                 process.start()
             process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
         super().keep_subprocess_alive()

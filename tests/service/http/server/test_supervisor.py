@@ -1,4 +1,5 @@
-"""Server processes that fail to start: before any has, all end; later, another is started."""
+"""Server processes that fail to start: before any has, all end; later, another is started. They end with their
+supervisor."""
 
 from __future__ import annotations
 
@@ -138,3 +139,21 @@ def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked
     finally:
         server.process.kill()
         (tmp_path / "slow").unlink()  # ends processes that are left
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_processes_end_when_their_supervisor_is_killed(tmp_path: Path, forked: bool) -> None:
+    server = Processes(tmp_path, forked)
+    left = set[int]()
+    try:
+        until(lambda: len(server.answering()) == 2)
+        left = server.answering()
+        server.process.kill()
+        server.process.wait()
+        until(lambda: not any(map(psutil.pid_exists, left)), 30)
+        assert server.answering() == set()  # the port is free
+    finally:
+        server.process.kill()
+        for process in filter(psutil.pid_exists, left):
+            os.kill(process, signal.SIGKILL)
