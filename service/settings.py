@@ -52,7 +52,8 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="FXSERVE_", extra="forbid")
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    # An empty address would mean all interfaces.
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
 
     workers: int = Field(

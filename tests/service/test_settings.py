@@ -31,6 +31,12 @@ def test_an_empty_path_is_none_and_not_the_working_directory(monkeypatch: pytest
     assert getattr(Settings(), name) is None
 
 
+def test_an_empty_host_is_refused_and_not_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSERVE_HOST", "")
+    with pytest.raises(ValidationError, match="host"):
+        Settings()
+
+
 def test_a_folder_to_calibrate_on_is_there_at_the_start(tmp_path: Path) -> None:
     assert Settings(calibration_dir=tmp_path).calibration_dir == tmp_path
     with pytest.raises(ValidationError, match=f"there is no folder {tmp_path / 'gone'}"):
