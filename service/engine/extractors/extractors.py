@@ -274,14 +274,27 @@ class Extractors:
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
         """Return the extractors of the store that are not known here yet, each with one of its names.
 
-        Extractors that other processes deleted are forgotten.
+        Extractors that other processes deleted are forgotten. If one that has no name here was named by another
+        process, the name becomes known.
         """
         shared = [] if self._sharing is None else await self._sharing.all()
         ids = {stored.id for stored, _ in shared}
         for record in self._records.list():
             if record.saved and record.id not in ids:
                 await self.known(record.id)
+        for stored, name in shared:
+            known = self._records.get(stored.id)
+            if known is not None and known.name is None and name is not None:
+                await self._learn_name(known, name)
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
+
+    async def _learn_name(self, record: ExtractorRecord, name: str) -> None:
+        """Give ``record`` a name that the store lists for it, if it still has that."""
+        assert self._sharing is not None
+        with suppress(NotReady):
+            owner = await self._sharing.find(name)
+            if owner == record.id and self._records.get(record.id) is record:
+                self._records.name(record, name)
 
     async def delete(self, id_or_name: str) -> None:
         """Delete an extractor in all processes. Its requests in flight finish normally.

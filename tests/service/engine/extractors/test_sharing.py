@@ -101,6 +101,16 @@ async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_pa
         assert ids(url) == {again.id}
 
 
+async def test_a_name_that_another_process_gives_is_listed(engine: MakeEngine, url: str) -> None:
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        assert record.name is None
+        await other.extractor(spec(name="r"), PATIENCE, keep=True)
+        assert await one.extractors.elsewhere() == []
+        assert [(listed.id, listed.name) for listed in one.records.list()] == [(record.id, "r")]
+        assert one.records.known("r") is record
+
+
 async def test_the_store_is_read_no_more_often_than_it_must(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
