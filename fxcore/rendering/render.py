@@ -40,6 +40,7 @@ def render(
     format: Format,
     depth: int | None = None,
     opened: Collection[str] | None = None,
+    title: str | None = None,
 ) -> str:
     """Write ``graph`` in one of :data:`FORMATS`.
 
@@ -53,6 +54,7 @@ def render(
         depth: draw modules whose path has this many parts as one box each: 1 for ``layer1``, 2 for ``layer1.0``. None
             draws all nodes.
         opened: the modules that the layout shows with their parts; all others are a single box.
+        title: title of a drawing; by default the model's name, or "graph".
 
     Raises:
         NotAGraph: ``graph`` is not a graph; for example, it is a module that was not traced.
@@ -70,12 +72,13 @@ def render(
         raise BadArgument("opened is for the format layout, without a depth")
     original = graph
     if isinstance(graph, ModelGraph):
-        marks, title, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
+        marks, name, nodes = {level.node: name for name, level in graph.levels.items()}, graph.entry.name, graph.graph
     else:
         if not isinstance(graph, fx.Graph):
             require_graph(graph)
             graph = graph.graph
-        marks, title, nodes = _keys(graph), "graph", graph
+        marks, name, nodes = _keys(graph), "graph", graph
+    title = name if title is None else title
     if format in _TEXTS:
         return _TEXTS[format](nodes)
     if format == "layout":

@@ -19,7 +19,7 @@ from service.codecs.negotiation import choose
 from service.engine.requests.profiling import Measured
 from service.http.requests.headers import joined_header
 from service.problems import InvalidRequest
-from service.schemas.v1.graphs import GraphDocument
+from service.schemas.v1.graphs import GraphDocument, LayoutDocument
 
 # The media type of each format, and the format of each media type in Accept; the first is the default.
 MEDIA_TYPES: dict[GraphFormat, str] = {
@@ -41,8 +41,9 @@ _BY_ACCEPT: dict[str, GraphFormat] = {
 
 # The response of status 200 in the OpenAPI document.
 RESPONSE: dict[str, Any] = {
-    "model": GraphDocument,
-    "description": "The graph, in the format requested by `format` or `Accept`.",
+    "model": GraphDocument | LayoutDocument,
+    "description": "The graph, in the format requested by `format` or `Accept`; a `LayoutDocument` with "
+    "`format=layout`.",
     "content": {
         "text/plain": {"schema": {"type": "string"}, "example": "opcode  name  target  args  kwargs  shape  dtype\n…"},
         "text/vnd.graphviz": {"schema": {"type": "string"}, "example": "digraph resnet50 { … }"},
@@ -123,7 +124,7 @@ def write_part(
 ) -> bytes:
     """Render the part of ``graph`` that an extractor runs, as JSON with its profile if ``measured``."""
     if format != "json":
-        return render(part, format, depth).encode()
+        return render(part, format, depth, title=graph.entry.name).encode()
     kept = {node.meta.get(PATH) for node in part.nodes}
     nodes = [node for node in graph.nodes if node.name in kept]
     totals = {

@@ -97,3 +97,46 @@ class GraphDocument(BaseModel):
         description="Time and memory of each node; only for extractors, with `profile=true`.",
         examples=[None],
     )
+
+
+class LayoutBox(BaseModel):
+    """A module or a node as a box, in pixels."""
+
+    name: str = Field(description="A module's path or a node's name.", examples=["layer1"])
+    node: str = Field(description="Its last node.", examples=["layer1.2.relu_2"])
+    nodes: int = Field(description="Number of nodes.", examples=[32])
+    kind: str = Field(
+        description="The opcode of a node, `module`, or `frame` for an expanded module, which precedes its contents.",
+        examples=["module"],
+    )
+    lines: list[str] = Field(
+        description="Text, beginning with the name relative to its frame.",
+        examples=[["layer1", "32 nodes", "[N, 256, 56, 56]", "stride 4, 1.36 GFLOPs"]],
+    )
+    mark: str | None = Field(description="Level, or the extractor's key.", examples=["C2"])
+    picture: bool = Field(
+        description="Whether a square at its right end is reserved for a picture of its value.", examples=[True]
+    )
+    x: float = Field(examples=[53.4])
+    y: float = Field(examples=[548.0])
+    width: float = Field(examples=[214.0])
+    height: float = Field(examples=[64.0])
+
+
+class LayoutEdge(BaseModel):
+    source: int = Field(description="Index of a box.", examples=[4])
+    target: int = Field(description="Index of a box.", examples=[5])
+    points: list[tuple[float, float]] = Field(
+        description="A curve between two points, or straight lines through more.",
+        examples=[[[160.4, 612.0], [160.4, 646.0]]],
+    )
+
+
+class LayoutDocument(BaseModel):
+    """Positions of the boxes and arrows of a drawing, in pixels."""
+
+    model: str = Field(examples=["resnet50"])
+    width: float = Field(examples=[320.7])
+    height: float = Field(examples=[1230.0])
+    boxes: list[LayoutBox]
+    edges: list[LayoutEdge]

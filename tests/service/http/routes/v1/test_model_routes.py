@@ -1,5 +1,6 @@
 import io
 
+import jsonschema
 import numpy as np
 import PIL.Image
 import pytest
@@ -336,3 +337,19 @@ def test_a_layout_opens_the_modules_that_are_named(client):
     for query in ("format=svg&open=layer3", "format=layout&depth=1&open=layer3"):
         response = client.get(f"{graph}?{query}")
         assert (response.status_code, response.json()["field"]) == (422, "open")
+
+
+def test_graphs_are_as_they_are_documented(client):
+    document = client.get("/openapi.json").json()
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1"]}
+    id = client.post("/v1/extractors", json=spec).json()["id"]
+    for path, url in (
+        ("/v1/models/{model}/graph", "/v1/models/resnet18/graph"),
+        ("/v1/extractors/{extractor}/graph", f"/v1/extractors/{id}/graph"),
+    ):
+        documented = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        schema = jsonschema.Draft202012Validator({**documented, "components": document["components"]})
+        for query in ("", "?format=json", "?format=layout", "?format=layout&depth=1"):
+            graph = client.get(url + query).json()
+            assert graph["model"] == "resnet18"
+            schema.validate(graph)
