@@ -96,15 +96,19 @@ def _check_dependencies(settings: Settings) -> None:
     Later errors would only be in the log of a process.
 
     Raises:
-        FxError: the store, the file of keys or OpenTelemetry is not usable.
+        FxError: the store, the file of keys or OpenTelemetry is not usable, or an extractor to preload is not described
+            as it must be.
     """
     from fxcore.errors import FxError
     from service.app import traces_type
     from service.engine.extractors.objects import StoreError
     from service.engine.extractors.store import Store
     from service.http.access.keys import Keys
+    from service.schemas.specs import spec_of_text
 
     try:
+        for text in settings.preload:
+            spec_of_text(text)
         if settings.extractors is not None:
             store = Store(settings.extractors)
             store.open()

@@ -29,11 +29,11 @@ from service.http.server.signals import ENDING, end_on_signals
 
 log = logging.getLogger("fxserve")
 
+_PARENT_SECONDS = 1.0
+"""Seconds between two checks of a server process that its supervisor exists."""
+
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
     raise ImportError("uvicorn's supervisor takes other arguments")
-_PARENT_SECONDS = 1.0
-"""Seconds between two looks at whether the supervisor is there."""
-
 _MISSING = {
     *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
@@ -109,7 +109,7 @@ class Supervisor(Multiprocess):
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         super().__init__(config, sockets)
-        multiprocess.Process = Supervised  # type: ignore[misc]
+        multiprocess.Process = Supervised  # type: ignore[misc]  # uvicorn's methods look it up there
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
         self._has_served = False
 
