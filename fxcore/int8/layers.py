@@ -62,9 +62,10 @@ class _NoModule(nn.Module):
 def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """Return the layer that ``node`` belongs to.
 
-    A batch norm, ReLU or ReLU6 belongs to the layer before it, which fuses it or, for ReLU6, rounds to its range.
+    A batch norm, ReLU or ReLU6 belongs to the layer before it, which fuses it or, for ReLU6, rounds to its range. If
+    other nodes read the layer's value too, that value is rounded by itself, and what follows is a layer of its own.
     """
-    while len(node.all_input_nodes) == 1:
+    while len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1:
         before = node.all_input_nodes[0]
         relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
         relu = relu or is_relu6(module, node)

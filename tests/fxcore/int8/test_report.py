@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fxcore import trace
+from fxcore.int8.quantize import quantize
 from fxcore.int8.report import Rounding, rounded_weight, simulated
 from fxcore.transforms import keep_float
 from tests.fxcore.int8.test_quantize import make
@@ -40,6 +41,34 @@ def test_weights_are_rounded_as_torch_does(shape: tuple[int, ...]) -> None:
     whole = torch.fake_quantize_per_tensor_affine(weight, float(weight.abs().max() / 127.5), 0, -128, 127)
     clear = weight.abs() < weight.abs().max()
     torch.testing.assert_close(rounded_weight(weight, per_channel=False)[clear], whole[clear])
+
+
+def test_what_other_nodes_read_too_is_a_layer_of_its_own() -> None:
+    """Each value of which an extractor returns both before and after a batch norm or ReLU has the error that it has."""
+
+    class Tapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.relu = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            conv = self.conv(x)
+            norm = self.norm(conv)
+            return {"conv": conv, "norm": norm, "relu": self.relu(norm)}
+
+    torch.manual_seed(0)
+    model = Tapped().eval()
+    nn.init.normal_(model.norm.running_mean)
+    nn.init.uniform_(model.norm.running_var, 0.01, 9)
+    x = torch.randn(2, 3, 8, 8)
+    found = quantize(trace(model), x)
+    with torch.no_grad():
+        expected, values = model(x), found.module(x)
+    layers = {layer.name: layer for layer in found.layers}
+    assert layers.keys() == expected.keys()
+    for key, value in expected.items():
+        measured = float((values[key] - value).norm() / value.norm())
+        assert layers[key].accumulated == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.exhaustive
