@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from fxcore.int8.layers import WEIGHTED, class_of
+from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import add
 from fxcore.tracing.graph_module import attribute
+from fxcore.tracing.interpreter import Interpreter
 
 CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
 _DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
+    """Insert an identity before each batch norm that torch cannot fold into the layer before it.
+
+    torch folds along the layer's output channels whatever the dimensions of its value, which is wrong for a linear
+    layer on ``[N, L, C]``: the batch norm's channels are L there. It also needs running statistics.
+
+    Args:
+        example: inputs of one call, which is run to find the dimensions.
+    """
+    values = _Dimensions(module)
+    with torch.no_grad():
+        values.run(*example)
+    for node in module.graph.find_nodes(op="call_module"):
+        if not issubclass(class_of(module, node), BATCH_NORMS) or len(node.all_input_nodes) != 1:
+            continue
+        before = node.all_input_nodes[0]
+        if not issubclass(class_of(module, before), WEIGHTED):
+            continue
+        norm, weight = module.get_submodule(str(node.target)), module.get_submodule(str(before.target)).weight
+        if norm.running_mean is None or values.found[before] != weight.ndim:
+            with module.graph.inserting_before(node):
+                node.replace_input_with(before, module.graph.call_function(torch.positive, (before,)))
+    module.recompile()
+
+
+class _Dimensions(Interpreter):
+    """Records the number of dimensions of each node's value."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[fx.Node, int] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor):
+            self.found[n] = value.ndim
+        return value
 
 
 def separate(module: fx.GraphModule) -> dict[str, str]:
@@ -56,10 +98,14 @@ def share_weights(module: nn.Module, copies: Mapping[str, str]) -> None:
 
 
 def pass_positionally(module: fx.GraphModule) -> None:
-    """Give functional convolutions all their arguments, by position and with one number per axis.
+    """Pass the arguments of functional linear layers and convolutions by position; for convolutions pass all arguments,
+    with one number per axis.
 
     torch passes them on to functions that pack weights, which have no defaults.
     """
+    for node in module.graph.find_nodes(op="call_function", target=nn.functional.linear):
+        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
+        node.args, node.kwargs = tuple(given[name] for name in ("input", "weight", "bias") if name in given), {}
     for node in module.graph.nodes:
         if node.target in CONVOLUTION_FUNCTIONS:
             axes = CONVOLUTION_FUNCTIONS.index(node.target) + 1

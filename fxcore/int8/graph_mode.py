@@ -189,7 +189,8 @@ def _leave_in_float(
         if layer[node] in kept:
             mapping.set_module_name(str(node.target) if node.op == "call_module" else public_name(node), None)
     for node in list(module.graph.nodes):
-        if node in kept & floating and not issubclass(class_of(module, node), (*WEIGHTED, *BATCH_NORMS)):
+        fused = issubclass(class_of(module, node), BATCH_NORMS) and layer[node] is not node
+        if node in kept & floating and not fused and not issubclass(class_of(module, node), WEIGHTED):
             # Regardless of the mapping, torch quantizes many operations before an int8 layer unless an operation
             # without an int8 kernel is in between. Insert an identity.
             with module.graph.inserting_after(node):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.int8.calls import CONVOLUTION_FUNCTIONS
-from fxcore.layer_types import ALL_CONVOLUTIONS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
+from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
 
 TRANSPOSED = (
     *TRANSPOSED_CONVOLUTIONS,
@@ -104,10 +104,12 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether torch cannot pack a layer: its weights are computed, or it is padded by name, replication or
-    wrapping."""
+    """Return whether torch cannot pack a layer: its weights are computed, it is padded by name, replication or
+    wrapping, or it is a batch norm without running statistics."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
+        if isinstance(layer, BATCH_NORMS):
+            return layer.running_mean is None
         return isinstance(layer, ALL_CONVOLUTIONS) and (
             isinstance(layer.padding, str) or layer.padding_mode not in ("zeros", "reflect")
         )

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from fxcore.copies import shared_copy
 from fxcore.errors import FxError, summarize
+from fxcore.int8.calls import part_batch_norms
 from fxcore.int8.layers import inline_leaves
 from fxcore.int8.report import LayerError, layer_errors
 from fxcore.models import torch_ao
@@ -98,6 +99,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
         # Inlining adds constants to modules, which are the caller's own.
         pure = _without_writes(inline_leaves(shared_copy(module)))
         with explain_mismatch(module, tuple(batches[0])):
+            part_batch_norms(pure, batches[0])
             made, roundings = converted(pure, batches, [*module.meta.get(KEPT, ()), *keep])
         per_channel = torch.backends.quantized.engine != "qnnpack"
         layers = layer_errors(pure, few, roundings, per_channel)

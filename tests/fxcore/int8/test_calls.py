@@ -27,7 +27,9 @@ class Model(nn.Module):
         self.prelu = nn.PReLU(8)
         self.linear = nn.Linear(8, 8)
         self.tracked = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
-        for norm in (self.one, self.other, self.tracked):
+        self.wide = nn.Linear(8, 5)
+        self.tokens, self.untracked = nn.BatchNorm1d(8), nn.BatchNorm2d(8, track_running_stats=False)
+        for norm in (self.one, self.other, self.tracked, self.tokens):
             assert norm.running_mean is not None
             assert norm.running_var is not None
             norm.running_mean.normal_()
@@ -60,6 +62,11 @@ CALLS: dict[str, Forward] = {
     "computed weights of a linear layer": lambda m, x: m.b(F.linear(x, m.linear.weight / m.linear.weight.norm())),
     "sums of sizes": lambda m, x: m.b(m.a(x).reshape(x.shape[:2] + (-1, x.shape[2] * 2 - 8))),  # noqa: RUF005
     "PReLU between two layers": lambda m, x: m.b(m.prelu(m.a(x))),
+    "batch norm of tokens": lambda m, x: m.wide(F.relu(m.tokens(m.linear(x[:, :, 0])))),
+    "batch norm of tokens of another width": lambda m, x: m.tokens(m.wide(x[:, :, 0])),
+    "batch norm without running statistics": lambda m, x: m.b(F.relu(m.untracked(m.a(x)))),
+    "batch norm without running statistics alone": lambda m, x: m.b(m.untracked(F.max_pool2d(m.a(x), 2))),
+    "a linear function by names": lambda m, x: F.linear(input=x, weight=m.wide.weight, bias=m.wide.bias),
 }
 
 
@@ -92,6 +99,13 @@ def test_what_is_kept_in_float_may_compute_sizes() -> None:
     found = quantize(trace(model), x, keep=["0"])
     assert [layer.name for layer in found.layers] == ["2"]
     assert verify(model, found.module, x).relative < 0.02
+
+
+def test_a_batch_norm_alone_is_kept_in_float() -> None:
+    model = nn.Sequential(nn.MaxPool2d(2), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).eval()
+    found = quantize(trace(model), torch.randn(4, 8, 8, 8), keep=["1"])
+    assert type(found.module.get_submodule("1")) is nn.BatchNorm2d
+    assert {layer.name for layer in found.layers} == {"0", "2"}
 
 
 def test_copies_of_a_shared_layer_share_their_weights() -> None:
