@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,16 @@ from torch import Tensor, fx, nn
 from fxcore.exports.subject import CannotExport
 from fxcore.passes.base import hooked
 
+
+def _has_bias(layer: nn.Module) -> bool:
+    """Return whether a torch.nn layer has a bias; recurrent layers have the argument in place of the tensor."""
+    bias = next((getattr(layer, name) for name in ("bias", "in_proj_bias") if hasattr(layer, name)), None)
+    return bias if isinstance(bias, bool) else bias is not None
+
+
 # Arguments of layers that are not attributes of the same name, with a function that reads the value from the layer.
-_FROM_LAYER = {
-    "bias": lambda m: next((getattr(m, n) for n in ("bias", "in_proj_bias") if hasattr(m, n)), None) is not None,
+_FROM_LAYER: dict[str, Callable[[Any], bool]] = {
+    "bias": _has_bias,
     "add_bias_kv": lambda m: m.bias_k is not None,
 }
 _EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -109,7 +117,7 @@ def _arguments(layer: nn.Module) -> dict[str, Any] | None:
     """Return the arguments that a torch.nn layer was created with; None if its attributes do not show them."""
     kind = type(layer)
     arguments: dict[str, Any] = {}
-    for name, parameter in inspect.signature(kind).parameters.items():
+    for name, parameter in _parameters(kind).items():
         if name in ("device", "dtype") or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         from_layer = _FROM_LAYER.get(name)
@@ -128,6 +136,15 @@ def _arguments(layer: nn.Module) -> dict[str, Any] | None:
     # The state dict, since the file's tensors are loaded into that.
     same = {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in tensors_of(layer).items()}
     return arguments if same and repr(again) == repr(layer) else None
+
+
+def _parameters(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a torch.nn class; recurrent layers pass theirs on to a common base with a mode."""
+    if not issubclass(kind, nn.RNNBase):
+        return dict(inspect.signature(kind).parameters)
+    found = dict(inspect.signature(nn.RNNBase).parameters)
+    del found["mode"]
+    return {**found, "nonlinearity": inspect.Parameter("nonlinearity", inspect.Parameter.KEYWORD_ONLY)}
 
 
 def _assembled(target: str, layer: nn.Module, children: dict[str, str], imported: dict[str, Any]) -> str:

@@ -47,6 +47,11 @@ class Deformed(Net):
         return self.leaf(x, x[:, :1, 1:-1, 1:-1].expand(-1, 18, -1, -1))
 
 
+class Recurrent(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.leaf(x)[0]
+
+
 class Absent(nn.Module):
     """Has a buffer that is None until a call sets it, a layer that is None, and a dtype that it reads itself."""
 
@@ -121,6 +126,25 @@ def test_a_transformer_calls_its_activation(activation: Any, tmp_path: Path, mon
     leaf = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=activation)
     made = check(tmp_path, monkeypatch, Net(leaf), torch.rand(2, 5, 8))
     assert made.activation is (F.relu if activation == "relu" else activation)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True, dropout=0.1, proj_size=2),
+        nn.GRU(4, 3, bias=False, batch_first=True),
+        nn.RNN(4, 3, nonlinearity="relu"),
+    ],
+    ids=lambda leaf: type(leaf).__name__,
+)
+def test_recurrent_layers(leaf: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Recurrent(leaf).eval(), torch.rand(2, 5, 4)
+    module = create_extractor(net, {"getitem": "out"}, x)
+    export_folder(module, tmp_path / f"package_with_{type(leaf).__name__}", example_inputs=(x,))
+    monkeypatch.syspath_prepend(tmp_path)
+    again = importlib.import_module(f"package_with_{type(leaf).__name__}").load()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x)["out"], net(x))
 
 
 def test_functions_that_cannot_be_imported_are_refused(tmp_path: Path) -> None:
