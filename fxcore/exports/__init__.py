@@ -41,7 +41,8 @@ class ExportFormat:
         suffix: file name suffix, with its dot.
         media_type: media type of the file.
         packages: distributions that are needed to write it, in addition to torch.
-        named_outputs: whether the format names outputs, so that each must be a distinct tensor.
+        named_outputs: whether the format names outputs, so that each must be a distinct tensor, and cannot have the
+            name of an input.
 
     >>> [name for name, format in FORMATS.items() if not format.packages]
     ['fx', 'torch_export']
@@ -132,6 +133,13 @@ def export(
     except CannotExport as error:
         raise CannotExport(error.detail, format=format) from None
     require_float(subject, format)
+    inputs = {spec.name for spec in subject.inputs} if found.named_outputs else ()
+    if (twice := next((output.key for output in subject.outputs if output.key in inputs), None)) is not None:
+        raise CannotExport(
+            f"{twice!r} is the name of an input and the key of an output, and names are unique in {format}; choose "
+            "another key for the output",
+            format=format,
+        )
     try:
         if format == "fx":
             return folder_zip(subject)

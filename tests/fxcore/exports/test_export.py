@@ -248,6 +248,14 @@ def test_what_cannot_be_exported_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert caught.value.extra["missing"] == ["onnxscript"]
 
 
+@pytest.mark.parametrize("format", ["onnx", "openvino"])
+def test_a_key_that_names_an_input_is_refused_where_names_are_unique(format: str) -> None:
+    extractor = make("resnet18", {"C2": "x"})
+    with pytest.raises(CannotExport, match=rf"'x' is the name of an input .* unique in {format}; choose another key"):
+        export(extractor, format)
+    assert export(extractor, "fx")[:2] == b"PK"
+
+
 class Small(nn.Module):
     """A convolution with something done to it; in a container that is kept whole, and alone."""
 
