@@ -79,6 +79,16 @@ def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
         )
 
 
+def rename_self(graph: fx.Graph) -> None:
+    """Rename a node called ``self``, as after a layer of BERT's attention.
+
+    torch.fx writes node names as variables into a method, where this one would hide the module.
+    """
+    for node in graph.nodes:
+        if node.name == "self":
+            node._rename("self_1")
+
+
 def called(model: nn.Module | Callable[..., Any]) -> str:
     """Return a module's class or a function's name, for messages."""
     return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")

@@ -25,7 +25,7 @@ from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.leaves import kept_whole
-from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, called, check_names
+from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, called, check_names, rename_self
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
@@ -343,6 +343,7 @@ def record(
                     raise explained from error
                 untraceable[path] = explained.detail.split("; ")[0]
     check_names(graph, root)
+    rename_self(graph)
     _drop_arguments(graph, concrete)
     settle_writes(graph, tracer.root)
     tracer.factories.warn(called(root))

@@ -17,6 +17,7 @@ from torchvision.models.feature_extraction import NodePathTracer, get_graph_node
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import ModelGraph, trace_graph
+from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.names import names
 from fxcore.tracing.tracer import Tracer
 from tests.fxcore.conftest import OwnEntry
@@ -353,6 +354,25 @@ def test_the_fingerprint_is_of_what_names_mean(own_entry: OwnEntry) -> None:
     wider = trace_graph(own_entry(lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())))
     assert wider.fingerprint != first.fingerprint
     assert model_graph("vgg11").fingerprint != model_graph("vgg13").fingerprint
+
+
+def test_a_part_called_self_does_not_hide_the_module() -> None:
+    """As in the attention of BERT, traced alone."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self, self.output = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.output(self.self(x)) + x
+            return out
+
+    model, x = Attention().eval(), torch.rand(2, 4)
+    module = trace(model)
+    assert torch.equal(module(x), model(x))
+    assert torch.equal(out_of_place(module)(x), model(x))
+    assert names(module.graph) == ["x", "self", "output", "add"]
 
 
 def test_graphs_are_not_shared_with_the_tracer() -> None:
