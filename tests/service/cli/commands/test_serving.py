@@ -29,3 +29,9 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
         disk.free()
         serving._check_dependencies(Settings(extractors=url))
         assert capsys.readouterr().err == ""
+
+
+def test_extractors_to_preload_must_be_readable() -> None:
+    serving._check_dependencies(Settings(preload=("resnet18@random:C4,C5",)))
+    with pytest.raises(FxError, match="'resnet18' is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
+        serving._check_dependencies(Settings(preload=("resnet18@random:C4", "resnet18")))
