@@ -12,6 +12,9 @@ MAX_NAMES = 32
 _NAME_BYTES = 300
 """Approximate bytes of a name in the two dictionaries, without its characters."""
 
+_SIMILAR = 0.6
+"""Minimum similarity of a suggestion: random ids have less."""
+
 COMPARED = 256
 """Maximum names and ids that an unknown one is compared with; this takes milliseconds of event loop time."""
 
@@ -55,7 +58,7 @@ class Names:
 
         At most :data:`COMPARED` candidates are compared: the newest names, then the first of ``ids``.
         """
-        return get_close_matches(wrong[:128], islice(chain(reversed(self._ids), ids), COMPARED), n=3, cutoff=0.5)
+        return get_close_matches(wrong[:128], islice(chain(reversed(self._ids), ids), COMPARED), cutoff=_SIMILAR)
 
     def free(self, name: str) -> None:
         """Free ``name``."""

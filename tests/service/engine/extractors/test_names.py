@@ -18,6 +18,11 @@ def test_suggestions_are_searched_among_the_latest_only(monkeypatch: pytest.Monk
     assert names.near("layer-x", ["layer-y", "layer-z", "layer-v"]) == ["layer-z", "layer-y"]
 
 
+def test_unrelated_ids_are_not_suggested() -> None:
+    ids = ["0f4be0b39ec5", "5b01f24b3a17", "9a6be0b38fc2"]
+    assert Names().near("9a6be0b38fc3", ids) == ["9a6be0b38fc2"]  # and not the first, which shares half of it
+
+
 def test_a_name_goes_from_one_to_another() -> None:
     names = Names()
     names.give("mine", "a")
