@@ -151,7 +151,8 @@ class ImagePreprocessing(Preprocessing):
     """Preprocessing for classification and segmentation: resize, optional centre crop, scale to [0, 1], normalise.
 
     A crop of ``image_size`` keeps the same share of the image as the published preprocessing: the image is resized to
-    cover the crop enlarged by the published ratio of ``resize_size`` to ``crop_size``.
+    cover the crop enlarged by the published ratio of ``resize_size`` to ``crop_size``, or to exactly that size if
+    ``resize_size`` is height and width.
     """
 
     fits = True
@@ -164,14 +165,17 @@ class ImagePreprocessing(Preprocessing):
             if not hasattr(preset, "crop_size"):
                 preset.resize_size = [height, width]
                 return
+            crop, resize = preset.crop_size[0], preset.resize_size
             enlarged = [
-                max(side, round(preset.resize_size[0] * side / preset.crop_size[0])) for side in (height, width)
+                max(1, round(part * side / crop))
+                for part, side in zip((resize[0], resize[-1]), (height, width), strict=True)
             ]
-            if height == width:
-                preset.resize_size, preset.crop_size = enlarged[:1], [height]
-            else:
+            preset.crop_size = [height] if height == width else [height, width]
+            preset.resize_size = enlarged
+            if len(resize) == 1 and height == width:
+                preset.resize_size = enlarged[:1]
+            elif len(resize) == 1:
                 self._covered = enlarged[0], enlarged[1]
-                preset.resize_size, preset.crop_size = enlarged, [height, width]
 
     @property
     def preset(self) -> Any:

@@ -15,9 +15,11 @@ from torchvision.transforms.functional import normalize
 
 from fxcore import get_model, list_models
 from fxcore.errors import BadTensor
+from fxcore.images.decoding import Decoder
 from fxcore.images.fitting import Fit, fitted
 from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing
 from fxcore.images.presets import preset_factory
+from fxcore.images.sizes import ImageSize
 
 SIZES = [(300, 451), (451, 300), (37, 41), (500, 500), (640, 33)]
 
@@ -166,6 +168,41 @@ def test_another_size_may_be_asked_for(name: str) -> None:
         assert ours.describe()["resize_size"] == [110]
     # The published preprocessing of the same model is as it was.
     assert get_model(name).preprocessing().nominal_size() != (96, 96)
+
+
+@pytest.mark.parametrize(
+    ("resize", "image_size", "steps"),
+    [
+        ([72, 90], 64, ([72, 90], 64)),
+        ([72, 90], 128, ([144, 180], 128)),
+        ([64, 64], (64, 96), ([64, 96], (64, 96))),
+        (48, 64, (48, 64)),  # smaller than the crop, which pads it
+        (48, 32, (24, 32)),
+    ],
+)
+def test_another_size_resizes_as_the_usual_one(
+    resize: int | list[int], image_size: ImageSize, steps: tuple[int | list[int], int | tuple[int, int]]
+) -> None:
+    preset = preset_factory("image", {"resize_size": resize, "crop_size": 64, "mean": [0.5], "std": [0.25]})
+    ours = ImagePreprocessing(preset(), image_size)
+    theirs = torchvision.transforms.Compose(
+        [
+            torchvision.transforms.Resize(steps[0]),
+            torchvision.transforms.CenterCrop(steps[1]),
+            torchvision.transforms.ConvertImageDtype(torch.float32),
+            torchvision.transforms.Normalize([0.5] * 3, [0.25] * 3),
+        ]
+    )
+    for height, width in SIZES:
+        pixels = torchvision.transforms.functional.pil_to_tensor(photo(height, width))
+        torch.testing.assert_close(ours.pixels(pixels), theirs(pixels), rtol=0, atol=0)
+        torch.testing.assert_close(decoded(ours, pixels), theirs(pixels))
+
+
+def decoded(ours: ImagePreprocessing, pixels: torch.Tensor) -> torch.Tensor:
+    """Return what the decoder makes of an image, whose resizing is its own."""
+    decoder = Decoder(ours)
+    return decoder.batch(decoder.pixels(pixels.permute(1, 2, 0))[None])[0]
 
 
 def test_every_model_describes_its_preprocessing() -> None:
