@@ -344,7 +344,8 @@ def weightless() -> Iterator[None]:
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and threading.get_ident() == thread and not getattr(_assigning, "on", False):
+        ours = threading.get_ident() == thread and not getattr(_assigning, "on", False)
+        if param is not None and ours and not param.is_meta:  # one that several modules share stays one
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         register_parameter(module, name, param)
 

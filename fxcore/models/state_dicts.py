@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import pickle
 import re
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,10 @@ def filled(
     # Auxiliary heads do not run in inference and may be in only the file or only the model. Batch counters matter only
     # in training: files of frozen batch norms lack them, and in half-precision state dicts they may be floats.
     fitting = OrderedDict((k, v) for k, v in state.items() if k in expected or not k.startswith("aux"))
+    for same in _shared(model):
+        # A safetensors file holds a tensor that modules share under only one of its keys.
+        if (shared := next((fitting[key] for key in same if key in fitting), None)) is not None:
+            fitting.update(dict.fromkeys(same - fitting.keys(), shared))
     for key, value in expected.items():
         given = fitting.get(key)
         counts = key.endswith("num_batches_tracked")
@@ -151,6 +155,16 @@ def filled(
         return _cast(model, expected)
     except RuntimeError as error:
         raise misfit(name, file, str(error)) from error
+
+
+def _shared(model: nn.Module) -> list[set[str]]:
+    """Return the keys of each parameter and buffer that has several."""
+    state = model.state_dict(keep_vars=True)
+    keys = defaultdict[int, set[str]](set)
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            keys[id(value)].add(key)
+    return [same for same in keys.values() if len(same) > 1]
 
 
 def _cast(model: nn.Module, expected: StateDict) -> nn.Module:

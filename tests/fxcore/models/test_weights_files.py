@@ -99,6 +99,34 @@ def test_a_users_model_has_no_heads_that_may_be_missing(tmp_path: Path) -> None:
         load_model(entry, "own.pth")
 
 
+class Shared(nn.Module):
+    """A parameter of two modules, and a module with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.two.weight = self.one.weight
+        self.head = nn.BatchNorm2d(3)
+        self.again = self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.again(self.two(self.head(self.one(x))))
+        return result
+
+
+def test_files_that_hold_a_shared_tensor_once(tmp_path: Path) -> None:
+    trained = Shared().eval()
+    for tensor in trained.state_dict().values():
+        if tensor.is_floating_point():
+            nn.init.uniform_(tensor, 0.5, 1.5)
+    safetensors.torch.save_model(trained, str(tmp_path / "own.safetensors"))
+    entry = user_entry("own", UserModel(Shared, weights=tmp_path / "own.safetensors"))
+    x = torch.rand(2, 3, 8, 8)
+    with torch.inference_mode():
+        torch.testing.assert_close(load_model(entry, "own.safetensors")(x), trained(x), rtol=0, atol=0)
+    assert entry.weights_info("DEFAULT").num_params == sum(p.numel() for p in trained.parameters())
+
+
 @pytest.mark.parametrize("counters", [False, True])
 def test_half_precision_files_are_widened(folder: Path, state: OrderedDict[str, Tensor], counters: bool) -> None:
     half = {k: v.half() if v.is_floating_point() or counters else v for k, v in state.items()}
