@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import lzma
+import math
 import os
 import posixpath
 import stat
@@ -218,7 +219,7 @@ def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
 
 def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
     shown = _printable(path)
-    links: dict[str, list[str]] = {}
+    links: dict[str, list[tuple[str, float]]] = {}  # by target: name, and where its target begins at the latest
     try:
         for member, stream in _members(path):
             name = f"{shown}/{_printable(member.name)}"
@@ -230,16 +231,22 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
             elif member.islnk() or member.issym():
                 folder = posixpath.dirname(member.name) if member.issym() else ""
                 target = posixpath.normpath(posixpath.join(folder, member.linkname))
-                links.setdefault(target, []).append(name)
-        # A table of all members could exceed the memory; the targets of links are looked up in a second pass.
+                # A hard link is to what has the name so far; the name of a symbolic link is looked up when it is used.
+                links.setdefault(target, []).append((name, math.inf if member.issym() else member.offset))
+        # A table of all members could exceed the memory; the targets of links are looked up in a second pass. As with
+        # images, the last member of a name counts.
+        found: set[str] = set()
         for member, stream in _members(path) if links else ():
-            for name in links.pop(posixpath.normpath(member.name), ()) if member.isfile() else ():
+            for name, latest in links.get(posixpath.normpath(member.name), ()) if member.isfile() else ():
+                if member.offset > latest and name in found:
+                    continue
+                found.add(name)
                 if _is_image_member(name, member, stream):
                     yield Source(name, path, member.offset_data, member.size)
                 else:
                     skipped.add(name)
         for target, names in links.items():
-            for name in names:
+            for name in (name for name, _ in names if name not in found):
                 if name.lower().endswith(suffixes()):
                     yield Source(name, path, error=f"a link to {target}, which is not in the archive")
                 else:

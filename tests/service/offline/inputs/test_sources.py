@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -293,3 +294,25 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Reader(100).read(Source("x", str(tmp_path / "x")))
     with pytest.raises(BadImage, match="Is a directory"):
         Reader(100).read(Source("x", str(tmp_path)))
+
+
+def test_links_in_archives_are_to_the_same_versions_as_when_unpacked(tmp_path: Path) -> None:
+    """An archive may hold a file again, in a later version, as ``tar --append`` does."""
+    path = tmp_path / "x.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, data in (("a.png", png(1)), ("a.png", png(2)), ("hard.png", None), ("a.png", png(3))):
+            member = tarfile.TarInfo(name)
+            if data is None:
+                member.type, member.linkname = tarfile.LNKTYPE, "a.png"
+            member.size = len(data or b"")
+            tar.addfile(member, io.BytesIO(data or b""))
+        soft = tarfile.TarInfo("soft.png")
+        soft.type, soft.linkname = tarfile.SYMTYPE, "a.png"
+        tar.addfile(soft)
+    (tmp_path / "unpacked").mkdir()
+    subprocess.run(["tar", "-xf", path, "-C", tmp_path / "unpacked"], check=True)
+    found = {source.path.rpartition("/")[2]: source for source in find([str(path)])}  # the last of a path counts
+    reader = Reader(10**6)
+    read = {name: reader.read(source) for name, source in found.items()}
+    reader.close()
+    assert read == {file.name: file.read_bytes() for file in (tmp_path / "unpacked").iterdir()}
