@@ -7,6 +7,7 @@ private.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -87,9 +88,11 @@ def _check_channels(name: str, values: Any) -> None:
     if (
         not isinstance(values, list)
         or len(values) not in (1, 3)
-        or not all(isinstance(v, (int, float)) for v in values)
+        or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)
     ):
         raise BadArgument(f"preprocessing: {name} is a list of three numbers or of one, not {values!r}")
+    if name == "std" and not all(values):  # values are divided by it
+        raise BadArgument(f"preprocessing: std is not zero, as in {values!r}")
 
 
 def _image_preset(resize: list[int] | None, crop: list[int] | None, rest: Mapping[str, Any]) -> Any:

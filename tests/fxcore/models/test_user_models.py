@@ -349,6 +349,11 @@ WRONG = {
         "builder = 'MODULE:Tiny'\ninput = 'video'\npreprocessing = { interpolation = 'box' }",
         "box is not an interpolation of clips",
     ),
+    "eighteen": ("builder = 'MODULE:Tiny'\npreprocessing = { std = [0.2, 0, 0.2] }", "std is not zero"),
+    "nineteen": (
+        "builder = 'MODULE:Tiny'\npreprocessing = { mean = [nan] }",
+        "list of three numbers or of one, not [nan]",
+    ),
     "resnet50": ("builder = 'MODULE:Tiny'", "there is already a model of this name"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
     "n" * 129: ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),
