@@ -63,6 +63,7 @@ class Connection(HttpToolsProtocol):
         # Bytes of a head, since the last data of a body, or discarded. Data that arrives together with the end of an
         # earlier request does not count, because it is unknown how much of it belongs to the next head.
         self._pending_bytes = 0
+        self._method_read = False  # until then, the parser's method is that of the request before
         self._draining = False
         self._responding: RequestResponseCycle | None = None  # the request that the application is processing
         self._deadline: asyncio.TimerHandle | None = None  # of a head, or of the client's closing
@@ -92,6 +93,7 @@ class Connection(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
+            self._method_read |= not isinstance(error, httptools.HttpParserInvalidMethodError)
             fault = error.__context__  # the exception raised by a callback
             self._end(fault if isinstance(fault, Problem) else NotHTTP())
             return
@@ -125,6 +127,11 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # not on empty lines, which are not a request
         super().on_message_begin()
         self._phase = Phase.HEAD
+        self._method_read = False
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._method_read = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._phase is Phase.HEAD:  # trailers come too late to change anything
@@ -274,7 +281,8 @@ class Connection(HttpToolsProtocol):
         The client has some time to close its own side: closing with unread bytes would reset the connection, which can
         destroy the response.
         """
-        self.transport.write(_written(why, with_body=self.parser.get_method() != b"HEAD"))
+        is_head = self._method_read and self.parser.get_method() == b"HEAD"
+        self.transport.write(_written(why, with_body=not is_head))
         self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 

@@ -22,6 +22,7 @@ from service.http.server.connection import MAX_PIPELINED, Connection
 from service.http.server.heads import MAX_HEAD_BYTES
 from service.observability.metrics import Metrics
 from service.problems import AdmissionFull, Problem
+from tests.e2e.conftest import connection_problem
 
 
 class Slow:
@@ -197,6 +198,17 @@ def test_a_head_response_is_complete_without_a_body(slow: tuple[Slow, socket.soc
     received = read_until(connection, b"\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 200")
     assert connection.recv(100) == b""
+
+
+@pytest.mark.parametrize("broken", [b"HEADS / HTTP/1.1", b"\x16\x03\x01"])
+def test_a_refusal_after_a_head_request_has_a_body(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
+    app, connection = slow
+    app.open.set()
+    connection.settimeout(30)
+    connection.sendall(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 200")
+    connection.sendall(broken + b"\r\nHost: x\r\n\r\n")
+    connection_problem(read_until(connection, b"}"), 400, "not-http")
 
 
 def test_requests_without_bodies_do_not_count_towards_a_later_body(slow: tuple[Slow, socket.socket]) -> None:
