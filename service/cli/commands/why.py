@@ -133,7 +133,10 @@ def _deepest_first(graph: ModelGraph) -> list[str]:
 
 
 def _index(target: str, result: Tensor, names: Sequence[str]) -> int:
-    """Return the index of the class named by ``target``."""
+    """Return the index of the class named by ``target``.
+
+    Case matters only between names that differ in nothing else: ImageNet has a Cardigan, a dog, and a cardigan.
+    """
     if target == "max":
         return int(result.argmax())
     if target.isdecimal():
@@ -141,8 +144,13 @@ def _index(target: str, result: Tensor, names: Sequence[str]) -> int:
             return int(target)
         raise typer.BadParameter(f"--target must be from 0 to {len(result) - 1}, not {target}")
     lower = [name.lower() for name in names]
-    if target.lower() in lower:
-        return lower.index(target.lower())
+    same = [index for index, name in enumerate(lower) if name == target.lower()]
+    exact = [index for index in same if names[index] == target]
+    if len(found := exact or same) == 1:
+        return found[0]
+    if found:
+        listed = ", ".join(f"{index} ({names[index]})" for index in found)
+        raise typer.BadParameter(f"--target: {target!r} may be {listed}; give one of these numbers")
     if not names:
         raise typer.BadParameter("--target: the classes of these weights have no names; give a number, or max")
     near = difflib.get_close_matches(target.lower(), lower, n=3)

@@ -53,6 +53,17 @@ def test_a_class_by_name_or_number(files: list[Path], tmp_path: Path) -> None:
         assert done.stdout.splitlines()[5].split()[:2] == [">", "967"]  # after the five best
 
 
+def test_names_that_differ_only_in_case(files: list[Path], tmp_path: Path) -> None:
+    names = get_model("efficientnet_lite0").weights_info("IMAGENET1K").categories
+    assert [name for name in names if name.lower() == "cardigan"] == ["Cardigan", "cardigan"]  # a dog, and a garment
+    for target in ("Cardigan", "cardigan"):
+        done = fxserve("why", files[0], *LITE, "--target", target, "--out", tmp_path / "x.png")
+        assert f"Grad-CAM of classifier.1[{names.index(target)}] at" in done.stdout, done.stderr
+    done = fxserve("why", files[0], *LITE, "--target", "CARDIGAN", "--out", tmp_path / "y.png")
+    assert done.exit_code == 2
+    assert "'CARDIGAN' may be 264 (Cardigan), 474 (cardigan); give one of these numbers" in done.stderr
+
+
 @pytest.mark.exhaustive
 def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: Path) -> None:
     """Behind it only the class token counts."""
