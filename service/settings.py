@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,16 @@ GiB = 1024**3
 SHARED_WEIGHTS = "FXSERVE_SHARED_WEIGHTS"
 """Environment variable that `fxserve serve` sets for several server processes: the folder of the files through which
 they share weights."""
+
+
+_ORIGIN = re.compile(
+    r"\*|null|(?!http://[^/]*:80$|https://[^/]*:443$)"
+    r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?"
+)
+"""Origins as browsers send them: in lower case and without the scheme's own port."""
+
+_HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?!\[\]-]+|[0-9A-Fa-f:.]+")
+"""Names of hosts, shell patterns of them, and addresses."""
 
 
 def cores_per_worker(settings: dict[str, Any]) -> int:
@@ -218,6 +229,28 @@ class Settings(BaseSettings):
     @classmethod
     def _split_commas(cls, value: object) -> object:
         return _split(value, ",") if isinstance(value, str) else value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _must_be_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if _ORIGIN.fullmatch(origin) is None:
+                raise ValueError(
+                    f"{origin!r} is not an origin as browsers send it: write scheme and host, both in lower case, and "
+                    "the port unless it is the scheme's own, as in https://lab.example or http://localhost:3000"
+                )
+        return value
+
+    @field_validator("hosts")
+    @classmethod
+    def _must_be_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if _HOST_PATTERN.fullmatch(host) is None:
+                raise ValueError(
+                    f"{host!r} is not a host name: leave out scheme, port and path, as in fx.example.com or "
+                    "*.example.com, and write letters beyond ASCII in Punycode (xn--…)"
+                )
+        return value
 
     @field_validator("preload", mode="before")
     @classmethod

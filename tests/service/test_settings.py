@@ -1,5 +1,6 @@
 """Defaults that depend on the machine, what an empty variable means, and folders that have to be there."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,40 @@ def test_a_folder_to_calibrate_on_is_there_at_the_start(tmp_path: Path) -> None:
     assert Settings(calibration_dir=tmp_path).calibration_dir == tmp_path
     with pytest.raises(ValidationError, match=f"there is no folder {tmp_path / 'gone'}"):
         Settings(calibration_dir=tmp_path / "gone")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("lab.example", "https://lab.example/", "https://Lab.example", "https://*.lab.example", "https://"),
+        *("https://lab.example:443", "http://lab.example:80", "https://a@lab.example", "https://a https://b"),
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused(monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
+    monkeypatch.setenv("FXSERVE_CORS_ORIGINS", f"https://fine.example,{origin}")
+    with pytest.raises(ValidationError, match=f"{re.escape(repr(origin))} is not an origin as browsers send it"):
+        Settings()
+
+
+def test_origins_that_browsers_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    origins = (
+        *("*", "null", "https://lab.example", "http://localhost:3000", "http://[::1]:8080", "https://lab.example:80"),
+        *("http://lab.example:443", "http://lab.example:8080", "chrome-extension://abcdefgh", "http://10.0.0.1"),
+    )
+    monkeypatch.setenv("FXSERVE_CORS_ORIGINS", ", ".join(origins))
+    assert Settings().cors_origins == origins
+
+
+@pytest.mark.parametrize(
+    "host", ["https://fx.example.com", "fx.example.com:8000", "fx.example.com/", "a b", "b\u00fccher.example"]
+)
+def test_a_host_that_no_request_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("FXSERVE_HOSTS", f"fine.example.com,{host}")
+    with pytest.raises(ValidationError, match=f"{re.escape(repr(host))} is not a host name"):
+        Settings()
+
+
+def test_hosts_and_patterns_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("fx.example.com", "*.Example.com", "fx[0-9].example.com", "fx.example.com.", "my_host.example.com", "::1")
+    monkeypatch.setenv("FXSERVE_HOSTS", ",".join(hosts))
+    assert Settings().hosts == hosts

@@ -119,6 +119,12 @@ def _check_dependencies(settings: Settings) -> None:
                     f"fxserve: {error}; existing extractors are served, but none can be added or deleted",
                     file=sys.stderr,
                 )
+        if settings.weights_dir is not None and not settings.weights_dir.is_dir():
+            print(
+                f"fxserve: FXSERVE_WEIGHTS_DIR: there is no folder {settings.weights_dir}; weights file:NAME are not "
+                "available",
+                file=sys.stderr,
+            )
         if settings.api_keys_file is not None:
             Keys(settings.api_keys_file)
         if settings.tracing:

@@ -30,7 +30,7 @@ class Hosts:
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
-        self._patterns = tuple(pattern.lower() for pattern in patterns)
+        self._patterns = tuple(pattern.removesuffix(".").lower() for pattern in patterns)
         self._machine = socket.gethostname().lower()
         self._known = lru_cache(256)(self._is_known)
 

@@ -35,3 +35,10 @@ def test_extractors_to_preload_must_be_readable() -> None:
     serving._check_dependencies(Settings(preload=("resnet18@random:C4,C5",)))
     with pytest.raises(FxError, match="'resnet18' is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
         serving._check_dependencies(Settings(preload=("resnet18@random:C4", "resnet18")))
+
+
+def test_a_missing_folder_of_weights_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    serving._check_dependencies(Settings(weights_dir=tmp_path))
+    assert capsys.readouterr().err == ""
+    serving._check_dependencies(Settings(weights_dir=tmp_path / "gone"))  # it may be mounted later
+    assert f"FXSERVE_WEIGHTS_DIR: there is no folder {tmp_path / 'gone'}; " in capsys.readouterr().err

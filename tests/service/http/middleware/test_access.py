@@ -304,8 +304,14 @@ def test_unregistrable_host_names_are_accepted(client, host):
 
 def test_the_servers_own_host_names_are_accepted(make_client, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "Machine.example.org")
-    client = make_client(hosts="fx.example.com, *.fx.example.com", host="127.0.0.1")
-    for host in ("machine.example.org", "fx.example.com:8000", "FX.example.com", "a.b.fx.example.com"):
+    client = make_client(hosts="fx.example.com, *.fx.example.com, fx.example.net.", host="127.0.0.1")
+    for host in (
+        "machine.example.org",
+        "fx.example.com:8000",
+        "FX.example.com",
+        "a.b.fx.example.com",
+        "fx.example.net",
+    ):
         assert client.get("/healthz", headers={"host": host}).status_code == 200, host
     for host in ("other.example.org", "evilfx.example.com", "fx.example.com.evil.example"):
         assert client.get("/healthz", headers={"host": host}).status_code == 421, host
