@@ -60,6 +60,10 @@ class Trials:
         """Compare ``lowered`` with the reference on the first photograph."""
         candidate.take(await self._run(reference.compare, lowered, range(1)), reference.precision)
 
+    async def run_once(self, reference: Reference, lowered: Lowered) -> None:
+        """Run ``lowered`` on the first photograph."""
+        await self._run(reference.timed, lowered, 1)
+
     async def warm(self, reference: Reference, lowered: Lowered) -> None:
         """Run each batch size once, if it fits in memory and is fast, so that few requests wait for a first pass."""
         single = await self._run(reference.timed, lowered, 1)

@@ -100,13 +100,16 @@ class Upgrade:
             pool: the threads that prepare eager, which takes no longer than building an extractor.
 
         Raises:
-            BackendRefused: the requested backend cannot lower the model, or is too far from eager.
+            BackendRefused: the requested backend cannot lower the model, or is too far from eager, or the model cannot
+                run in the requested precision.
         """
         runtime = self._runtime
         spec = runtime.description.spec
         backend = chosen_backend(spec, self._tools.device)
         if backend.name == "eager" and spec.precision != "int8":
             run = await in_pool(pool, backend.lower, runtime.extractor.module, (), self._options())
+            if original is not None and runtime.description.dtype != runtime.description.entry.dtype:
+                await self._require_dtype(run)
             self._serve(run, Candidate("eager"))
             runtime.upgrade = background(self._from_eager(original, run), "upgrade")
         elif await self._named(backend) and original is not None:
@@ -163,6 +166,27 @@ class Upgrade:
         )
 
     # From eager to a faster backend
+
+    async def _require_dtype(self, eager: Lowered) -> None:
+        """Run ``eager`` once, in a dtype that is not the model's own; operations such as FFTs may not support it.
+
+        Raises:
+            BackendRefused: it fails.
+        """
+        runtime, trials = self._runtime, self._tools.trials
+        description = runtime.description
+        try:
+            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
+        except Exception:  # of the part of the model before the extractor's own inputs, which need not run in it
+            log.warning("extractor %s was not run before its first request", description.id, exc_info=True)
+            return
+        try:
+            await trials.run_once(Reference(runtime.extractor.module, rows, description.spec.precision), eager)
+        except PassFailed as error:
+            if is_shortage(error):
+                raise shortage(error) from error
+            detail = f"{description.entry.name} cannot run in {description.spec.precision} on eager: {error}"
+            raise BackendRefused(detail, "eager", "ask for precision=float32") from error
 
     async def _from_eager(self, original: Callable[..., Any] | None, eager: Lowered) -> None:
         """Measure eager and, once requested, search for a faster backend."""

@@ -62,6 +62,16 @@ class Windows(nn.Module):
         cells = self.first(x).unflatten(3, (-1, 4)).unflatten(2, (-1, 4))
         return self.second(cells.permute(0, 2, 4, 3, 5, 1).reshape(-1, 16, 8))
 
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        size = torch.fft.rfft2(self.first(x)).abs()
+        return self.second(size.mean((2, 3)))
+
 class PositionalOnly(Net):
     def forward(self, x, /, mask=None):
         return super().forward(x) if mask is None else x * mask
@@ -78,6 +88,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("Mlp", {}),
     "shuffled": ("Shuffled", {}),
     "windows": ("Windows", {}),
+    "spectrum": ("Spectrum", {}),
     "bfloat16": ("Net", {"dtype": "bfloat16"}),
     "float16": ("Net", {"dtype": "float16"}),
     "float64": ("Net", {"dtype": "float64"}),
@@ -285,3 +296,35 @@ def test_backends_and_precisions_of_other_dtypes(own: tuple[Client, ModuleType])
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/unsupported")
     made = client.post("/v1/extractors?wait=60", json={**spec, "precision": "bfloat16"}).json()
     assert (made["state"], made["outputs"][0]["dtype"]) == ("ready", "bfloat16")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_a_precision_that_an_operation_lacks_is_refused_before_the_first_request(
+    own: tuple[Client, ModuleType], precision: str
+) -> None:
+    """torch has no FFT of these dtypes on CPUs. The layer before it has, and so has the one after it."""
+    client, module = own
+    model = reference(module, "spectrum")
+    dtype = DTYPES[precision]
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with pytest.raises((NotImplementedError, RuntimeError)), torch.no_grad():
+        torch.fft.rfft2(x.to(dtype))
+
+    def made(**fields: Any) -> Any:
+        spec = {"model": "spectrum", "weights": "DEFAULT", "precision": precision, **fields}
+        return client.post("/v1/extractors", json=spec)
+
+    refused = made(return_nodes=["second"])
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/backend-refused"), refused.text
+    assert f"spectrum cannot run in {precision}" in refused.json()["detail"]
+    assert "precision=float32" in refused.json()["detail"]
+    before, after = made(return_nodes=["first"]), made(return_nodes=["second"], inputs=["mean"])
+    assert (before.status_code, after.status_code) == (201, 201), (before.text, after.text)
+    rows = torch.rand(2, 8, generator=torch.Generator().manual_seed(2))
+    buffer = io.BytesIO()
+    np.save(buffer, rows.numpy())
+    headers = {"Content-Type": "application/x-npy", "Accept": "application/x-safetensors"}
+    response = client.post(f"/v1/extractors/{after.json()['id']}/features", content=buffer.getvalue(), headers=headers)
+    with torch.no_grad():
+        expected = model.second.to(dtype)(rows.to(dtype))  # type: ignore[attr-defined]
+    torch.testing.assert_close(load(response.content)["second"], expected)
