@@ -1,6 +1,7 @@
 """The preprocessing of published weights, from an RGB image to an input tensor.
 
-Classification, segmentation, video and optical flow use torchvision's presets; detectors use the model's own transform.
+Classification, segmentation, video and optical flow use torchvision's presets; detectors use the model's own transform,
+which is in :mod:`fxcore.images.detector_preprocessing`.
 PIL images are resampled by PIL, as when the weights were trained, and tensors by torch.
 """
 
@@ -234,67 +235,6 @@ class ImagePreprocessing(Preprocessing):
     def nominal_size(self) -> tuple[int, int]:
         size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
         return size[0], size[-1]
-
-
-class DetectorPreprocessing(Preprocessing):
-    """A detector's own ``GeneralizedRCNNTransform``: normalise, resize, and pad to a multiple of the FPN's stride."""
-
-    pads = True
-
-    def __init__(self, transform: Any, image_size: ImageSize | None = None) -> None:
-        self._transform = transform.eval()
-        if image_size is not None:
-            height, width = sides(image_size)
-            transform.fixed_size = (width, height)
-
-    def describe(self) -> dict[str, Any]:
-        transform = self._transform
-        fixed = transform.fixed_size
-        return {
-            "resize_size": list(reversed(fixed)) if fixed else [transform.min_size[-1]],
-            "max_size": None if fixed else transform.max_size,
-            "crop_size": None,
-            "pad_to_multiple_of": transform.size_divisible,
-            "mean": list(transform.image_mean),
-            "std": list(transform.image_std),
-            "interpolation": "bilinear",
-            "antialias": False,
-        }
-
-    def image(self, image: PIL.Image.Image) -> Tensor:
-        return self.pixels(F.pil_to_tensor(image))
-
-    def pixels(self, pixels: Tensor) -> Tensor:
-        batch: Tensor = self._transform([F.convert_image_dtype(pixels, torch.float)])[0].tensors
-        return batch[0]
-
-    def output_size(self, height: int, width: int) -> tuple[int, int]:
-        resized = self._resized(height, width)
-        multiple = self._transform.size_divisible
-        return -(-resized[0] // multiple) * multiple, -(-resized[1] // multiple) * multiple
-
-    def placement(self, height: int, width: int) -> Placement:
-        resized = self._resized(height, width)
-        return Placement((height, width), resized[0] / height, resized[1] / width, 0, 0, resized)
-
-    def _resized(self, height: int, width: int) -> tuple[int, int]:
-        transform = self._transform
-        if transform.fixed_size:
-            return transform.fixed_size[1], transform.fixed_size[0]
-        scale = min(transform.min_size[-1] / min(height, width), transform.max_size / max(height, width))
-        return int(height * scale), int(width * scale)
-
-    def nominal_size(self) -> tuple[int, int]:
-        fixed = self._transform.fixed_size
-        return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
-
-    def batch(self, images: Sequence[Tensor]) -> Tensor:
-        # Each is already padded to the multiple, so the detector would pad to the largest of them.
-        height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
-        batch = images[0].new_zeros(len(images), 3, height, width)
-        for row, image in zip(batch, images, strict=True):
-            row[:, : image.shape[-2], : image.shape[-1]] = image
-        return batch
 
 
 class FlowPreprocessing(Preprocessing):

@@ -14,8 +14,8 @@ from torch import nn
 from torchvision.models import WeightsEnum
 
 from fxcore.errors import UnknownWeights
+from fxcore.images.detector_preprocessing import DetectorPreprocessing
 from fxcore.images.preprocessing import (
-    DetectorPreprocessing,
     FlowPreprocessing,
     ImagePreprocessing,
     Preprocessing,

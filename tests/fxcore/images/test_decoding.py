@@ -26,8 +26,9 @@ from torchvision.transforms.functional import normalize
 from fxcore import get_model
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from fxcore.images.decoding import Decoder, decode
+from fxcore.images.detector_preprocessing import DetectorPreprocessing
 from fxcore.images.files import open_image
-from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing, Preprocessing
+from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification
 from fxcore.images.timm_preprocessing import TimmPreprocessing
 from tests import hostile_images
@@ -269,7 +270,6 @@ def test_damaged_files_of_16_bits_are_decoded_as_by_pil(color: int, damage: dict
     assert np.array_equal((made(own, data) * 65535).round().int().permute(1, 2, 0).numpy() // 256, upper)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("channels", range(1, 5))
 def test_pil_is_given_the_upper_bits_of_16(channels: int):
     """timm's transforms take PIL images, which have eight bits."""
@@ -281,6 +281,7 @@ def test_pil_is_given_the_upper_bits_of_16(channels: int):
     assert torch.equal(Decoder(preprocessing).image(deep_png(pixels)), expected)
 
 
+@pytest.mark.exhaustive
 def test_an_animation_is_its_first_frame(coffee: PIL.Image.Image, plain: Preprocessing):
     still, moving = (
         encoded(coffee, "GIF", save_all=True, append_images=more) for more in ([], [coffee.rotate(90), coffee])

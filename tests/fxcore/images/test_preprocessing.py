@@ -16,8 +16,9 @@ from torchvision.transforms.functional import normalize
 from fxcore import get_model, list_models
 from fxcore.errors import BadTensor
 from fxcore.images.decoding import Decoder
+from fxcore.images.detector_preprocessing import DetectorPreprocessing
 from fxcore.images.fitting import Fit, fitted
-from fxcore.images.preprocessing import DetectorPreprocessing, ImagePreprocessing
+from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import preset_factory
 from fxcore.images.sizes import ImageSize
 
