@@ -23,12 +23,14 @@ they share weights."""
 
 _ORIGIN = re.compile(
     r"\*|null|(?!http://[^/]*:80$|https://[^/]*:443$)"
-    r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?"
+    r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+    r"|(?!https?:)[a-z][a-z0-9+.-]*://[^/\s]*"
 )
-"""Origins as browsers send them: in lower case and without the scheme's own port."""
+"""Origins as browsers send them: of web pages in lower case and without the scheme's own port. Those of other schemes,
+such as extensions of browsers, have other rules."""
 
-_HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?!\[\]-]+|[0-9A-Fa-f:.]+")
-"""Names of hosts, shell patterns of them, and addresses."""
+_HOST_PATTERN = re.compile(r"[A-Za-z0-9._*?!\[\]-]+|(?=.*:.*:)[A-Za-z0-9._*?!\[\]:%-]+")
+"""Names of hosts, shell patterns of them, and addresses. A single colon would come before a port."""
 
 
 def cores_per_worker(settings: dict[str, Any]) -> int:

@@ -241,7 +241,7 @@ def _open(data: bytes, max_pixels: int | None) -> _Jpeg | _Webp | Opened:
     """
     plain = plain_header(data, max_pixels)
     if plain is not None:
-        return (_Webp if data.startswith(b"RIFF") else _Jpeg)(plain[:2], 1)
+        return (_Webp if data[:4] == b"RIFF" else _Jpeg)(plain[:2], 1)
     opened = open_within_limit(data, max_pixels)
     image = opened.image
     if image.format == "WEBP":

@@ -7,7 +7,6 @@ private.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -29,6 +28,8 @@ PIL_MODES = frozenset((InterpolationMode.BOX, InterpolationMode.HAMMING, Interpo
 
 _INTERPOLATIONS = {mode.value: mode for mode in InterpolationMode}
 _MAX_SIDE = 4096
+_MAX_CHANNEL = 1e6
+"""Maximum mean and standard deviation, and of the inverse of the latter, of pixels in [0, 1]."""
 _DEFAULT_CROP, _DEFAULT_RESIZE, _DEFAULT_CLIP = 224, 256, 112
 
 
@@ -88,10 +89,10 @@ def _check_channels(name: str, values: Any) -> None:
     if (
         not isinstance(values, list)
         or len(values) not in (1, 3)
-        or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)
+        or not all(isinstance(v, (int, float)) and abs(v) <= _MAX_CHANNEL for v in values)
     ):
         raise BadArgument(f"preprocessing: {name} is a list of three numbers or of one, not {values!r}")
-    if name == "std" and not all(values):  # values are divided by it
+    if name == "std" and not all(abs(v) >= 1 / _MAX_CHANNEL for v in values):  # values are divided by it
         raise BadArgument(f"preprocessing: std is not zero, as in {values!r}")
 
 

@@ -17,6 +17,9 @@ from fxcore.tracing.interpreter import Interpreter
 
 CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
+INSERTED = "inserted"
+"""Key in the ``meta`` of a node that was inserted for torch, which callers do not know."""
+
 _DEFAULTS: dict[str, Any] = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 
 
@@ -29,7 +32,7 @@ def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
     Args:
         example: inputs of one call, which is run to find the dimensions.
     """
-    values = _Dimensions(module)
+    values = Dimensions(module)
     with torch.no_grad():
         values.run(*example)
     for node in module.graph.find_nodes(op="call_module"):
@@ -41,12 +44,14 @@ def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
         norm, weight = module.get_submodule(str(node.target)), module.get_submodule(str(before.target)).weight
         if norm.running_mean is None or values.found[before] != weight.ndim:
             with module.graph.inserting_before(node):
-                node.replace_input_with(before, module.graph.call_function(torch.positive, (before,)))
+                identity = module.graph.call_function(torch.positive, (before,))
+            identity.meta[INSERTED] = True
+            node.replace_input_with(before, identity)
     module.recompile()
 
 
-class _Dimensions(Interpreter):
-    """Records the number of dimensions of each node's value."""
+class Dimensions(Interpreter):
+    """Records the number of dimensions of each node's value that is a floating-point tensor."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -54,7 +59,7 @@ class _Dimensions(Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.is_floating_point():
             self.found[n] = value.ndim
         return value
 

@@ -20,14 +20,13 @@ from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
-from fxcore.int8.calls import pass_positionally, separate, share_weights
+from fxcore.int8.calls import INSERTED, Dimensions, pass_positionally, separate, share_weights
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
-from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 
 Inputs = tuple[Tensor, ...]
@@ -63,7 +62,7 @@ def converted(
                 continue
             made_by = node.args[0]
             name = public_name(computed_by(observed, made_by))
-            if made_by.op != "get_attr" and name not in kept:
+            if made_by.op != "get_attr" and INSERTED not in made_by.meta and name not in kept:
                 roundings.setdefault(name, rounding)
         made = convert_fx(observed).eval()
         share_weights(made, copies)
@@ -95,9 +94,9 @@ def observe(
     copies = separate(private)
     pass_positionally(private)
     mapping = get_default_qconfig_mapping(ranges(private))
-    values = _Floating(private)
+    values = Dimensions(private)
     values.run(*example)
-    kept = _leave_in_float(private, mapping, keep, values.nodes)
+    kept = _leave_in_float(private, mapping, keep, set(values.found))
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()
@@ -158,20 +157,6 @@ def _share_rounded(observed: fx.GraphModule, kept: set[str]) -> None:
     observed.recompile()
 
 
-class _Floating(Interpreter):
-    """Collects the nodes whose values are floating-point tensors; others are sizes, lists, indices…"""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.nodes: set[fx.Node] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and value.is_floating_point():
-            self.nodes.add(n)
-        return value
-
-
 def _leave_in_float(
     module: fx.GraphModule, mapping: QConfigMapping, keep: Sequence[str], floating: set[fx.Node]
 ) -> set[str]:
@@ -179,7 +164,7 @@ def _leave_in_float(
     layer = {node: computed_by(module, node) for node in module.graph.nodes}
     kept = set()
     for name in keep:
-        meant = [node for node in module.graph.nodes if named(node, name)]
+        meant = [node for node in module.graph.nodes if named(node, name) and INSERTED not in node.meta]
         if not meant:
             raise UnknownNode(f"there is no node {name!r} to keep in float32", name=name, suggestions=[])
         kept |= {layer[node] for node in meant}

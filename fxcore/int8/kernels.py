@@ -105,11 +105,12 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether torch cannot pack a layer: its weights are computed, it is padded by name, replication or
-    wrapping, or it is a batch norm without running statistics."""
+    wrapping, or it is a batch norm without running statistics or
+    weights."""
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         if isinstance(layer, BATCH_NORMS):
-            return layer.running_mean is None
+            return layer.running_mean is None or layer.weight is None
         return isinstance(layer, ALL_CONVOLUTIONS) and (
             isinstance(layer.padding, str) or layer.padding_mode not in ("zeros", "reflect")
         )

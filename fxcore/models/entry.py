@@ -332,6 +332,10 @@ def _same(tensor: Any, own: torch.Tensor | None) -> Any:
     return own if own is not None and isinstance(tensor, torch.Tensor) and torch.equal(tensor, own) else tensor
 
 
+_ON_META = "fxcore_on_meta"
+"""Attribute of a parameter: its copy on the meta device."""
+
+
 @contextlib.contextmanager
 def weightless() -> Iterator[None]:
     """Put parameters and batch statistics on the meta device when modules of this thread register them in the block.
@@ -345,8 +349,10 @@ def weightless() -> Iterator[None]:
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         ours = threading.get_ident() == thread and not getattr(_assigning, "on", False)
-        if param is not None and ours and not param.is_meta:  # one that several modules share stays one
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        if param is not None and ours and not param.is_meta:
+            if not hasattr(param, _ON_META):  # one that several modules share stays one
+                setattr(param, _ON_META, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad))
+            param = getattr(param, _ON_META)
         register_parameter(module, name, param)
 
     def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:

@@ -49,6 +49,7 @@ def test_a_folder_to_calibrate_on_is_there_at_the_start(tmp_path: Path) -> None:
     [
         *("lab.example", "https://lab.example/", "https://Lab.example", "https://*.lab.example", "https://"),
         *("https://lab.example:443", "http://lab.example:80", "https://a@lab.example", "https://a https://b"),
+        *("https://lab.example:0443", "https://lab.example:999999", "HTTPS://lab.example"),
     ],
 )
 def test_an_origin_that_no_browser_sends_is_refused(monkeypatch: pytest.MonkeyPatch, origin: str) -> None:
@@ -61,13 +62,23 @@ def test_origins_that_browsers_send(monkeypatch: pytest.MonkeyPatch) -> None:
     origins = (
         *("*", "null", "https://lab.example", "http://localhost:3000", "http://[::1]:8080", "https://lab.example:80"),
         *("http://lab.example:443", "http://lab.example:8080", "chrome-extension://abcdefgh", "http://10.0.0.1"),
+        *("file://", "safari-web-extension://E8BEA491-9B80"),
     )
     monkeypatch.setenv("FXSERVE_CORS_ORIGINS", ", ".join(origins))
     assert Settings().cors_origins == origins
 
 
 @pytest.mark.parametrize(
-    "host", ["https://fx.example.com", "fx.example.com:8000", "fx.example.com/", "a b", "b\u00fccher.example"]
+    "host",
+    [
+        "https://fx.example.com",
+        "fx.example.com:8000",
+        "fx.example.com/",
+        "a b",
+        "b\u00fccher.example",
+        "cafe.de:8000",
+        "10.0.0.1:8000",
+    ],
 )
 def test_a_host_that_no_request_can_have_is_refused(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     monkeypatch.setenv("FXSERVE_HOSTS", f"fine.example.com,{host}")
@@ -76,6 +87,9 @@ def test_a_host_that_no_request_can_have_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_hosts_and_patterns_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    hosts = ("fx.example.com", "*.Example.com", "fx[0-9].example.com", "fx.example.com.", "my_host.example.com", "::1")
+    hosts = (
+        *("fx.example.com", "*.Example.com", "fx[0-9].example.com", "fx.example.com.", "my_host.example.com", "::1"),
+        *("[::1]", "2001:db8:*", "fe80::1%eth0"),
+    )
     monkeypatch.setenv("FXSERVE_HOSTS", ",".join(hosts))
     assert Settings().hosts == hosts

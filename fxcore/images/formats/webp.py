@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 _SIZE_BITS = 14
 _SIZE = (1 << _SIZE_BITS) - 1
 
-# From the start of a file with one image and no metadata: RIFF, its length, WEBP, then a chunk of one of two kinds.
-_CHUNK = struct.Struct("<4s4x4s4s4x")
+# From the start of a file with one image and no metadata: RIFF, its length, WEBP, then one chunk of one of two kinds.
+_CHUNK = struct.Struct("<4s4x4s4sI")
 # Lossy: a frame tag, of which the lowest bit is 0 in key frames, a start code, width and height (RFC 6386, 9.1).
 _LOSSY = struct.Struct("<B2x3sHH")
 _START_CODE = b"\x9d\x01\x2a"
@@ -38,8 +38,9 @@ def plain_size(data: bytes) -> Size | None:
     """Return the size of a file without metadata, extensions or animation; None for other files."""
     if len(data) < _CHUNK.size + _LOSSY.size:
         return None
-    riff, webp, kind = _CHUNK.unpack_from(data)
-    if (riff, webp) != (b"RIFF", b"WEBP"):
+    riff, webp, kind, length = _CHUNK.unpack_from(data)
+    # A chunk has an even length; others that follow could be metadata.
+    if (riff, webp) != (b"RIFF", b"WEBP") or _CHUNK.size + length + length % 2 != len(data):
         return None
     found = None
     if kind == b"VP8 ":

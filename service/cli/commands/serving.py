@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from pydantic import ValidationError
 
 from service.choices import KeyScope, LogFormat
 from service.cli.environment import device_of, settings_of
@@ -104,11 +105,10 @@ def _check_dependencies(settings: Settings) -> None:
     from service.engine.extractors.objects import StoreError
     from service.engine.extractors.store import Store
     from service.http.access.keys import Keys
-    from service.schemas.specs import spec_of_text
 
     try:
         for text in settings.preload:
-            spec_of_text(text)
+            _check_preload(text)
         if settings.extractors is not None:
             store = Store(settings.extractors)
             store.open()
@@ -131,6 +131,17 @@ def _check_dependencies(settings: Settings) -> None:
             traces_type()
     except (ValueError, StoreError) as error:
         raise FxError(str(error)) from error
+
+
+def _check_preload(text: str) -> None:
+    from service.schemas.specs import spec_of_text
+
+    try:
+        spec_of_text(text)
+    except ValidationError as error:
+        raise ValueError(f"FXSERVE_PRELOAD: {text[:100]!r}: {error.errors()[0]['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"FXSERVE_PRELOAD: {error}") from error
 
 
 def check() -> None:

@@ -282,18 +282,18 @@ class Extractors:
         for record in self._records.list():
             if record.saved and record.id not in ids:
                 await self.known(record.id)
-        for stored, name in shared:
-            known = self._records.get(stored.id)
-            if known is not None and known.name is None and name is not None:
-                await self._learn_name(known, name)
+        named = ((self._records.get(stored.id), name) for stored, name in shared if name is not None)
+        await asyncio.gather(*(self._learn_name(record, name) for record, name in named if record is not None))
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
 
     async def _learn_name(self, record: ExtractorRecord, name: str) -> None:
-        """Give ``record`` a name that the store lists for it, if it still has that."""
+        """Give ``record``, if it has no name, one that the store lists for it, if it still has that."""
         assert self._sharing is not None
+        if record.name is not None:
+            return
         with suppress(NotReady):
             owner = await self._sharing.find(name)
-            if owner == record.id and self._records.get(record.id) is record:
+            if owner == record.id and self._records.get(record.id) is record and record.name is None:
                 self._records.name(record, name)
 
     async def delete(self, id_or_name: str) -> None:

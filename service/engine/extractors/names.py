@@ -13,7 +13,7 @@ _NAME_BYTES = 300
 """Approximate bytes of a name in the two dictionaries, without its characters."""
 
 _SIMILAR = 0.6
-"""Minimum similarity of a suggestion: random ids have less."""
+"""Minimum similarity of a suggestion; random ids rarely have it."""
 
 COMPARED = 256
 """Maximum names and ids that an unknown one is compared with; this takes milliseconds of event loop time."""

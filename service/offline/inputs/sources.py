@@ -219,11 +219,12 @@ def _in_folder(root: str, skipped: Skipped) -> Iterator[Source]:
 
 def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
     shown = _printable(path)
-    links: dict[str, list[tuple[str, float]]] = {}  # by target: name, and where its target begins at the latest
+    linked: dict[str, tuple[str, float]] = {}  # by name: target, and where that begins at the latest
     try:
         for member, stream in _members(path):
             name = f"{shown}/{_printable(member.name)}"
             if member.isfile():
+                linked.pop(name, None)
                 if _is_image_member(member.name, member, stream):
                     yield Source(name, path, member.offset_data, member.size)
                 else:
@@ -232,10 +233,13 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
                 folder = posixpath.dirname(member.name) if member.issym() else ""
                 target = posixpath.normpath(posixpath.join(folder, member.linkname))
                 # A hard link is to what has the name so far; the name of a symbolic link is looked up when it is used.
-                links.setdefault(target, []).append((name, math.inf if member.issym() else member.offset))
+                linked[name] = target, math.inf if member.issym() else member.offset
         # A table of all members could exceed the memory; the targets of links are looked up in a second pass. As with
         # images, the last member of a name counts.
         found: set[str] = set()
+        links: dict[str, list[tuple[str, float]]] = {}
+        for name, (target, latest) in linked.items():
+            links.setdefault(target, []).append((name, latest))
         for member, stream in _members(path) if links else ():
             for name, latest in links.get(posixpath.normpath(member.name), ()) if member.isfile() else ():
                 if member.offset > latest and name in found:

@@ -124,6 +124,8 @@ class LayoutBox(BaseModel):
 
 
 class LayoutEdge(BaseModel):
+    """An arrow between two boxes, in pixels."""
+
     source: int = Field(description="Index of a box.", examples=[4])
     target: int = Field(description="Index of a box.", examples=[5])
     points: list[tuple[float, float]] = Field(

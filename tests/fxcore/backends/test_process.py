@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.processes import running
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,13 +35,6 @@ from fxcore.backends import process
 
 process.run("program", Path("making"), {})
 """
-
-
-def running(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.exhaustive

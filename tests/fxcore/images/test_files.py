@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -113,9 +114,13 @@ def test_webp_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> 
     plain, lossless = encoded(cat, "WEBP"), encoded(cat, "WEBP", lossless=True)
     key_frame, signature = plain[:20] + b"\1" + plain[21:], lossless[:20] + b"\x2e" + lossless[21:]
     sound = encoded(cat, "BMP").replace(b"BM", b"RIFF", 1)
-    for data in (with_exif, encoded(clear, "WEBP"), several, plain[:29], key_frame, signature, sound, b"RIFF"):
+    block = turned.tobytes()
+    after = plain + b"EXIF" + struct.pack("<I", len(block)) + block + b"\0" * (len(block) % 2)
+    after = after[:4] + struct.pack("<I", len(after) - 8) + after[8:]
+    for data in (with_exif, after, encoded(clear, "WEBP"), several, plain[:-2], key_frame, signature, sound, b"RIFF"):
         assert plain_header(data) is None
-    assert image_size(with_exif) == (cat.width, cat.height)
+    for data in (with_exif, after):
+        assert image_size(data) == decode(data).shape[:2] == (cat.width, cat.height)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])

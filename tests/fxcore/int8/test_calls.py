@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
+from fxcore.errors import UnknownNode
 from fxcore.int8.quantize import quantize
 
 Forward = Callable[[Any, Tensor], Any]
@@ -29,6 +30,7 @@ class Model(nn.Module):
         self.tracked = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
         self.wide = nn.Linear(8, 5)
         self.tokens, self.untracked = nn.BatchNorm1d(8), nn.BatchNorm2d(8, track_running_stats=False)
+        self.plain = nn.BatchNorm2d(8, affine=False)
         for norm in (self.one, self.other, self.tracked, self.tokens):
             assert norm.running_mean is not None
             assert norm.running_var is not None
@@ -66,6 +68,8 @@ CALLS: dict[str, Forward] = {
     "batch norm of tokens of another width": lambda m, x: m.tokens(m.wide(x[:, :, 0])),
     "batch norm without running statistics": lambda m, x: m.b(F.relu(m.untracked(m.a(x)))),
     "batch norm without running statistics alone": lambda m, x: m.b(m.untracked(F.max_pool2d(m.a(x), 2))),
+    "batch norm without weights": lambda m, x: m.b(m.plain(m.a(x))),
+    "batch norm without weights alone": lambda m, x: m.b(m.plain(F.max_pool2d(m.a(x), 2))),
     "a linear function by names": lambda m, x: F.linear(input=x, weight=m.wide.weight, bias=m.wide.bias),
 }
 
@@ -106,6 +110,13 @@ def test_a_batch_norm_alone_is_kept_in_float() -> None:
     found = quantize(trace(model), torch.randn(4, 8, 8, 8), keep=["1"])
     assert type(found.module.get_submodule("1")) is nn.BatchNorm2d
     assert {layer.name for layer in found.layers} == {"0", "2"}
+
+
+def test_what_is_inserted_for_torch_is_not_shown() -> None:
+    model = trace(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Linear(8, 8), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).eval())
+    assert {layer.name for layer in quantize(model, torch.randn(4, 8, 8, 8)).layers} == {"0", "1", "2", "3"}
+    with pytest.raises(UnknownNode, match="no node 'positive'"):
+        quantize(model, torch.randn(4, 8, 8, 8), keep=["positive"])
 
 
 def test_copies_of_a_shared_layer_share_their_weights() -> None:

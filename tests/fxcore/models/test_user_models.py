@@ -349,7 +349,7 @@ WRONG = {
         "builder = 'MODULE:Tiny'\ninput = 'video'\npreprocessing = { interpolation = 'box' }",
         "box is not an interpolation of clips",
     ),
-    "eighteen": ("builder = 'MODULE:Tiny'\npreprocessing = { std = [0.2, 0, 0.2] }", "std is not zero"),
+    "eighteen": ("builder = 'MODULE:Tiny'\npreprocessing = { std = [0.2, 1e-50, 0.2] }", "std is not zero"),
     "nineteen": (
         "builder = 'MODULE:Tiny'\npreprocessing = { mean = [nan] }",
         "list of three numbers or of one, not [nan]",

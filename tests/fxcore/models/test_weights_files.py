@@ -100,17 +100,19 @@ def test_a_users_model_has_no_heads_that_may_be_missing(tmp_path: Path) -> None:
 
 
 class Shared(nn.Module):
-    """A parameter of two modules, and a module with two names."""
+    """A parameter of three modules, assigned in both ways, and a module with two names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-        self.two.weight = self.one.weight
+        self.one, self.two, self.three = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+        weight = nn.Parameter(torch.zeros(3, 3, 3, 3))
+        self.one.weight = self.two.weight = weight
+        self.three.weight = self.two.weight
         self.head = nn.BatchNorm2d(3)
         self.again = self.head
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.again(self.two(self.head(self.one(x))))
+        result: Tensor = self.again(self.three(self.two(self.head(self.one(x)))))
         return result
 
 

@@ -3,6 +3,7 @@ supervisor."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import until
+from tests.processes import running
 
 ROOT = Path(__file__).parents[4]
 
@@ -151,9 +153,10 @@ def test_processes_end_when_their_supervisor_is_killed(tmp_path: Path, forked: b
         left = server.answering()
         server.process.kill()
         server.process.wait()
-        until(lambda: not any(map(psutil.pid_exists, left)), 30)
+        until(lambda: not any(map(running, left)), 30)
         assert server.answering() == set()  # the port is free
     finally:
         server.process.kill()
-        for process in filter(psutil.pid_exists, left):
-            os.kill(process, signal.SIGKILL)
+        for process in filter(running, left):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)

@@ -296,19 +296,28 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Reader(100).read(Source("x", str(tmp_path)))
 
 
+def add(tar: tarfile.TarFile, name: str, data: bytes = b"", link: str = "", kind: bytes = tarfile.LNKTYPE) -> None:
+    member = tarfile.TarInfo(name)
+    if link:
+        member.type, member.linkname = kind, link
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
 def test_links_in_archives_are_to_the_same_versions_as_when_unpacked(tmp_path: Path) -> None:
     """An archive may hold a file again, in a later version, as ``tar --append`` does."""
     path = tmp_path / "x.tar"
     with tarfile.open(path, "w") as tar:
-        for name, data in (("a.png", png(1)), ("a.png", png(2)), ("hard.png", None), ("a.png", png(3))):
-            member = tarfile.TarInfo(name)
-            if data is None:
-                member.type, member.linkname = tarfile.LNKTYPE, "a.png"
-            member.size = len(data or b"")
-            tar.addfile(member, io.BytesIO(data or b""))
-        soft = tarfile.TarInfo("soft.png")
-        soft.type, soft.linkname = tarfile.SYMTYPE, "a.png"
-        tar.addfile(soft)
+        add(tar, "a.png", png(1))
+        add(tar, "a.png", png(2))
+        add(tar, "hard.png", link="a.png")
+        add(tar, "then file.png", link="a.png")
+        add(tar, "then file.png", png(4))
+        add(tar, "b.png", png(5))
+        add(tar, "again.png", link="a.png")
+        add(tar, "again.png", link="b.png")
+        add(tar, "a.png", png(3))
+        add(tar, "soft.png", link="a.png", kind=tarfile.SYMTYPE)
     (tmp_path / "unpacked").mkdir()
     subprocess.run(["tar", "-xf", path, "-C", tmp_path / "unpacked"], check=True)
     found = {source.path.rpartition("/")[2]: source for source in find([str(path)])}  # the last of a path counts
