@@ -1,8 +1,8 @@
 """The preprocessing of published weights, from an RGB image to an input tensor.
 
-Classification, segmentation, video and optical flow use torchvision's presets; detectors use the model's own transform,
-which is in :mod:`fxcore.images.detector_preprocessing`.
-PIL images are resampled by PIL, as when the weights were trained, and tensors by torch.
+Classification, segmentation, video and optical flow use torchvision's presets; detectors use the model's own transform
+(:mod:`fxcore.images.detector_preprocessing`). PIL images are resampled by PIL, as when the weights were trained, and
+tensors by torch.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PIL_MODES = frozenset((InterpolationMode.BOX, InterpolationMode.HAMMING, Interpo
 _INTERPOLATIONS = {mode.value: mode for mode in InterpolationMode}
 _MAX_SIDE = 4096
 _MAX_CHANNEL = 1e6
-"""Maximum mean and standard deviation, and of the inverse of the latter, of pixels in [0, 1]."""
+"""Maximum of means and standard deviations, and of the inverse of the latter; pixels are in [0, 1]."""
 _DEFAULT_CROP, _DEFAULT_RESIZE, _DEFAULT_CLIP = 224, 256, 112
 
 

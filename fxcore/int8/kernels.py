@@ -104,9 +104,11 @@ def _is_packed_wrongly(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _lacks_kernel(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether torch cannot pack a layer: its weights are computed, it is padded by name, replication or
-    wrapping, or it is a batch norm without running statistics or
-    weights."""
+    """Return whether torch cannot pack a layer.
+
+    It cannot if the weights are computed, if the layer is padded by name, replication or wrapping, or if it is a batch
+    norm without running statistics or weights.
+    """
     if node.op == "call_module":
         layer = module.get_submodule(str(node.target))
         if isinstance(layer, BATCH_NORMS):

@@ -134,6 +134,11 @@ def _check_dependencies(settings: Settings) -> None:
 
 
 def _check_preload(text: str) -> None:
+    """Check that an extractor to preload can be parsed.
+
+    Raises:
+        ValueError: it cannot; the message names the setting.
+    """
     from service.schemas.specs import spec_of_text
 
     try:
