@@ -106,8 +106,8 @@ class Decoder:
         if not self.plain or preprocess == "pil":
             return self.pixels(decode(data, max_pixels, exactly=preprocess != "pil"), preprocess)
         opened, space = _open(data, max_pixels), "RGBX"
-        if isinstance(opened, _Jpeg):
-            stored, turn = opened
+        if isinstance(opened, _Direct) and opened.format == "JPEG":
+            _, stored, turn = opened
             height, width = self._turned_size(stored, turn)
             denominator = _denominator(stored, (height, width)) if preprocess == "fast" and self.scales else 1
             if denominator > 1 and (pixels := _jpeg(data, stored, denominator)) is not None:
@@ -214,26 +214,21 @@ def _denominator(stored: tuple[int, int], target: tuple[int, int]) -> int:
     return 1
 
 
-class _Jpeg(NamedTuple):
-    """A JPEG file for simplejpeg.
+class _Direct(NamedTuple):
+    """A file that is decoded without PIL.
 
     Attributes:
+        format: ``JPEG``, for simplejpeg, or ``WEBP``, for libwebp.
         stored: height and width, orientation not applied.
         turn: the EXIF orientation, 1 to 8.
     """
 
+    format: str
     stored: tuple[int, int]
     turn: int
 
 
-class _Webp(NamedTuple):
-    """A WebP file for libwebp, with the attributes of :class:`_Jpeg`."""
-
-    stored: tuple[int, int]
-    turn: int
-
-
-def _open(data: bytes, max_pixels: int | None) -> _Jpeg | _Webp | Opened:
+def _open(data: bytes, max_pixels: int | None) -> _Direct | Opened:
     """Read the header of an image; files other than JPEG and WebP are opened by PIL.
 
     Raises:
@@ -241,23 +236,23 @@ def _open(data: bytes, max_pixels: int | None) -> _Jpeg | _Webp | Opened:
     """
     plain = plain_header(data, max_pixels)
     if plain is not None:
-        return (_Webp if data[:4] == b"RIFF" else _Jpeg)(plain[:2], 1)
+        return _Direct("WEBP" if data[:4] == b"RIFF" else "JPEG", plain[:2], 1)
     opened = open_within_limit(data, max_pixels)
-    image = opened.image
+    image, stored = opened.image, (opened.image.height, opened.image.width)
     if image.format == "WEBP":
-        return _Webp((image.height, image.width), opened.turn)
-    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
-        return opened
-    return _Jpeg((image.height, image.width), opened.turn)
+        return _Direct("WEBP", stored, opened.turn)
+    if image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L"):
+        return _Direct("JPEG", stored, opened.turn)
+    return opened
 
 
 def _decoded(
-    data: bytes, opened: _Jpeg | _Webp | Opened, max_pixels: int | None, exactly: bool = True, space: str = "RGB"
+    data: bytes, opened: _Direct | Opened, max_pixels: int | None, exactly: bool = True, space: str = "RGB"
 ) -> Pixels:
     """Decode to ``[H, W, len(space)]``, or ``[H, W, 3]`` if the decoder supports only that; may be read-only."""
     if not isinstance(opened, Opened):
-        stored, turn = opened
-        pixels = _jpeg(data, stored, space=space) if isinstance(opened, _Jpeg) else webp.decode(data, stored)
+        kind, stored, turn = opened
+        pixels = _jpeg(data, stored, space=space) if kind == "JPEG" else webp.decode(data, stored)
         if pixels is not None:
             return _turned(pixels, turn)
         opened = open_within_limit(data, max_pixels)
