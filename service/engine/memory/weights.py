@@ -64,8 +64,8 @@ class ModelStore:
             load = self._loads[key] = background(self._load(entry, key), "load")
         try:
             return await asyncio.shield(load)
-        except BaseException:
-            if load.done() and self._loads.get(key) is load:
+        except BaseException:  # of the load, or cancelled, which may happen just after a successful load
+            if load.done() and self._loads.get(key) is load and (load.cancelled() or load.exception() is not None):
                 del self._loads[key]
             raise
 
