@@ -156,7 +156,9 @@ class TopImages:
             raise problems.NotFound(f"there is no image {key}; they are listed by GET /v1/models/{{model}}/statistics")
         try:
             data = self._read(path)
-        except (OSError, ValueError, ImportError, sqlite3.Error) as error:
+        except problems.Problem:
+            raise
+        except Exception as error:  # drivers of buckets have exceptions of their own
             raise problems.NotFound(f"{posixpath.basename(path)} can no longer be read") from error
         image = open_image(data, self._max_pixels).convert("RGB")
         image.thumbnail((_SIDE, _SIDE))
