@@ -43,17 +43,5 @@ class ByteCache(Generic[K, V]):
             while self.bytes > self._limit:
                 self.bytes -= self._size(self._values.popitem(last=False)[1])
 
-    def drop(self, key: K) -> None:
-        """Remove ``key`` if it is cached."""
-        with self._guard:
-            value = self._values.pop(key, None)
-            self.bytes -= 0 if value is None else self._size(value)
-
-    def clear(self) -> None:
-        """Remove all values."""
-        with self._guard:
-            self._values.clear()
-            self.bytes = 0
-
     def __contains__(self, key: K) -> bool:
         return key in self._values

@@ -70,6 +70,6 @@ def reductions(text: object) -> str:
     if not found:
         raise ValueError(
             f"reduce must be one or more of mean, std, cov and top:N (N up to {MAX_TOP}), separated by commas, each "
-            f"at most once,  not {text!r:.100}"
+            f"at most once, not {text!r:.100}"
         )
     return ",".join(found[name] for name in get_args(Reduction) if name in found)

@@ -32,13 +32,13 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
-def available_threads(cgroup: Path = _CGROUP) -> int | None:
+def available_threads() -> int | None:
     """Return the maximum threads of all processes of this user or cgroup together; None without a limit.
 
     ``ulimit -u`` does not apply to root.
     """
     limits = []
-    own = _read(cgroup / "pids.max")
+    own = _read(_CGROUP / "pids.max")
     if own.isdigit():
         limits.append(int(own))
     if os.name == "posix" and os.getuid() != 0:

@@ -183,7 +183,7 @@ class Settings(BaseSettings):
         default="default",
         description="What `preprocess=default` means: `default`, the weights' own transform of the tensor that "
         "torchvision decodes; `pil`, that of the PIL image; `fast`, like `default`, except that large JPEG files are "
-        "decoded at half or quarter size, with less exact colours.",
+        "decoded at half or quarter size.",
     )
     max_pixels: int = Field(default=50_000_000, ge=1, description="Maximum pixels of an image.")
     max_response_bytes: int = Field(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
@@ -23,28 +21,6 @@ IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
 OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
 
 _REMEMBERED = 256
-
-
-@dataclass(frozen=True)
-class Source:
-    """The origin of a response's values."""
-
-    model: str
-    extractor: str
-    weights: str
-    fingerprint: str
-    nodes: Mapping[str, str]  # key → node, in the order requested
-
-    @functools.cached_property
-    def metadata(self) -> dict[str, str]:
-        """A flat dict of strings, for formats that support only text."""
-        return {
-            "model": self.model,
-            "extractor": self.extractor,
-            "weights": self.weights,
-            "nodes": orjson.dumps(dict(self.nodes)).decode(),
-            "fingerprint": self.fingerprint,
-        }
 
 
 @functools.lru_cache(_REMEMBERED)
@@ -80,7 +56,8 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool)
 
 def write(
     kind: str,
-    source: Source,
+    metadata: Mapping[str, str],
+    nodes: Mapping[str, str],
     outputs: Mapping[str, Tensor],
     images: int,
     encoding: str,
@@ -89,16 +66,18 @@ def write(
     """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`.
 
     Args:
+        metadata: the origin of the values: ``model``, ``extractor``, ``weights``, ``nodes`` (JSON) and ``fingerprint``.
+        nodes: key → node, in the order requested.
         more: additional fields of the JSON document.
     """
     if kind == safetensors.MEDIA_TYPE:
-        return safetensors.write(outputs, source.metadata)
+        return safetensors.write(outputs, metadata)
     if kind == npy.NPZ_MEDIA_TYPE:
         return npy.write_npz(outputs)
     if kind == npy.MEDIA_TYPE:
         return npy.write(next(iter(outputs.values())))
-    document = {"model": source.model, "extractor": source.extractor, "weights": source.weights, "images": images}
-    return json.write({**document, **(more or {})}, source.nodes, outputs, encoding)
+    origin = {name: metadata[name] for name in ("model", "extractor", "weights")}
+    return json.write({**origin, "images": images, **(more or {})}, nodes, outputs, encoding)
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,6 +78,17 @@ class Description:
         return not self.begins_at and self.preprocessing.takes_images and len(self.inputs) == 1
 
     @cached_property
+    def metadata(self) -> dict[str, str]:
+        """The origin of its values, as a flat dict of text for formats that support only that."""
+        return {
+            "model": self.spec.model,
+            "extractor": self.id,
+            "weights": self.weights,
+            "nodes": nodes_text(self.return_nodes),
+            "fingerprint": self.fingerprint,
+        }
+
+    @cached_property
     def note(self) -> str | None:
         """A note to clients about its speed on this machine, if there is one."""
         return why_bfloat16_is_slow(torch.device(self.device)) if self.dtype == torch.bfloat16 else None
@@ -89,6 +102,11 @@ class Description:
     def spec_bytes(self) -> int:
         """Length of its spec as JSON."""
         return len(self.spec.model_dump_json())
+
+
+def nodes_text(nodes: Mapping[str, str]) -> str:
+    """Return ``nodes`` of a response, key → node, as the JSON text of its metadata."""
+    return json.dumps(nodes, ensure_ascii=False, separators=(",", ":"))
 
 
 def precision_dtype(entry: ModelEntry, precision: str) -> torch.dtype:

@@ -77,6 +77,7 @@ class Engine:
         extractors: makes, finds and deletes extractors.
         runtimes: builds, lends and frees their runtimes.
         in_flight: accepted requests: :meth:`drain` waits for ``with`` blocks over it.
+        draining: whether the service is shutting down and no further request may start.
         preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
             why.
     """
@@ -144,7 +145,7 @@ class Engine:
         self._preloading = background(self._preload(), "preload")
 
     async def drain(self, grace: float | None = None) -> None:
-        """Stop accepting work and wait until all accepted requests are answered.
+        """Wait until all accepted requests are answered; callers check ``draining`` and start no others.
 
         Args:
             grace: seconds after which the remaining requests are answered with an error; None: ``grace_period`` of the
@@ -175,7 +176,7 @@ class Engine:
         """Return whether requests can be served now, and the reason if not."""
         if self.draining:
             return False, "the service is shutting down"
-        trouble = self._worker.trouble(self.settings.request_timeout) or thread_trouble()
+        trouble = self.device_trouble() or thread_trouble()
         away = None if self._sharing is None else self._sharing.error()
         never_read = self._sharing is not None and not self._sharing.was_read
         trouble = (away if never_read else None) or self._preload_trouble or trouble
@@ -231,7 +232,6 @@ class Engine:
         build: bool = True,
         keep: bool = False,
         trace_in: RunInThread | None = None,
-        accepted: bool = False,
     ) -> tuple[ExtractorRecord, bool]:
         """Return the extractor that ``spec`` describes, creating it if it does not exist.
 
@@ -241,7 +241,6 @@ class Engine:
             build: whether it may be created.
             keep: whether it must be in the shared store afterwards, if a store is configured.
             trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
-            accepted: whether the request was accepted before draining began.
 
         Returns:
             The record, and whether it is new. A failed build is not raised: see its ``state`` and ``problem``.
@@ -250,9 +249,7 @@ class Engine:
             FxError: the spec is invalid (an unknown model, node or weights, a backend that is not served, a name that
                 is taken), or the extractor does not exist and ``build`` is false.
             NotReady: the store cannot be used, and ``keep`` is true or the spec has a name.
-            Draining: the service is shutting down.
         """
-        self._check_draining(accepted)
         record, created = await self.extractors.get(spec, build, keep, trace_in)
         if record.build is not None and wait > 0:
             await asyncio.wait({record.build}, timeout=wait)
@@ -308,11 +305,9 @@ class Engine:
             DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see their docstrings.
             FxError: the error of the extractor's build.
         """
-        self._check_draining(reservation is not None and reservation.accepted)
         options = options or FeatureOptions()
         options.check_regions(regions)
-        trouble = self._worker.trouble(self.settings.request_timeout)
-        if trouble is not None:
+        if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         if deadline is None:
             deadline = time.monotonic() + self.settings.request_timeout
@@ -333,25 +328,18 @@ class Engine:
 
         See :func:`service.engine.requests.attributing.attribute`.
         """
-        self._check_draining(reservation.accepted)
-        with self.admission.enter(reservation.client, reservation) as ticket, self.in_flight:
+        with self.admission.enter(reservation.client, reservation) as ticket:
             async with self.runtimes.use(record) as runtime:
                 most = self.settings.max_response_bytes
                 return await attribute(runtime, values, asked, self._queue, ticket, deadline, most)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that encodes responses."""
-        with self.in_flight:
-            return await in_pool(self.threads.encoders, function, *args)
+        return await in_pool(self.threads.encoders, function, *args)
 
     async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
-        with self.in_flight:
-            return await in_pool(self.threads.builders, function, *args)
-
-    def _check_draining(self, accepted: bool) -> None:
-        if self.draining and not accepted:
-            raise Draining()
+        return await in_pool(self.threads.builders, function, *args)
 
     async def _preload(self) -> None:
         """Preload the extractors of the settings, retrying each until it succeeds.

@@ -27,6 +27,7 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
+from service.engine.rows.shapes import row_layout
 from service.engine.rows.tokens import chosen, chosen_shape
 from service.schemas.regions import KINDS, GivenRegions
 from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
@@ -133,19 +134,19 @@ class FeatureOptions:
             )
 
     def finished_row(
-        self, info: OutputInfo, shape: list[int], dtype: torch.dtype, layout: str | None, grid: MapGrid | None
+        self, info: OutputInfo, shape: list[int], dtype: torch.dtype, grid: MapGrid | None
     ) -> tuple[list[int], torch.dtype, int]:
         """Return shape and dtype of the result of :meth:`finish`, and the number of values of a row that it projects.
 
         Args:
             info: the output.
-            shape, dtype, layout: those of its tensor, with one row per image.
+            shape, dtype: those of its tensor, with one row per image.
             grid: the grid of its map, if it is one.
 
         Raises:
             BadTensor: this output has no such tokens, or cannot be pooled or normalised so.
         """
-        floating = dtype.is_floating_point
+        floating, layout = dtype.is_floating_point, row_layout(info.layout, info.rows_per_image)
         try:
             if self.pool in KINDS and grid is None:
                 shown = " x ".join(map(str, shape[1:]))

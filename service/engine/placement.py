@@ -15,7 +15,7 @@ _SHARE = 1 / 4
 compiler processes need the rest."""
 
 _USUAL = 16
-"""Number of compiled extractors from which, while all are in use, no other extractor is upgraded from eager."""
+"""While this many compiled extractors are in use, no other extractor is upgraded from eager."""
 
 BUSY_SECONDS = 10.0
 """Seconds after its last request for which a compiled extractor counts as in use. Without it, extractors in use would
@@ -26,8 +26,8 @@ class CompiledLimits(NamedTuple):
     """Limits on the number of compiled OpenVINO extractors, each of which has its own threads.
 
     Attributes:
-        usual: extractors beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and no extractor is
-            upgraded in the background.
+        usual: extractors beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and another is upgraded in
+            the background only if there is such a one.
         most: extractors beyond it that have no request in flight are evicted. Both evict the least recently used first.
     """
 

@@ -86,7 +86,7 @@ def _add_problems(path: str, operation: dict[str, Any], declared: Declared) -> N
     kinds = [*declared.errors, problems.Misdirected]
     if declared.access != "open":
         operation["security"] = [{"key": []}, {}]
-        kinds += [problems.Unauthorized, problems.Forbidden]
+        kinds += [problems.Unauthorized, problems.Forbidden, problems.Draining]
     if "requestBody" in operation:
         kinds += [problems.RequestTimeout, problems.BodyTooLarge, problems.AdmissionFull]
     shape = shape_of(path)

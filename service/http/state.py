@@ -151,9 +151,7 @@ class State:
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
             FxError: see :meth:`Engine.extractor`.
         """
-        record, _ = await self.engine.extractor(
-            spec, build=caller.may_build, trace_in=self.trace_in(caller), accepted=caller.accepted
-        )
+        record, _ = await self.engine.extractor(spec, build=caller.may_build, trace_in=self.trace_in(caller))
         return record
 
     async def in_thread(self, caller: Caller, work: Callable[[], Result]) -> Result:

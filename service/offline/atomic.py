@@ -11,7 +11,7 @@ UNFINISHED = ".part"
 """Suffix of a file that is being written."""
 
 
-def write_whole(target: Path, write: Callable[[Path], None]) -> None:
+def write_whole(target: Path, write: Callable[[Path], object]) -> None:
     """Write a file or folder to disk atomically and durably: ``target`` appears once it is complete and flushed.
 
     Args:
@@ -27,18 +27,6 @@ def write_whole(target: Path, write: Callable[[Path], None]) -> None:
         write(unfinished)
         for part in sorted(unfinished.rglob("*")) if unfinished.is_dir() else ():
             _fsync(part)
-        _fsync(unfinished)
-        os.replace(unfinished, target)
-        _fsync(target.parent)
-    finally:
-        remove(unfinished)
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a small file atomically."""
-    unfinished = target.with_name(target.name + UNFINISHED)
-    try:
-        unfinished.write_text(text, encoding="utf-8")
         _fsync(unfinished)
         os.replace(unfinished, target)
         _fsync(target.parent)

@@ -10,7 +10,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import FxError
-from service.offline.atomic import write_text
+from service.offline.atomic import write_whole
 from service.offline.failures import driver_errors
 
 
@@ -80,7 +80,7 @@ class Folder:
         """Write a small file atomically, creating the folder if needed."""
         if self.disk is not None:
             self.disk.mkdir(parents=True, exist_ok=True)
-            write_text(self.disk / name, text)
+            write_whole(self.disk / name, lambda file: file.write_text(text, encoding="utf-8"))
             return
         with driver_errors(self.url):
             self.fs.pipe_file(self.path(name), text.encode())

@@ -143,7 +143,9 @@ class LocalRunner:
 
     def __init__(self, settings: Settings, options: FeatureOptions, images: int) -> None:
         fields = Settings.model_fields
-        changed: dict[str, Any] = {name: fields[name].default for name in fields.keys() - _OWN_SETTINGS}
+        changed: dict[str, Any] = {
+            name: fields[name].get_default(call_default_factory=True) for name in fields.keys() - _OWN_SETTINGS
+        }
         changed |= {"lowering": False, "request_timeout": 7 * 86400.0, **_LIMITS}
         self._engine = Engine(settings.model_copy(update=changed))
         self._options = options

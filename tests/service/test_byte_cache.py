@@ -16,10 +16,3 @@ def test_what_was_used_least_recently_is_dropped() -> None:
     assert (kept.get("a"), kept.get("c"), kept.bytes) == (b"1234", b"12", 6)
     kept.put("too large", b"x" * 11)
     assert (kept.get("too large"), kept.bytes) == (None, 0)
-
-
-def test_all_are_dropped() -> None:
-    kept: ByteCache[int, bytes] = ByteCache(10, len)
-    kept.put(1, b"1234")
-    kept.clear()
-    assert (kept.get(1), kept.bytes) == (None, 0)

@@ -29,7 +29,7 @@ def faster_backends(description: Description, device: torch.device) -> Sequence[
 
 
 def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> Sequence[Backend]:
-    # The int8 backend was already chosen, according to the nodes to keep in float.
+    # For int8 there is no faster alternative: chosen_backend has already picked its backend.
     if spec.backend != "auto" or spec.precision == "int8":
         return []
     if entry.is_quantized(weights) or entry.dtype != torch.float32:

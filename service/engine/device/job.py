@@ -157,16 +157,6 @@ class Job:
             values = copied(values)
         return values
 
-    def _wake(self) -> None:
-        """Wake the caller. On the event loop."""
-        outcome, self._outcome = self._outcome, None
-        if outcome is None or self._future.done():  # the caller is gone or was already woken
-            return
-        if isinstance(outcome, Exception):
-            self._future.set_exception(outcome)
-        else:
-            self._future.set_result(outcome)
-
 
 def announce(jobs: Sequence[Job]) -> None:
     """Wake the callers of all settled ``jobs``, which belong to one event loop.
@@ -180,8 +170,15 @@ def announce(jobs: Sequence[Job]) -> None:
 
 
 def _wake(jobs: Sequence[Job]) -> None:
+    """Wake the callers of settled ``jobs``. On the event loop."""
     for job in jobs:
-        job._wake()
+        outcome, job._outcome = job._outcome, None
+        if outcome is None or job._future.done():  # the caller is gone or was already woken
+            continue
+        if isinstance(outcome, Exception):
+            job._future.set_exception(outcome)
+        else:
+            job._future.set_result(outcome)
 
 
 @dataclass(eq=False)
@@ -191,7 +188,7 @@ class Item:
     Attributes:
         rows: their indices in the request.
         inputs: one tensor ``[len(rows), ...]`` per model input, or uint8 pixels for
-            :meth:`fxcore.images.decoding.Decoder.batch`. They are on the CPU or on the device where they were decoded.
+            :meth:`fxcore.images.decoding.Decoder.batch`, on the CPU.
         row_bytes: predicted bytes of one row on the device while it is computed; greater than zero.
         since: when it was queued, on the clock of ``time.monotonic()``.
     """

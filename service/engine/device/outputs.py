@@ -8,26 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxcore.graph.tokens.prefix_tokens import PrefixTokens
+from fxcore.extractor import OutputInfo
 from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions
-
-
-class OutputRows(NamedTuple):
-    """One output of a batch.
-
-    Attributes:
-        key: key of the output.
-        layout: layout of one row; see :func:`service.engine.rows.shapes.row_layout`.
-        prefix: for tokens, those without a position.
-        values: ``[rows, ...]``, on the device.
-    """
-
-    key: str
-    layout: str | None
-    prefix: PrefixTokens
-    values: Tensor
+from service.engine.rows.shapes import row_layout
 
 
 class Finished(NamedTuple):
@@ -75,27 +60,31 @@ def deliveries(items: Sequence[Item]) -> list[tuple[Job, range]]:
 
 
 def finish(
-    outputs: Sequence[OutputRows], options: FeatureOptions, items: Sequence[Item], rows: list[int] | None
+    outputs: Sequence[tuple[OutputInfo, Tensor]],
+    options: FeatureOptions,
+    items: Sequence[Item],
+    rows: list[int] | None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Apply ``options`` to a batch's outputs.
 
     Return them and their overflows by key, on the device; see :class:`Finished`.
 
     Args:
-        outputs: outputs of the whole batch.
+        outputs: outputs of the whole batch, ``[rows, ...]`` on the device, with one row per image.
         options: options of ``items``.
         items: the items of the batch with these options.
         rows: their rows in the batch; None for all, in order.
     """
     finished, overflows = {}, {}
     matrices = items[0].job.matrices
-    for key, layout, prefix, values in outputs:
-        if options.wants(key):
+    for info, values in outputs:
+        if options.wants(info.key):
             chosen = values if rows is None else values[rows]
-            made, over = options.finish(chosen, layout, prefix, *_regions_of(items, key), matrices)
-            finished[key] = made
+            layout = row_layout(info.layout, info.rows_per_image)
+            made, over = options.finish(chosen, layout, info.prefix, *_regions_of(items, info.key), matrices)
+            finished[info.key] = made
             if over is not None:
-                overflows[key] = over
+                overflows[info.key] = over
     return finished, overflows
 
 

@@ -1,9 +1,9 @@
 """The queue of the device worker, and the formation of batches from it.
 
 A :class:`Job` is one request. Its rows (images, or rows of tensors) are queued as :class:`Item`\\ s of one shape each.
-:class:`Queue` keeps a queue per (extractor, shape, dtype). Whenever the device is free, it hands out the largest batch
-of the queue whose first item has waited longest, minus the seconds that its job has already been computed for. So a
-request of many shapes, with one batch per shape, does not hold up later requests.
+:class:`Queue` keeps a queue per (extractor, shape, dtype). Whenever the device is free, it picks the queue whose first
+item has waited longest, less the seconds that its job has already been computed for, and hands out the largest batch of
+it. So a request of many shapes, with one batch per shape, does not hold up later requests.
 
 Batches are never shared between extractors, even of the same model: separate batches are faster than one over the union
 of their nodes (``benchmarks/results``). The union would compute every node for every row, and would have to be lowered
@@ -40,16 +40,17 @@ class BackgroundTask:
         self.latest = time.monotonic() + max_wait
         self._function = function
 
-    def run(self) -> None:
-        """Run it, and set its result or exception on ``future``."""
+    def run(self) -> BaseException | None:
+        """Run it, set its result or exception on ``future``, and return the exception."""
         if not self.future.set_running_or_notify_cancel():
-            return
+            return None
         try:
             result = self._function()
         except BaseException as error:
             self.future.set_exception(as_exception(error))
-        else:
-            self.future.set_result(result)
+            return error
+        self.future.set_result(result)
+        return None
 
 
 class Queue:
@@ -97,7 +98,7 @@ class Queue:
     def take(self) -> list[Item] | BackgroundTask | None:
         """Wait for and return the next work; None once the queue is closed.
 
-        A batch is the largest of a :func:`usual_size` that fits, from the queue chosen as the module's docstring
+        A batch has the largest :func:`usual_size` that fits, and comes from the queue chosen as the module's docstring
         describes. Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left
         or a deadline that passed.
         """

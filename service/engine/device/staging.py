@@ -48,7 +48,7 @@ class Staging:
         Args:
             parts: consecutive rows of the batch, each part with one tensor ``[n, ...]`` per input. All have the same
                 dtype and, apart from the first dimension, the same shape. uint8 pixels are converted by ``decoder``.
-                Tensors are on the CPU, or complete on the device.
+                Tensors are on the CPU.
             decoder: the model's decoder.
             dtype: dtype of floating inputs.
         """
@@ -96,14 +96,8 @@ class Staging:
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
         """Return ``parts`` joined into one tensor; a single part is returned as it is."""
-        there = [part for part in parts if not part.is_cpu]
-        for part in there:
-            if part.is_cuda:  # the decoder's stream must not reuse its memory before this stream has read it
-                part.record_stream(torch.cuda.current_stream(part.device))
         if len(parts) == 1:
             return parts[0]
-        if there:
-            return torch.cat([part.to(self._device) for part in parts])
         like = parts[0]
         if sum(part.nbytes for part in parts) > LARGEST:
             return torch.cat(list(parts))

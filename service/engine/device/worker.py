@@ -19,12 +19,13 @@ from torch import Tensor
 from fxcore.backends import Lowered
 from fxcore.edits import stacked
 from fxcore.errors import summarize
+from fxcore.extractor import OutputInfo
 from service.engine.device.job import Item, announce, overflow
-from service.engine.device.outputs import Finished, OutputRows, by_options, deliveries, finish, split_rows
+from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.errors import is_out_of_memory, is_shortage, shortage
-from service.engine.rows.shapes import by_image, row_layout
+from service.engine.rows.shapes import by_image
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import compute_on
 from service.observability.metrics import Metrics
@@ -33,7 +34,7 @@ from service.problems import ComputeFailed, NotReady, OutOfMemory
 log = logging.getLogger("fxserve.worker")
 
 # A CUDA context that has seen an illegal access answers every later call with the same error.
-_DEVICE_LOST: type[BaseException] = getattr(torch, "AcceleratorError", type("_Never", (Exception,), {}))
+_DEVICE_LOST: type[BaseException] = torch.AcceleratorError
 
 _FULL_COLLECTION_EVERY = 10.0
 """Minimum seconds between two full garbage collections."""
@@ -123,7 +124,9 @@ class DeviceWorker:
         while (work := self._queue.take()) is not None:
             self._busy_since = time.monotonic()
             if isinstance(work, BackgroundTask):
-                work.run()
+                error = work.run()
+                if error is not None and self._is_lost(error):
+                    raise error
             else:
                 self._batch = work
                 self._serve(work)
@@ -162,7 +165,7 @@ class DeviceWorker:
         try:
             finished = self._compute(items)
         except _DEVICE_LOST as lost:
-            if not is_out_of_memory(lost) and not self._is_usable():
+            if self._is_lost(lost):
                 raise
             error = lost.with_traceback(None)
         except Exception as raised:
@@ -175,8 +178,7 @@ class DeviceWorker:
             # Outside the try block: once a row is delivered, its batch must not be computed again.
             for group in finished:
                 _deliver(group)
-            if finished:
-                self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
+            self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
             return
         out_of_memory = is_out_of_memory(error)
         self._metrics.batch_failures.labels("out_of_memory" if out_of_memory else "error").inc()
@@ -193,13 +195,15 @@ class DeviceWorker:
         for half in halves:
             self._serve(half)
 
-    def _is_usable(self) -> bool:
-        """Return whether the device still works after an error: some, such as a failed kernel launch, are harmless."""
+    def _is_lost(self, error: BaseException) -> bool:
+        """Return whether the device no longer works after ``error``: some, such as a failed launch, are harmless."""
+        if not isinstance(error, _DEVICE_LOST) or is_out_of_memory(error):
+            return False
         try:
             torch.cuda.synchronize(self.device)
         except Exception:
-            return False
-        return True
+            return True
+        return False
 
     def _free(self) -> None:
         """Free memory after a batch that did not fit.
@@ -220,8 +224,6 @@ class DeviceWorker:
         started = time.monotonic()
         runtime = items[0].job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in items[0].inputs))
         run = runtime.run  # read once: backends are swapped between batches
-        if run is None:  # evicted meanwhile, so no request waits for these items
-            return []
         with torch.inference_mode():
             values = self._forward(runtime, run, items)
             groups = by_options(items)
@@ -250,22 +252,14 @@ class DeviceWorker:
             finished.append(Finished(items, outputs, borrowed, overflows))
         return finished
 
-    def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[OutputRows]:
-        """Run ``run`` on a batch and return its outputs."""
+    def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[tuple[OutputInfo, Tensor]]:
+        """Run ``run`` on a batch and return its outputs, with one row per image."""
         inputs = self._staging.inputs(
             [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
         )
         outputs = run(*inputs, *_factors(items, self.device))
         rows = _rows(items)
-        return [
-            OutputRows(
-                info.key,
-                row_layout(info.layout, info.rows_per_image),
-                info.prefix,
-                by_image(info, outputs[info.key], rows),
-            )
-            for info in runtime.outputs
-        ]
+        return [(info, by_image(info, outputs[info.key], rows)) for info in runtime.outputs]
 
 
 def _deliver(finished: Finished) -> None:

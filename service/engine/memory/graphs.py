@@ -14,25 +14,19 @@ from service.engine.memory.transforms import steps, with_their_nodes
 from service.schemas.specs import ExtractorSpec
 
 
-def named_graph(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """Return the graph whose nodes ``spec`` names. It may trace the model, so do not call it on the event loop.
+def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
+    """Return the graph whose nodes ``spec`` names, for the image size that it requests.
+
+    It may trace the model, so do not call it on the event loop.
 
     Raises:
         NotTraceable: the model cannot be traced.
-        UnknownTransform, BadParameter, Unsupported: a transform of the spec is invalid.
+        UnknownTransform, BadParameter: a transform of the spec is invalid.
+        BadTensor: the model accepts only the input size of its weights.
+        Unsupported: a transform is not supported here; or see :func:`preprocessing_for`.
     """
     wanted = steps(spec)  # rejects invalid transforms before anything is traced
-    return with_their_nodes(model_graph(entry, weights), wanted)
-
-
-def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGraph:
-    """Return the same graph, for the image size that ``spec`` requests.
-
-    Raises:
-        BadTensor: the model accepts only the input size of its weights.
-        Unsupported: see :func:`preprocessing_for`.
-    """
-    graph = named_graph(spec, entry, weights)
+    graph = with_their_nodes(model_graph(entry, weights), wanted)
     if spec.image_size is None and spec.fit == "crop":
         return graph
     size = preprocessing_for(spec, entry, weights).nominal_size()

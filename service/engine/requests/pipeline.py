@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxcore.edits import Edit
-from fxcore.images.files import Header
 from service.engine.backends.fallback import OneSize
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
@@ -19,8 +18,8 @@ from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
-from service.engine.requests.plan.edits import EditFactors, at_fault, resolved
-from service.engine.requests.plan.images import check_takes_images, header_steps, is_quick, plan_images, read_headers
+from service.engine.requests.plan.edits import EditFactors, edited
+from service.engine.requests.plan.images import plan_images
 from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.regions import placed_regions
@@ -77,30 +76,28 @@ class Pipeline:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        edits = resolved(runtime, edits)
-        with at_fault(edits):
-            async with self._variants.use(runtime, plan.shapes, [edit.node for edit in edits]) as variant:
-                regions = None
-                if given is not None:
-                    regions = await placed_regions(variant, plan, given, options.roi_size, self._intake)
-                counts = None if regions is None else regions.counts
-                limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
-                if are_known(variant, plan.shapes):
-                    sized = sizes(variant, plan.shapes, options, limit, counts)
-                else:
-                    sized = await in_pool(self._intake, sizes, variant, plan.shapes, options, limit, counts)
-                matrices = {}
-                if options.project is not None:
-                    matrices = await self._projections.get(sized.lengths, options.project, options.seed)
-                at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-                factors = await in_pool(self._intake, EditFactors, variant, edits, plan.shapes) if edits else None
-                ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
-                waited = await ticket.turn()
-                made = await asyncio.to_thread(factors.make) if factors else None
-                job = Job(variant, options, len(plan.shapes), deadline, regions, matrices, made)
-                Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
-                outputs = await job.result()
-                self._upgrades.used(variant, plan.shapes)
+        async with edited(self._variants, runtime, plan.shapes, edits) as (variant, edits):
+            regions = None
+            if given is not None:
+                regions = await placed_regions(variant, plan, given, options.roi_size, self._intake)
+            counts = None if regions is None else regions.counts
+            limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
+            if are_known(variant, plan.shapes):
+                sized = sizes(variant, plan.shapes, options, limit, counts)
+            else:
+                sized = await in_pool(self._intake, sizes, variant, plan.shapes, options, limit, counts)
+            matrices = {}
+            if options.project is not None:
+                matrices = await self._projections.get(sized.lengths, options.project, options.seed)
+            at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
+            factors = await in_pool(self._intake, EditFactors, variant, edits, plan.shapes) if edits else None
+            ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
+            waited = await ticket.turn()
+            made = await asyncio.to_thread(factors.make) if factors else None
+            job = Job(variant, options, len(plan.shapes), deadline, regions, matrices, made)
+            Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
+            outputs = await job.result()
+            self._upgrades.used(variant, plan.shapes)
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
@@ -124,17 +121,7 @@ class Pipeline:
         if isinstance(images, Mapping):
             plan = plan_tensors(description, images, preprocess, max_pixels)
         else:
-            check_takes_images(description, images)
-            headers: list[Header] = []
-            *steps, last = header_steps(len(images))
-            for indices in steps:  # so that other requests are served in between
-                headers += await in_pool(self._intake, read_headers, images, indices, max_pixels)
-
-            def planned() -> Plan:
-                known = headers + read_headers(images, last, max_pixels)
-                return plan_images(description, images, known, preprocess, max_pixels)
-
-            plan = planned() if is_quick(images) else await in_pool(self._intake, planned)
+            plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
         check_sizes(description, plan, max_pixels)
         if isinstance(runtime.run, OneSize):
             for shape in dict.fromkeys(plan.shapes):

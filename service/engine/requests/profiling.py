@@ -25,8 +25,8 @@ class Measured:
 
     Attributes:
         profile: profile of the graph as torch.fx runs it, node by node.
-        precision: precision of that graph. Only for int8 on eager is it the graph that serves: other backends run no
-            graph, and eager in float runs one with folded batch norms.
+        precision: precision of that graph: int8 if eager serves int8, otherwise the extractor's float dtype. The
+            serving backend may run something else, such as a graph with folded batch norms.
         backend: the serving backend.
         milliseconds: median time of ``backend`` for the same photograph.
     """

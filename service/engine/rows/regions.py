@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.axes.layout import TOKENS
-from fxcore.images.placement import Placement
 from fxcore.pooling import MapGrid
 
 
@@ -49,28 +47,6 @@ class Regions:
     def of(self, images: range) -> range:
         """Return the indices of these images' regions among all regions."""
         return range(self._ends[images.start], self._ends[images.stop])
-
-
-def carried(
-    pool: str, placement: Placement, given: Sequence[Any], grids: Mapping[str, MapGrid]
-) -> Mapping[str, Tensor]:
-    """Map the regions of one image to its feature maps; see :attr:`Regions.placed`.
-
-    Args:
-        pool: the pooling: ``roi``, ``points`` or ``mask``.
-        placement: placement of the image in the model's input.
-        given: the image's regions; see :class:`~service.schemas.regions.GivenRegions`.
-        grids: grids of the maps, by output key.
-
-    Raises:
-        BadBox, BadPoint, BadMask: a region is invalid.
-    """
-    if pool == "mask":
-        distinct = {replace(grid, prefix=0) for grid in grids.values()}
-        weights = dict(zip(distinct, placement.carry_masks(given, list(distinct)), strict=True))
-        return {key: weights[replace(grid, prefix=0)] for key, grid in grids.items()}
-    carry = placement.carry if pool == "roi" else placement.carry_points
-    return dict.fromkeys(grids, carry(given))
 
 
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:

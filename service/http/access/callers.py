@@ -18,12 +18,10 @@ class Caller:
     Attributes:
         client: its API key, or its address on a server without keys.
         may_build: whether it may build extractors and load weights, explicitly or implicitly.
-        accepted: whether the request arrived before the service began to drain.
     """
 
     client: str = ""
     may_build: bool = True
-    accepted: bool = False
 
 
 _UNKNOWN = Caller()

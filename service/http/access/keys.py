@@ -78,9 +78,6 @@ class Keys:
         self._file = file
         self._keys = _read(file)
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     def find(self, secret: str) -> Key | None:
         """Find the key of a secret. All keys are compared, each in constant time, to prevent timing attacks."""
         digest = _digest(secret)

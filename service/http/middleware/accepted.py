@@ -1,23 +1,23 @@
-"""Accounting of accepted requests, which draining waits for."""
+"""Accounting of accepted requests, which draining waits for, and refusal of others."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
-from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine
-from service.http.access.callers import caller_of, set_caller
 from service.http.problem_responses import error_response
+from service.http.routing.declared import READ_METHODS
 from service.problems import Draining
 
 
 class Accepted:
     """Middleware that registers each request with the engine, so that draining waits for it.
 
-    A request that the server cancels before its response has started is answered 503.
+    Requests that arrive later are answered 503, except those that only read, and so is a request that the server
+    cancels before its response has started.
     """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
@@ -28,6 +28,10 @@ class Accepted:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        accepted = not self.engine.draining
+        if not accepted and scope["method"] not in READ_METHODS:
+            await error_response(scope["path"], Draining())(scope, receive, send)
+            return
         responded = False
 
         async def send_response(message: Message) -> None:
@@ -35,8 +39,6 @@ class Accepted:
             responded = True
             await send(message)
 
-        accepted = not self.engine.draining
-        set_caller(scope, replace(caller_of(scope), accepted=accepted))
         try:
             with self.engine.in_flight if accepted else nullcontext():
                 await self.app(scope, receive, send_response)

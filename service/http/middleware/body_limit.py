@@ -65,8 +65,7 @@ class BodyLimit:
         if scope["method"] in ("GET", "HEAD"):  # no route reads such a body, so leave it in the socket
             await self.app(scope, receive, send)
             return
-        caller = caller_of(scope)
-        with self.admission.reserve(caller.client, caller.accepted) as reservation:
+        with Reservation(self.admission, caller_of(scope).client) as reservation:
             set_reservation(scope, reservation)
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):

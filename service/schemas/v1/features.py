@@ -124,8 +124,7 @@ class FeatureQuery(BaseModel):
         default="default",
         description="`default` applies the weights' own transform to the decoded tensor, as torchvision documents it, "
         "unless the server is configured otherwise (see `GET /v1/models/{model}`); `pil` applies it to the PIL image; "
-        "`fast` decodes large JPEG files at half or quarter size, on CUDA with less exact colours; `none` only scales "
-        "pixels to [0, 1].",
+        "`fast` decodes large JPEG files at half or quarter size; `none` only scales pixels to [0, 1].",
         examples=["fast"],
     )
     encoding: Encoding = Field(

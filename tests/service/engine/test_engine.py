@@ -15,7 +15,7 @@ from fxcore.images.files import open_image
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
-from service.problems import Draining, ResponseTooLarge
+from service.problems import ResponseTooLarge
 from tests.decoding import decoded
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
 
@@ -360,10 +360,6 @@ async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[
         closing = asyncio.create_task(running.close())
         await asyncio.sleep(0.05)
         assert running.readiness() == (False, "the service is shutting down")
-        with pytest.raises(Draining):
-            await running.features(record, jpegs)
-        with pytest.raises(Draining):
-            await running.extractor(spec("resnet18"))
         assert not closing.done()
         watched.open.set()
         responses = await asyncio.gather(*accepted)

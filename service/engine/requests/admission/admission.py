@@ -98,14 +98,6 @@ class Admission:
         self._requests_of[client] = self._requests_of.get(client, 0) + 1
         return Ticket(self, client, reservation)
 
-    def reserve(self, client: str, accepted: bool = False) -> Reservation:
-        """Return a reservation for the bytes of a request of ``client``; see :class:`Reservation`.
-
-        Args:
-            accepted: whether it was accepted before the service began to drain.
-        """
-        return Reservation(self, client, accepted)
-
     def retry_after(self, client: str) -> float:
         """Return the seconds after which ``client`` should retry.
 
@@ -257,14 +249,12 @@ class Reservation:
 
     Attributes:
         client: the client that sent the request.
-        accepted: whether it was accepted before the service began to drain.
         bytes: number of bytes it holds.
     """
 
-    def __init__(self, admission: Admission, client: str, accepted: bool) -> None:
+    def __init__(self, admission: Admission, client: str) -> None:
         self._admission = admission
         self.client = client
-        self.accepted = accepted
         self._ended = False
         self.bytes = 0
 

@@ -6,6 +6,7 @@ All functions are thread-safe.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from functools import partial
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
 from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, indexed, scaled, spread
+from service.engine.threads import in_pool
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
 """Extra bytes per pixel for images with 16 bits per value, which are converted to floats and resized as floats."""
@@ -30,22 +32,44 @@ _HEADERS_AT_ONCE = 8
 _SMALL_BYTES = 256 * 1024
 
 
-def is_quick(images: Sequence[bytes]) -> bool:
+async def plan_images(
+    description: Description, images: Sequence[bytes], preprocess: str, max_pixels: int, intake: Executor
+) -> Plan:
+    """Plan a request of encoded images without decoding them.
+
+    Args:
+        description: the extractor's description.
+        images: the request's images.
+        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
+        max_pixels: maximum pixels per image.
+        intake: the threads that read headers, unless that is quick.
+
+    Raises:
+        BadTensor: there is no image, or the model does not accept images; the message says what to send.
+        BadImage, ImageTooLarge: the header of an image is invalid or too large; ``extra["index"]`` is its index.
+    """
+    _check_takes_images(description, images)
+    headers: list[Header] = []
+    *steps, last = spread(len(images), _HEADERS_AT_ONCE)
+    for indices in steps:  # so that other requests are served in between
+        headers += await in_pool(intake, _read_headers, images, indices, max_pixels)
+
+    def planned() -> Plan:
+        return _planned(description, images, headers + _read_headers(images, last, max_pixels), preprocess, max_pixels)
+
+    return planned() if _is_quick(images) else await in_pool(intake, planned)
+
+
+def _is_quick(images: Sequence[bytes]) -> bool:
     """Return whether the headers can be read on the event loop.
 
-    They can if they are few (one of :func:`header_steps`) and plain. Other headers are read by PIL, which walks through
-    the whole file.
+    They can if they are few, small and plain. Other headers are read by PIL, which walks through the whole file.
     """
     few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
     return few and all(map(has_plain_header, images))
 
 
-def check_takes_images(description: Description, images: Sequence[bytes]) -> None:
-    """Check that there are images and that the model accepts images.
-
-    Raises:
-        BadTensor: they do not; the message says what to send.
-    """
+def _check_takes_images(description: Description, images: Sequence[bytes]) -> None:
     if not images:
         raise BadTensor("the request holds no image; send at least one")
     if not description.takes_images:
@@ -53,17 +77,7 @@ def check_takes_images(description: Description, images: Sequence[bytes]) -> Non
         raise BadTensor(f"{description.of} does not take single images; send tensors: {wanted}")
 
 
-def header_steps(count: int) -> list[range]:
-    """Return the image indices in groups; other requests are served between two groups."""
-    return spread(count, _HEADERS_AT_ONCE)
-
-
-def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
-    """Return the headers of the images at ``indices``.
-
-    Raises:
-        BadImage, ImageTooLarge: the header of an image is invalid or too large; ``extra["index"]`` is its index.
-    """
+def _read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
     headers = []
     for index in indices:
         with indexed(index):
@@ -71,18 +85,9 @@ def read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> li
     return headers
 
 
-def plan_images(
+def _planned(
     description: Description, images: Sequence[bytes], headers: Sequence[Header], preprocess: str, max_pixels: int
 ) -> Plan:
-    """Plan a request of encoded images without decoding them.
-
-    Args:
-        description: the extractor's description, already checked by :func:`check_takes_images`.
-        images: the request's images.
-        headers: their headers, from :func:`read_headers`.
-        preprocess: ``default``, ``pil``, ``fast`` or ``none``; see :class:`~service.engine.options.FeatureOptions`.
-        max_pixels: maximum pixels per image.
-    """
     if preprocess == "none":
         preparation = _AsSent(description, max_pixels)
     else:

@@ -37,9 +37,8 @@ class Plan:
         rows: bytes of all decoded rows.
         costs: for each part, the peak bytes of decoding it, without its rows, according to the headers.
         parts: row indices, all of one shape, and the function that decodes them. The functions may be called in decoder
-            threads, concurrently and in any order. Each returns one tensor ``[n, ...]`` per model input, on the CPU or
-            on the model's device; uint8 pixels ``[n, H, W, 3]`` are input for
-            :meth:`fxcore.images.decoding.Decoder.batch`.
+            threads, concurrently and in any order. Each returns one tensor ``[n, ...]`` per model input, on the CPU;
+            uint8 pixels ``[n, H, W, 3]`` are input for :meth:`fxcore.images.decoding.Decoder.batch`.
         placements: returns the placement of each image in its row; empty for tensors.
         pad: combines rows of different sizes into one batch, if the model's own preprocessing does so; then each part
             is one row.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from fxcore.pooling import pooled_regions_shape
 from service.engine.options import PROBLEMS
 from service.engine.requests.plan.plan import Plan, indexed, spread
 from service.engine.requests.plan.sizes import row_size
-from service.engine.rows.regions import Regions, carried
+from service.engine.rows.regions import Regions
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 from service.schemas.regions import KINDS, GivenRegions
@@ -76,11 +77,18 @@ def carry(
         BadBox, BadPoint, BadMask: one is invalid; ``index`` and ``box``, ``point`` or ``mask`` in ``extra`` identify
             it.
     """
-    placed = []
+    placed: list[Mapping[str, Tensor]] = []
     for index in indices:
+        grids = row_size(runtime, plan.shapes[index]).grids
+        placement, of_image = placements[index], given.of_images[index]
         with indexed(index):
-            grids = row_size(runtime, plan.shapes[index]).grids
-            placed.append(carried(given.pool, placements[index], given.of_images[index], grids))
+            if given.pool == "mask":
+                distinct = {replace(grid, prefix=0) for grid in grids.values()}
+                weights = dict(zip(distinct, placement.carry_masks(of_image, list(distinct)), strict=True))
+                placed.append({key: weights[replace(grid, prefix=0)] for key, grid in grids.items()})
+            else:
+                one = placement.carry(of_image) if given.pool == "roi" else placement.carry_points(of_image)
+                placed.append(dict.fromkeys(grids, one))
     return placed
 
 

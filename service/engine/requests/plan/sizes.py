@@ -134,9 +134,7 @@ def _response_rows(runtime: Runtime, shape: RowShape, row: RowSize, options: Fea
         known = {}
         for info in runtime.outputs:
             if options.wants(info.key):
-                dims, dtype = row.outputs[info.key]
-                layout = row_layout(info.layout, info.rows_per_image)
-                dims, dtype, length = options.finished_row(info, dims, dtype, layout, row.grids.get(info.key))
+                dims, dtype, length = options.finished_row(info, *row.outputs[info.key], row.grids.get(info.key))
                 known[info.key] = ResponseRow(dims, _bytes(dims, dtype), length)
         if not many:
             runtime.response_sizes.put((shape, options), known)

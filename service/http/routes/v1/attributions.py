@@ -18,6 +18,7 @@ from service.codecs import heatmap, responses
 from service.codecs.requests import bodies
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.description import nodes_text
 from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
 from service.engine.requests.plan.plan import Inputs
@@ -26,7 +27,7 @@ from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
 from service.http.requests.reservations import reservation_of
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.v1.features import BODY, RESPONSE, draw, require_one_image
+from service.http.routes.v1.features import BODY, RESPONSE, draw, require_one_image, write
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
@@ -140,14 +141,13 @@ async def _respond(
             usual = front.description.preprocessing.nominal_size()
             parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
         else:
-            answering = (named or back).description
-            source = responses.Source(
-                spec.model, answering.id, answering.weights, answering.fingerprint, {_ATTRIBUTION: at.node}
+            nodes = {_ATTRIBUTION: at.node}
+            metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}
+            outputs = _outputs(accepted, found)
+            more = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
+            parts = await write(
+                state, reservation, accepted, metadata, nodes, outputs, values.images, query.encoding, more
             )
-            targets = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
-            made = (accepted, source, _outputs(accepted, found), values.images, query.encoding, targets)
-            reservation.claim(responses.written_bytes(accepted, made[2], query.encoding))
-            parts = await engine.run_in_encoder(responses.write, *made)
         timings = dict(values.timings)
         timings["compute"] += found.milliseconds
         timings["encode"] = (time.perf_counter() - started) * 1000

@@ -86,7 +86,7 @@ async def embed(request: Request) -> Response:
         if pooled is not None:
             spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
             # The client may already request this node, so no admin key is needed.
-            record, _ = await state.engine.extractor(spec, accepted=caller_of(request.scope).accepted)
+            record, _ = await state.engine.extractor(spec)
             runtime = record.runtime or await state.engine.runtimes.load(record)
         return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
 

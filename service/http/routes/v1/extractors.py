@@ -44,7 +44,6 @@ BUILD_PROBLEMS = (
     problems.CannotTransform,
     problems.CannotKeep,
     problems.BackendRefused,
-    problems.Draining,
     problems.NotReady,
     problems.OutOfMemory,
     problems.WeightsUnavailable,
@@ -143,13 +142,6 @@ def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
     }
 
 
-async def describe_when_built(state: State, record: ExtractorRecord) -> dict[str, Any]:
-    """Describe a record, waiting for its build if this process has just loaded it from the store."""
-    if record.build is not None and not record.outputs and record.adopted:
-        await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
-    return describe(record)
-
-
 async def require_json(request: Request) -> None:
     """Check that the content type is JSON; browser forms, for example, are refused. A FastAPI dependency.
 
@@ -195,7 +187,6 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
 @declares("admin", problems.BodyTooLarge, problems.UnsupportedMediaType, *MAKING_PROBLEMS)
 async def create_extractor(
     state: Shared,
-    caller: Calling,
     spec: ExtractorSpec,
     wait: Annotated[
         float,
@@ -209,7 +200,7 @@ async def create_extractor(
     ] = DEFAULT_WAIT,
 ) -> Response:
     """Create an extractor: a model pruned to the parts that the chosen nodes need."""
-    record, created = await state.engine.extractor(spec, wait, keep=True, accepted=caller.accepted)
+    record, created = await state.engine.extractor(spec, wait, keep=True)
     if (failure := record.failure) is not None:
         raise failure
     runtime = record.runtime
@@ -245,7 +236,9 @@ async def list_extractors(state: Shared, caller: Calling) -> Response:
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
     record = await state.engine.extractors.look_up(extractor)
-    return Response(orjson.dumps(await describe_when_built(state, record)), media_type="application/json")
+    if record.build is not None and not record.outputs and record.adopted:  # just loaded from the store
+        await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
+    return Response(orjson.dumps(describe(record)), media_type="application/json")
 
 
 @router.delete(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from fastapi import Request, Response
 from torch import Tensor
@@ -19,7 +18,7 @@ from service import problems
 from service.codecs import heatmap, responses
 from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
-from service.engine import ExtractorRecord, FeatureOptions, FeatureResult
+from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.requests.admission.admission import Reservation
 from service.http.access.callers import caller_of
 from service.http.requests.deadline import Deadline
@@ -276,7 +275,10 @@ async def _extract(
         usual = record.description.preprocessing.nominal_size()
         parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
     else:
-        parts = await _write(state, record, features, options.pool, accepted, encoding, reservation)
+        if features.region_image is not None:  # not in npy responses, which hold only the first output
+            features.outputs[KINDS[options.pool].output] = features.region_image
+        origin = record.description.metadata, record.description.return_nodes
+        parts = await write(state, reservation, accepted, *origin, features.outputs, features.images, encoding)
     timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
     headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
     return responses.PartsResponse(parts, accepted, headers)
@@ -310,36 +312,23 @@ async def draw(
     return await state.engine.run_in_encoder(heatmap.write, image, preprocessing, *drawn_map, usual)
 
 
-async def _write(
+async def write(
     state: State,
-    record: ExtractorRecord,
-    features: FeatureResult,
-    pool: str,
-    accepted: str,
-    encoding: str,
     reservation: Reservation,
+    accepted: str,
+    metadata: Mapping[str, str],
+    nodes: Mapping[str, str],
+    outputs: Mapping[str, Tensor],
+    images: int,
+    encoding: str,
+    more: Mapping[str, object] | None = None,
 ) -> Parts:
-    """Write all outputs as ``accepted``, in another thread unless it is very fast."""
-    outputs = features.outputs
-    if features.region_image is not None:  # not in npy responses, which hold only the first output
-        outputs[KINDS[pool].output] = features.region_image
-    source = _source(record)
+    """Write outputs in another thread, unless it is very fast; see :func:`service.codecs.responses.write`."""
+    response = (accepted, metadata, nodes, outputs, images, encoding, more)
     if accepted in responses.IMMEDIATE:
-        return responses.write(accepted, source, outputs, features.images, encoding)
+        return responses.write(*response)
     reservation.claim(responses.written_bytes(accepted, outputs, encoding))
-    return await state.engine.run_in_encoder(responses.write, accepted, source, outputs, features.images, encoding)
-
-
-def _source(record: ExtractorRecord) -> responses.Source:
-    source = _sources.get(record)
-    if source is None:
-        made = record.description
-        source = responses.Source(made.spec.model, made.id, made.weights, made.fingerprint, made.return_nodes)
-        _sources[record] = source
-    return source
-
-
-_sources: WeakKeyDictionary[ExtractorRecord, responses.Source] = WeakKeyDictionary()
+    return await state.engine.run_in_encoder(responses.write, *response)
 
 
 def _options(query: FeatureQuery) -> FeatureOptions:

@@ -86,31 +86,6 @@ def test_a_single_part_is_handed_on() -> None:
     assert Staging(CPU).inputs([(part,)], DECODER, FLOAT)[0] is part
 
 
-def test_parts_from_the_cpu_and_from_the_device_become_a_batch_there() -> None:
-    """Their device and shape; values need a real one."""
-    device = torch.device("meta")
-    for places in (["cpu", "meta"], ["meta", "cpu", "meta"], ["meta"], ["meta", "meta"]):
-        given = [torch.zeros(2, 224, 224, 3, dtype=torch.uint8, device=place) for place in places]
-        (batch,) = Staging(device).inputs([(part,) for part in given], DECODER, torch.bfloat16)
-        assert batch.shape == (2 * len(places), 3, 224, 224)
-        assert batch.device == device
-        assert batch.dtype == torch.bfloat16
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_parts_made_on_a_stream_of_their_own() -> None:
-    staging = Staging(torch.device("cuda"))
-    stream = torch.cuda.Stream()
-    for _ in range(20):  # memory is used again
-        given = [torch.randint(256, (2, 224, 224, 3), dtype=torch.uint8) for _ in range(3)]
-        with torch.cuda.stream(stream):
-            parts = [given[0].cuda(), given[1], given[2].cuda()]
-            stream.synchronize()
-        (batch,) = staging.inputs([(part,) for part in parts], DECODER, FLOAT)
-        (expected,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
-        assert (batch.cpu() - expected).abs().max() < 1e-5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_a_copy_has_memory_of_its_own(dtype: torch.dtype) -> None:
     whole = torch.arange(24).reshape(4, 3, 2).to(dtype)

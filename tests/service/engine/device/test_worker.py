@@ -157,6 +157,25 @@ async def test_a_lost_device_fails_every_request(engine: MakeEngine, monkeypatch
         assert running.admission.requests == 0
 
 
+async def test_a_device_lost_between_requests_is_noticed(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(RuntimeError):
+        pass
+
+    def fault(batch: torch.Tensor) -> None:
+        raise Lost("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("service.engine.device.worker._DEVICE_LOST", Lost)
+    async with engine() as running:
+        record = await built(running)
+        assert record.runtime is not None
+        Watched(record).fault = fault
+        with pytest.raises(Lost):
+            await running.profile(record.runtime)
+        await until(lambda: running.device_lost() is not None)
+        with pytest.raises(NotReady, match="illegal memory access"):
+            await running.features(record, tensors(0))
+
+
 async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from service.engine.requests.admission.admission import Reservation
 from service.engine.requests.attributing import Question
 from service.problems import DeadlineExceeded
 from tests.service.engine.running import PATIENCE, MakeEngine, built
@@ -44,7 +45,7 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, end
         at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
         question = Question("integrated_gradients", at, 0, STEPS)
         deadline = time.monotonic() + (PATIENCE if ends == "cancelled" else 1)
-        with running.admission.reserve("client") as reservation:
+        with Reservation(running.admission, "client") as reservation:
             asked = asyncio.create_task(running.attribute(half, values, question, deadline, reservation))
             await asyncio.to_thread(passes.begun.wait, PATIENCE)
             if ends == "cancelled":

@@ -17,7 +17,6 @@ def line(name, scope, secret):
 def test_keys_are_found_by_their_secrets(file):
     file.write_text("# ours\n\n" + line("alice", "read", "one") + line("bob", "admin", "two") + "  # and no more\n")
     keys = Keys(file)
-    assert len(keys) == 2
     assert (keys.find("one").name, keys.find("one").scope) == ("alice", "read")
     assert (keys.find("two").name, keys.find("two").scope) == ("bob", "admin")
     for wrong in ("", "three", "one ", "ONE", keys.find("one").digest.hex(), "é", "\udcff"):

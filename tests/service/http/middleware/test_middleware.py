@@ -5,7 +5,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from service.engine.requests.admission.admission import Admission
+from service.engine.requests.admission.admission import Admission, Reservation
 from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit
 from service.http.middleware.request_context import RequestContext, request_id
 from service.http.routing.declared import DeclaredRoutes, declares
@@ -246,7 +246,7 @@ def test_bodies_count_towards_admission_until_the_response_is_sent():
     call(limited(app, admission=admission), scope(), [b"12345", b"678"])
     assert held == [8, 8]
     assert admission.bytes == 0
-    with admission.reserve("another") as another:
+    with Reservation(admission, "another") as another:
         another.claim(10)
         messages, _ = call(limited(app, admission=admission), scope(), [b"12345", b"678"])
         assert messages[0]["status"] == 429

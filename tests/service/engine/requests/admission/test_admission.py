@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from service.engine.requests.admission.admission import Admission, Ticket
+from service.engine.requests.admission.admission import Admission, Reservation, Ticket
 from service.problems import AdmissionFull, RequestTooLarge
 
 
@@ -153,7 +153,7 @@ def test_bytes_are_left_for_others() -> None:
 def test_one_request_may_take_everything() -> None:
     """Otherwise it would be told to come back for ever."""
     admission = Admission(100, 900)
-    with admission.reserve("a") as reservation:
+    with Reservation(admission, "a") as reservation:
         reservation.claim(100)
         with admission.enter("a", reservation) as ticket:
             ticket.claim(700, response=100)
@@ -164,7 +164,7 @@ def test_one_request_may_take_everything() -> None:
 
 def test_body_and_response_are_reserved_until_the_request_ends() -> None:
     admission = Admission(10, 100)
-    with admission.reserve("a") as reservation:
+    with Reservation(admission, "a") as reservation:
         reservation.claim(20)
         with admission.enter("a", reservation) as ticket:
             ticket.claim(30, response=5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from service.engine.requests.plan.images import check_takes_images, plan_images, read_headers
+from service.engine.requests.plan.images import plan_images
 from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.tensors import plan_tensors
@@ -31,9 +33,8 @@ def plan(runtime: Runtime, sent: Inputs, preprocess: str, max_pixels: int) -> Pl
     if isinstance(sent, Mapping):
         made = plan_tensors(description, sent, preprocess, max_pixels)
     else:
-        check_takes_images(description, sent)
-        headers = read_headers(sent, range(len(sent)), max_pixels)
-        made = plan_images(description, sent, headers, preprocess, max_pixels)
+        with ThreadPoolExecutor(1) as intake:
+            made = asyncio.run(plan_images(description, sent, preprocess, max_pixels, intake))
     check_sizes(description, made, max_pixels)
     return made
 

@@ -245,13 +245,15 @@ def test_deadline_exceeded_during_the_lookup(make_client, photos):
 @pytest.mark.parametrize(("encoding", "values"), [("json", 8_000_000), ("base64", 32_000_000)])
 def test_encoding_a_large_response_does_not_block_the_event_loop(client, encoding, values):
     """Writing takes a tenth of a second at least, in hundreds of steps."""
-    source = responses.Source("m", "e", "random", "f", {"a": "a"})
+    metadata = {"model": "m", "extractor": "e", "weights": "random"}
     value = torch.rand(values)
 
     async def turns_of_the_loop() -> int:
         turns = 0
         engine = client.app.state.fxserve.engine
-        work = engine.run_in_encoder(responses.write, "application/json", source, {"a": value}, 1, encoding)
+        work = engine.run_in_encoder(
+            responses.write, "application/json", metadata, {"a": "a"}, {"a": value}, 1, encoding
+        )
         task = asyncio.ensure_future(work)
         while not task.done():
             await asyncio.sleep(0.002)
@@ -272,3 +274,9 @@ def test_while_draining(make_client, photos):
     assert int(response.headers["retry-after"]) >= 1
     assert client.get("/readyz").status_code == 503
     assert client.get("/healthz").status_code == 200
+    assert client.get("/v1/models").status_code == 200
+    assert client.post("/v1/extractors").json()["type"] == "/problems/draining"
+    assert client.delete("/v1/extractors/r50").json()["type"] == "/problems/draining"
+    assert client.post("/v1/models/squeezenet1_1/attributions").json()["type"] == "/problems/draining"
+    assert client.post("/v1/embeddings").json()["error"]["code"] == "draining"
+    assert "shutting down" in client.post("/v2/models/squeezenet1_1/infer").json()["error"]
