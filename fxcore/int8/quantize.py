@@ -98,10 +98,10 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     try:
         # Inlining adds constants to modules, which are the caller's own.
         pure = _without_writes(inline_leaves(shared_copy(module)))
-        with explain_mismatch(module, tuple(batches[0])):
+        with explain_mismatch(module, tuple(batches[0])), torch_ao.same_engine():
             part_batch_norms(pure, batches[0])
             made, roundings = converted(pure, batches, [*module.meta.get(KEPT, ()), *keep])
-        per_channel = torch.backends.quantized.engine != "qnnpack"
+            per_channel = torch.backends.quantized.engine != "qnnpack"
         layers = layer_errors(pure, few, roundings, per_channel)
     except FxError:
         raise

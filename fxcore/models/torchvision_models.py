@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -22,6 +23,7 @@ from fxcore.images.preprocessing import (
     VideoPreprocessing,
 )
 from fxcore.images.sizes import ImageSize
+from fxcore.models import torch_ao
 from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, weightless
 from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.state_dicts import StateDict, misfit, read_cached
@@ -123,8 +125,12 @@ class TorchvisionEntry(ModelEntry):
 
         torchvision's builder loads them, because order matters: MobileNetV3's weights are loaded before conversion.
         """
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+        with torch_ao.same_engine(), BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
             return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
+
+    def build(self, weights: str = RANDOM) -> nn.Module:
+        with torch_ao.same_engine() if self.is_quantized(weights) else contextlib.nullcontext():
+            return super().build(weights)
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
         """Build like :meth:`build`, but with parameters and batch statistics uninitialised on the meta device.

@@ -173,6 +173,15 @@ def test_a_vit_is_built_for_the_size_of_its_weights(put: Put) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["quantized_mobilenet_v2", "quantized_resnet18"])
+def test_int8_models_leave_the_engine_of_the_process(name: str) -> None:
+    """torchvision sets that of their weights, which would determine how other models are quantized."""
+    before = torch.backends.quantized.engine
+    entry = get_model(name)
+    entry.build(entry.canonical_weights("DEFAULT"))
+    assert torch.backends.quantized.engine == before
+
+
 @pytest.mark.exhaustive
 def test_int8_weights(put: Put) -> None:
     """Every node of the int8 model, as the numbers that its integers stand for.
