@@ -189,6 +189,9 @@ def spec_of_text(text: str) -> ExtractorSpec:
     pairs = dict.fromkeys((node.strip(), key.strip() or node.strip()) for node, _, key in given)
     if match is None or not match["model"].strip() or not pairs:
         raise ValueError(f"{text[:200]!r} is not MODEL:NODE,NODE, such as resnet50:C4,C5")
+    nodes = [node for node, _ in pairs]
+    if twice := [node for node in nodes if nodes.count(node) > 1]:
+        raise ValueError(f"{twice[0]!r} has several keys, but each node has one output")
     return ExtractorSpec(
         model=match["model"].strip(),
         weights=(match["weights"] or "").strip() or "DEFAULT",

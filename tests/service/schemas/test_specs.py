@@ -28,6 +28,13 @@ def test_what_names_no_nodes_of_a_model(text: str) -> None:
         spec_of_text(text)
 
 
+@pytest.mark.parametrize("nodes", ["layer4=A,layer4=B", "layer4,layer3,layer4=B"])
+def test_a_node_with_several_keys_is_refused(nodes: str) -> None:
+    """A map of nodes to keys would drop all but the last."""
+    with pytest.raises(ValueError, match="'layer4' has several keys, but each node has one output"):
+        spec_of_text(f"resnet50:{nodes}")
+
+
 def test_a_name_that_looks_like_an_id_is_refused_unless_it_was_given_before() -> None:
     fields = {"model": "resnet18", "return_nodes": ["fc"]}
     wrong = {**fields, "name": "0123456789ab"}
