@@ -137,7 +137,7 @@ def _wrong(place: str, column: str, given: object) -> FxError:
 
 
 def _absolute(folder: str, path: str) -> str:
-    if is_url(path) or os.path.isabs(path):
+    if is_url(path):
         return path
     if is_url(folder):
         scheme, _, rest = folder.partition("://")

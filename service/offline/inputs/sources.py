@@ -97,7 +97,8 @@ def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Sour
             yield from _find_at(path, skipped)
         else:
             matched = False
-            for match in glob.iglob(path, recursive=True):
+            pattern = os.path.join(path, "") if text.endswith(os.sep) else path  # abspath drops it: only folders match
+            for match in glob.iglob(pattern, recursive=True):
                 matched = True
                 if os.path.isdir(match):
                     if not text.endswith("**"):  # it matches folders and their files
@@ -222,7 +223,8 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
     linked: dict[str, tuple[str, float]] = {}  # by name: target, and where that begins at the latest
     try:
         for member, stream in _members(path):
-            name = f"{shown}/{_printable(member.name)}"
+            # Where it would be unpacked: tar writes ./NAME for a folder that is packed as ".".
+            name = f"{shown}/{_printable(posixpath.normpath(member.name))}"
             if member.isfile():
                 linked.pop(name, None)
                 if _is_image_member(member.name, member, stream):

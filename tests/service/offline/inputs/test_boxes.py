@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,18 @@ def test_rows_are_the_regions_of_the_whole_maps(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("named", ["x.tar/{}", "x.tar/./{}", "{root}/x.tar/{}", "{root}/x.tar/./{}"])
+def test_boxes_of_an_archive_of_a_whole_folder(
+    named: str, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
+) -> None:
+    """``tar -C photos -cf x.tar .`` writes the names ``./000.png``."""
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(folder(3), ".")
+    lines: dict[str, object] = {named.format("001.png", root=tmp_path): BOXES}
+    extract(regions(tmp_path / "out", csv(tmp_path / "boxes.csv", lines), tmp_path / "x.tar"), SETTINGS)
+    assert_right(found_in(tmp_path / "out"), {f"{tmp_path}/x.tar/001.png": BOXES}, reference)
+
+
 def test_a_run_goes_on_and_other_boxes_are_refused(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

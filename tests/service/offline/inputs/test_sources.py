@@ -18,6 +18,7 @@ from fxcore.errors import BadImage, FxError
 from fxcore.images.files import FORMATS
 from service.offline.inputs.skipped import Skipped
 from service.offline.inputs.sources import Reader, Source, find
+from service.offline.outputs.index import Index
 from tests.service.offline.conftest import png
 
 
@@ -193,6 +194,11 @@ def test_patterns_and_files_of_any_name(folder: Callable[..., Path]) -> None:
     assert names(bracket) == [str(bracket)]
 
 
+def test_a_pattern_that_ends_in_a_slash_matches_only_folders(folder: Callable[..., Path]) -> None:
+    root = folder(4)
+    assert names(f"{root}/*/") == names(root / "deep") == sorted(map(str, (root / "deep").rglob("*.png")))
+
+
 @pytest.mark.parametrize(("text", "said"), [("gone", "gone: No such file or folder"), ("*.gif", "nothing matches")])
 def test_missing_inputs_are_reported(text: str, said: str, folder: Callable[..., Path]) -> None:
     with pytest.raises(FxError, match=said):
@@ -231,6 +237,17 @@ def test_links_in_archives_give_what_they_are_of(mode: str, tmp_path: Path) -> N
     reader = Reader(10**6)
     assert [reader.read(source) == png(1) for source in found.values()] == [True] * 3
     reader.close()
+
+
+def test_members_have_the_names_they_are_unpacked_to(tmp_path: Path) -> None:
+    """GNU tar adds to an archive without looking at what it has, and unpacks the last of a name."""
+    path = archive(tmp_path / "x.tar", {"./a.png": png(1), "b//c.png": png(2), "a.png": png(3)})
+    index = Index(tmp_path)
+    index.add(find([str(path)]))
+    [found] = index.pending()
+    index.close()
+    read = {source.path: Reader(10**6).read(source) for source in found}
+    assert read == {f"{path}/a.png": png(3), f"{path}/b/c.png": png(2)}
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz"])
