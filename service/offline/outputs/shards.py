@@ -163,3 +163,12 @@ def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
 def shard_name(number: int, suffix: str) -> str:
     """Return the file name of a shard, such as ``shard-000012.npz``."""
     return f"shard-{number:06d}{suffix}"
+
+
+def shard_number(name: str) -> int:
+    """Return the number in the file name of a shard.
+
+    >>> shard_number("shard-000012.npz")
+    12
+    """
+    return int(name.removeprefix("shard-").partition(".")[0])

@@ -15,7 +15,7 @@ from fxcore.memory import give_back
 from service.engine.threads import compute_with
 from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
-from service.offline.outputs.shards import ShardFormat, shard_name, write_shard
+from service.offline.outputs.shards import ShardFormat, shard_name, shard_number, write_shard
 from service.offline.outputs.working_folder import WorkingFolder
 
 ERRORS = "errors.jsonl"
@@ -52,8 +52,8 @@ class Writer:
         self._index = index
         self._metadata = metadata
         self._shard_rows = shard_rows
-        names = index.shards()
-        self._number = int(names[-1].split("-")[1].split(".")[0]) + 1 if names else 0
+        # Not the last name: from a million shards on, names are longer and sort before shorter ones.
+        self._number = 1 + max(map(shard_number, index.shards()), default=-1)
         self._thread = ThreadPoolExecutor(1, "fxserve-write", compute_with, (1,))
         self._writing: asyncio.Future[None] | None = None
         self._paths: list[str] = []

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import sqlite3
 import tarfile
 import time
 from collections.abc import Callable
@@ -282,6 +283,21 @@ def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path],
     torch.save(squeezenet1_1().state_dict(), tmp_path / "mine.pth")
     with pytest.raises(FxError, match="weights of the same name that give different values"):
         extract(job(out, root, **mine), settings)
+
+
+def test_shards_are_not_overwritten_after_a_million(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(3), tmp_path / "out"
+    extract(job(out, root, shard_rows=1), SETTINGS)
+    names = [f"shard-{number}.safetensors" for number in (999999, 1000000, 1000001)]
+    with sqlite3.connect(out / "index.sqlite") as database:
+        for number, name in enumerate(names):
+            (out / f"shard-{number:06d}.safetensors").rename(out / name)
+            database.execute("UPDATE images SET shard = ? WHERE shard LIKE ?", (name, f"shard-{number:06d}%"))
+    database.close()
+    before = {name: (out / name).read_bytes() for name in names}
+    extract(job(out, folder(6), shard_rows=1), SETTINGS)
+    assert {name: (out / name).read_bytes() for name in names} == before
+    assert len(set(places(out).values())) == 6
 
 
 def test_a_folder_may_be_a_url(folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
