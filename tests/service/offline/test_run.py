@@ -285,6 +285,22 @@ def test_other_weights_of_the_same_name_are_noticed(folder: Callable[..., Path],
         extract(job(out, root, **mine), settings)
 
 
+def test_weights_of_the_same_name_that_were_trained_further_are_noticed(
+    folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    root, out = folder(2), tmp_path / "out"
+    settings = SETTINGS.model_copy(update={"weights_dir": tmp_path})
+    model = squeezenet1_1()
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    extract(job(out, root, spec={"weights": "file:mine.pth"}), settings)
+    with torch.no_grad():
+        for values in model.parameters():
+            values.mul_(1 + 0.003 * torch.randn_like(values))
+    torch.save(model.state_dict(), tmp_path / "mine.pth")
+    with pytest.raises(FxError, match="weights of the same name that give different values"):
+        extract(job(out, root, spec={"weights": "file:mine.pth"}), settings)
+
+
 def test_shards_are_not_overwritten_after_a_million(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(3), tmp_path / "out"
     extract(job(out, root, shard_rows=1), SETTINGS)
