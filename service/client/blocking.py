@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -26,10 +27,11 @@ Result = TypeVar("Result")
 
 
 class Client(BaseClient):
-    __doc__ = f"A client of one server. Thread-safe.\n{BaseClient.__doc__}"
+    __doc__ = f"A client of one server. Threads and forked processes may share it.\n{BaseClient.__doc__}"
 
     def _connect(self) -> None:
         self._http = httpx.Client(base_url=self.url, headers=self.headers)
+        self._process = os.getpid()
 
     def models(
         self, *, task: str | None = None, q: str | None = None, source: Source | None = None
@@ -151,10 +153,14 @@ class Client(BaseClient):
             return time.sleep(step.seconds)
         if isinstance(step, flows.Call):
             return step.function()
-        request = self._http.build_request(
+        # A forked process has the sockets of its parent, on which both would read each other's responses.
+        if self._process != os.getpid() and not self._http.is_closed:
+            self._connect()
+        http = self._http
+        request = http.build_request(
             step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
         )
-        response = self._http.send(request, stream=True)
+        response = http.send(request, stream=True)
         try:
             receiver = flows.Receiver(response)
             for chunk in response.iter_raw():
