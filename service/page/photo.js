@@ -44,7 +44,8 @@ async function sample(name) {
 /** @param {string} name @param {Blob} data @returns {Promise<Photo>} */
 async function opened(name, data) {
   const bitmap = await createImageBitmap(data).catch(() => null)
-  return { name, type: data.type || "application/octet-stream", data, bitmap }
+  // Files whose names do not tell have no type here, or one of no image; the service tells by their bytes.
+  return { name, type: data.type.startsWith("image/") ? data.type : "image/*", data, bitmap }
 }
 
 /** What the URL calls one's own photos and the photos, the oldest first. @returns {Promise<Array<[string, Photo]>>} */

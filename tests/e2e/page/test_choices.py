@@ -7,7 +7,7 @@ import PIL.Image
 import pytest
 
 from fxcore import photos
-from tests.e2e.page.seen import GRAPH, TILES, shown, shown_channels, until
+from tests.e2e.page.seen import GRAPH, TILES, asked, check_tiles, shown, shown_channels, until
 
 CROPPED = photos.files()[3].read_bytes()[:400]  # a JPEG that ends after its header
 
@@ -119,6 +119,18 @@ def test_files_that_are_no_photos_are_refused_by_name(open_server, visit):
         assert why in page.locator("#notice").inner_text()
     assert page.locator(".photos .photo").count() == before
     assert "p=" not in page.evaluate("location.hash")
+
+
+@pytest.mark.exhaustive
+def test_a_photo_is_one_whatever_its_file_is_called(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    photo = photos.files()[2].read_bytes()
+    for name, kind in (("photo", ""), ("photo.bin", "application/octet-stream")):
+        page.set_input_files("input[type=file]", {"name": name, "mimeType": kind, "buffer": photo})
+        shown(page, "features.3", name)
+        check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", photo)[0])
+        assert "Content-Type: image/*" in page.inner_text(".request code")
 
 
 @pytest.mark.exhaustive
