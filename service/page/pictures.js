@@ -1,6 +1,7 @@
 // Small pictures of nodes' outputs for the graph: one request for all that are in sight.
 
 import { askFeatures } from "./answers.js"
+import { Problem } from "./api.js"
 import { image, range, rgbImage } from "./colours.js"
 import { h } from "./dom.js"
 import { visibleRegion } from "./photo.js"
@@ -83,11 +84,17 @@ export class Pictures {
     }
     if (!nodes.length) return this.changed()
     const asking = (this.#asking = { nodes, stop: new AbortController() })
-    const query = { dtype: "float16", backend: "eager", ...size }
+    /** @param {string} dtype */
+    const ask = (dtype) => {
+      const request = requestOf(model, nodes.map(({ name }) => name), photo, { query: { dtype, backend: "eager", ...size } })
+      return askFeatures(request, photo, "application/x-safetensors", asking.stop.signal)
+    }
     /** @type {Array<{width: number, values?: Float32Array, rgb?: Uint8ClampedArray} | null>} */ let found = []
     try {
-      const request = requestOf(model, nodes.map(({ name }) => name), photo, { query })
-      const answer = await askFeatures(request, photo, "application/x-safetensors", asking.stop.signal)
+      const answer = await ask("float16").catch((error) => {
+        if (!(error instanceof Problem && error.type.endsWith("/overflow"))) throw error
+        return ask("bfloat16") // of less precision, for values of any size
+      })
       const buffer = await answer.arrayBuffer()
       const grids = nodes.map(({ name, layout, tokens, rows_per_image }) => ({ key: name, layout: rows_per_image === 1 ? layout : null, tokens: gridAt(model, tokens, size, photo) }))
       found = await reduce("pictures", { buffer, nodes: grids, view }, { transfer: [buffer] })

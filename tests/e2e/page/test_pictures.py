@@ -24,6 +24,24 @@ def pictured(page, layout, name):
     return lambda across, down: seen[int(y + down * side * scale), int(x + across * side * scale)]
 
 
+def likenesses(page, server, model):
+    """Return a function of a module: the correlation of its picture with the map that the service has of it."""
+    layout = server.http.get(
+        f"/v1/models/{model}/graph", params={"format": "layout", "weights": "random", "open": ""}
+    ).json()
+    middles = (np.arange(14) + 0.5) / 14
+
+    def likeness(module):
+        node = next(box["node"] for box in layout["boxes"] if box["name"] == module)
+        values = np.abs(asked(server, model, node, "random")[0]).mean(axis=0)
+        values = values.reshape(14, len(values) // 14, 14, -1).mean(axis=(1, 3))  # on a screen they are as small
+        at = pictured(page, layout, module)
+        found = np.array([[at(across, down) for across in middles] for down in middles])
+        return np.corrcoef(found.ravel(), coloured(values).ravel())[0, 1]
+
+    return likeness
+
+
 @pytest.mark.exhaustive
 def test_each_box_in_sight_shows_its_map_by_one_request(open_server, visit):
     tab = visit(open_server.url)
@@ -32,19 +50,7 @@ def test_each_box_in_sight_shows_its_map_by_one_request(open_server, visit):
     page.get_by_role("button", name="Fit").click()
     with page.expect_response("**/features?*dtype=float16*"):
         page.get_by_label("Pictures").select_option("mean")
-    layout = open_server.http.get(
-        "/v1/models/resnet18/graph", params={"format": "layout", "weights": "random", "open": ""}
-    ).json()
-    middles = (np.arange(14) + 0.5) / 14
-
-    def likeness(module):
-        node = next(box["node"] for box in layout["boxes"] if box["name"] == module)
-        values = np.abs(asked(open_server, "resnet18", node, "random")[0]).mean(axis=0)
-        values = values.reshape(14, len(values) // 14, 14, -1).mean(axis=(1, 3))  # on a screen they are as small
-        at = pictured(page, layout, module)
-        found = np.array([[at(across, down) for across in middles] for down in middles])
-        return np.corrcoef(found.ravel(), coloured(values).ravel())[0, 1]
-
+    likeness = likenesses(page, open_server, "resnet18")
     waited = time.monotonic() + 30
     while likeness("layer3") < 0.95:
         assert time.monotonic() < waited
@@ -52,6 +58,19 @@ def test_each_box_in_sight_shows_its_map_by_one_request(open_server, visit):
     assert likeness("layer2") > 0.7
     page.wait_for_timeout(300)
     assert len([url for url in tab.urls if "dtype=float16" in url]) == 1
+
+
+@pytest.mark.exhaustive
+def test_values_beyond_those_of_float16_are_pictures_too(server, visit):
+    assert np.abs(asked(server, "resnet101", "layer4", "random")).max() > np.finfo(np.float16).max
+    page = visit(server.url).go("m=resnet101&w=random&n=layer3&i=none&o=")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    page.get_by_label("Pictures").select_option("mean")
+    likeness = likenesses(page, server, "resnet101")
+    waited = time.monotonic() + 30
+    while likeness("layer3") < 0.95:
+        assert time.monotonic() < waited
 
 
 @pytest.mark.exhaustive
