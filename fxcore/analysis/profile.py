@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import BadArgument
-from fxcore.nesting import tensors_in
+from fxcore.nesting import map_tensors, tensors_in
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.names import public_name
@@ -117,10 +117,12 @@ class Profiler:
         """
         with torch.no_grad():
             self._watcher.begin(counts)
-            self._watcher.run(*self._inputs)
+            # Copy the inputs, since the module may write to them.
+            self._watcher.run(*map_tensors(torch.clone, self._inputs))
+            inputs = map_tensors(torch.clone, self._inputs)
             _wait(self._device)
             start = time.perf_counter()
-            self._module(*self._inputs)
+            self._module(*inputs)
             _wait(self._device)
             if counts:
                 self._whole.append(1000 * (time.perf_counter() - start))

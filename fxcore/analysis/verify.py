@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
-from fxcore.nesting import members
+from fxcore.nesting import map_tensors, members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional
 from fxcore.tracing.names import public_name
@@ -321,4 +321,5 @@ def _wait(inputs: tuple[Any, ...]) -> None:
 
 
 def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+    copies: tuple[Any, ...] = map_tensors(torch.clone, inputs)
+    return copies

@@ -64,3 +64,9 @@ def test_a_real_model_under_its_nodes_names() -> None:
     assert found.peak_bytes == max(n.live_bytes for n in found.nodes)
     # The widest point: the stem's map, its batch norm and the input, give or take.
     assert 64 * 32 * 32 * 4 <= found.peak_bytes < 4 * 64 * 32 * 32 * 4
+
+
+def test_inputs_that_the_module_writes_to_stay() -> None:
+    x = torch.ones(3)
+    profile(trace(lambda x: x.add_(1) * 2), x, runs=2)
+    assert torch.equal(x, torch.ones(3))

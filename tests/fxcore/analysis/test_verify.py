@@ -197,3 +197,12 @@ def test_where_shapes_differ_the_node_is_named_too() -> None:
     with pytest.raises(Incomparable, match="the first node that differs is neg") as caught:
         verify(module, other, torch.ones(3))
     assert caught.value.extra == {"output": "0", "node": "neg"}
+
+
+def test_inputs_in_containers_are_the_same_for_both() -> None:
+    def add(maps: list[Tensor], more: dict[str, Tensor]) -> Tensor:
+        return maps[0].add_(1) * more["y"].mul_(2)
+
+    x, y = torch.ones(3), torch.ones(3)
+    assert verify(add, add, ([x], {"y": y}), runs=1).max_abs == 0
+    assert torch.equal(torch.stack([x, y]), torch.ones(2, 3))

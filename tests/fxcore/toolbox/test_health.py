@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
+from fxcore import trace
 from fxcore.toolbox.health import check_health
 from tests.fxcore.capture import traced
 
@@ -75,3 +76,9 @@ def test_what_half_precision_cannot_hold() -> None:
     module = traced(Large())
     assert check_health(module, torch.ones(3)).healthy
     assert check_health(module, torch.ones(3), limit=torch.finfo(torch.float16).max).first_saturated == "square"
+
+
+def test_inputs_that_the_module_writes_to_stay() -> None:
+    x = torch.ones(3)
+    assert check_health(trace(lambda x: x.add_(1) * 2), x).healthy
+    assert torch.equal(x, torch.ones(3))
