@@ -216,6 +216,11 @@ def _undo(
     if name in _INVERSES and not others and settings.keys() <= {"memory_format", "eps"}:
         return _INVERSES[name](value)
     if name in ("add", "sub", "mul", "div", "pow") and len(others) == 1 and settings.keys() <= {"alpha"}:
+        number = others[0]
+        if isinstance(number, fx.Node) and number.op == "get_attr":
+            number = attribute(module, str(number.target))
+        if _loses_input(name, first, number):
+            raise NotInvertible(f"{node.name}: many inputs have the same output", transform="invert", node=node.name)
         return _undo_arithmetic(node, name, first, others[0], fixed, settings.get("alpha", 1), value)
     if name == "leaky_relu":
         given = dict(zip(("negative_slope", "inplace"), others, strict=False)) | settings
@@ -239,7 +244,7 @@ def _undo_arithmetic(
         first: whether the input is the first argument.
         alpha: factor applied to the second argument of a sum.
     """
-    if _loses_input(name, first, number) or (not first and alpha == 0):
+    if not first and alpha == 0:
         raise NotInvertible(f"{node.name}: many inputs have the same output", transform="invert", node=node.name)
     other = fixed(number)
     if name == "pow":
@@ -256,13 +261,17 @@ def _undo_arithmetic(
 
 
 def _loses_input(name: str, first: bool, number: Any) -> bool:
-    """Return whether arithmetic with this number has no inverse: ``x * 0``, ``0 / x``, and ``c ** x`` for c <= 0 or
-    c == 1."""
-    if not isinstance(number, (int, float)):
+    """Return whether arithmetic with this number, or with an element of this tensor, has no inverse: ``x * 0``,
+    ``0 / x``, ``c ** x`` for c <= 0 or c == 1, and all arithmetic with infinity and NaN."""
+    if not isinstance(number, (int, float, Tensor)):
         return False
-    if name == "pow":
-        return not first and (number <= 0 or number == 1)
-    return number == 0 and (name == "mul" or (name == "div" and not first))
+    numbers = number if isinstance(number, Tensor) else torch.tensor(float(number), dtype=torch.float64)
+    lost = ~numbers.isfinite()
+    if name in ("mul", "div"):
+        lost = lost | (numbers == 0)
+    if name == "pow" and not first:
+        lost = lost | (numbers <= 0) | (numbers == 1)
+    return bool(lost.any())
 
 
 def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:

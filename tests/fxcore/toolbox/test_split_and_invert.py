@@ -235,7 +235,19 @@ def test_an_identity_that_is_none_has_no_inverse() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [lambda x: 0**x, lambda x: (-2.0) ** x, lambda x: 1**x, lambda x: x * 0, lambda x: 0 / x]
+    "function",
+    [
+        lambda x: 0**x,
+        lambda x: (-2.0) ** x,
+        lambda x: 1**x,
+        lambda x: x * 0,
+        lambda x: 0 / x,
+        lambda x: x / float("inf"),
+        lambda x: x * torch.tensor([1.0, 0.0]),
+        lambda x: torch.tensor([0.0, 2.0]) / x,
+        lambda x: torch.tensor([1.0, 2.0]) ** x,
+        lambda x: x + torch.tensor([1.0, float("nan")]),
+    ],
 )
 def test_arithmetic_that_loses_its_input_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(NotInvertible, match="many inputs"):
