@@ -34,10 +34,17 @@ ON_COPY = "on_copy"
 _NO_WRITES = ("requires_grad_", "share_memory_")
 
 _VIEWS = {
-    "as_strided", "chunk", "contiguous", "detach", "diagonal", "expand", "expand_as", "flatten", "movedim", "narrow",
-    "permute", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
-    "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "adjoint", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_to", "chunk", "contiguous", "detach",
+    "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "imag", "moveaxis", "movedim", "narrow",
+    "permute", "pos", "positive", "ravel", "real", "reshape", "reshape_as", "select", "split", "split_with_sizes",
+    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unsafe_chunk",
+    "unsafe_split", "unsqueeze", "view", "view_as", "view_as_complex", "view_as_real", "vsplit",
 }  # fmt: skip
+# Functions that return their argument itself in eval mode or with rate zero, and their default of ``training``.
+_DROPPING = {
+    **dict.fromkeys(("dropout", "dropout1d", "dropout2d", "dropout3d"), True),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), False),
+}
 _LISTS = {"chunk", "dsplit", "hsplit", "split", "split_with_sizes", "tensor_split", "unbind", "vsplit"}
 _VIEW_ATTRIBUTES = ("data", "real", "imag", "T", "mT", "H", "mH")
 _CASTS = {"double", "to", "type", "type_as"}
@@ -285,8 +292,13 @@ def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.target is getattr:
         return node.args[1] in _VIEW_ATTRIBUTES
     if node.target is operator.getitem:
-        return len(node.all_input_nodes) == 1  # indexing with a tensor makes a copy
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        # Indexing with a tensor, a list or a bool makes a copy.
+        return len(node.all_input_nodes) == 1 and not any(isinstance(item, (list, bool)) for item in index)
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if node.op == "call_function" and name in _DROPPING:
+        given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
+        return given.get("training", _DROPPING[name]) is False or bool(given.get("p") == 0)
     return node.op.startswith("call_") and name in _VIEWS
 
 

@@ -280,6 +280,49 @@ def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]
     assert len(again.graph.nodes) == len(pure.graph.nodes)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "adjoint": lambda y: y.adjoint(),
+    "alpha dropout": lambda y: F.alpha_dropout(y),
+    "atleast_1d": lambda y: torch.atleast_1d(y),
+    "broadcast_to": lambda y: torch.broadcast_to(y, y.shape),
+    "dropout": lambda y: F.dropout(y, 0.1, False),
+    "dropout2d": lambda y: F.dropout2d(y, training=False),
+    "dropout of nothing": lambda y: F.dropout(y, p=0),
+    "dsplit": lambda y: torch.dsplit(y, 2)[1],
+    "hsplit": lambda y: y.hsplit(2)[0],
+    "moveaxis": lambda y: y.moveaxis(1, 2),
+    "positive": lambda y: +y,
+    "ravel": lambda y: y.ravel(),
+    "real": lambda y: torch.real(y),
+    "unsafe_split": lambda y: torch.unsafe_split(y, 1)[0],
+    "view_as_real": lambda y: torch.view_as_real(torch.view_as_complex(y.view(2, 4, 3, 2, 2))),
+    "vsplit": lambda y: y.vsplit(2)[0],
+    # Not views, but copies.
+    "unfold": lambda y: F.unfold(y, 1),
+    "items at numbers": lambda y: y[[1, 0]],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> None:
+    def write_to_all(x: Tensor) -> Tensor:
+        y = x * 2
+        part = view(y)
+        y.neg_()
+        return part * 1
+
+    def write_to_view(x: Tensor) -> Tensor:
+        y = x * 2
+        view(y).neg_()
+        return y * 1
+
+    x = torch.randn(2, 4, 6, 2)
+    for compute in (write_to_all, write_to_view):
+        expected = compute(x)
+        if view is not VIEWS["broadcast_to"] or compute is write_to_all:
+            torch.testing.assert_close(out_of_place(trace(compute))(x), expected, rtol=0, atol=0)
+
+
 def test_untrackable_writes_are_reported(own_entry: OwnEntry) -> None:
     def write(y: Tensor) -> Tensor:
         part = hidden_write_and_view(y)
