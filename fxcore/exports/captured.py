@@ -115,7 +115,7 @@ def _with_fixed_windows(module: fx.GraphModule, windows: Mapping[str, int]) -> f
         for images in [user for user in scale.users if user.target == "size" and scale.target in windows]:
             for node in [user for user in images.users if user.target == "unflatten"]:
                 node.args = (*node.args[:2], (-1, windows[scale.target]))
-            erase_dead(private.graph, images)
+            erase_dead(private, images)
     private.recompile()
     return private
 

@@ -21,6 +21,7 @@ from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
 from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.names import PATH, name_nodes
+from fxcore.tracing.writes import mutated_argument
 from fxcore.wrappers import check_python
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
@@ -319,19 +320,24 @@ def hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
-def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
+def erase_dead(module: fx.GraphModule, *nodes: fx.Node) -> None:
     """Erase those of ``nodes`` that have no users, then their inputs that have no other users, and so on.
 
-    Unlike ``eliminate_dead_code``, this keeps in-place operations whose result is unused (pytorch#68301).
+    Inputs that write to memory are kept, even if their results are unused (pytorch#68301).
     """
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
         if node.users or node.op in ("placeholder", "output") or node._erased:
             continue
-        inputs = node.all_input_nodes
-        graph.erase_node(node)
+        inputs = [n for n in node.all_input_nodes if not _writes(module, n)]
+        module.graph.erase_node(node)
         waiting += inputs
+
+
+def _writes(module: fx.GraphModule, node: fx.Node) -> bool:
+    called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
+    return bool(node.meta.get("mutates")) or mutated_argument(node, called) is not None
 
 
 def source_of(node: fx.Node) -> Any:

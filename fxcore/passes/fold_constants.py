@@ -156,5 +156,5 @@ def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:
     else:
         return False
     module.graph.erase_node(node)
-    erase_dead(module.graph, *inputs)
+    erase_dead(module, *inputs)
     return True

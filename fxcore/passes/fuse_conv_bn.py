@@ -300,7 +300,7 @@ def _scale_convolution(
         given["bias"] = module.graph.get_attr(made[(*key, "bias")])
     node.args = (given.pop("input"),)
     node.kwargs = given
-    erase_dead(module.graph, *previous)
+    erase_dead(module, *previous)
     return True
 
 
@@ -320,4 +320,4 @@ def replace_norm(module: fx.GraphModule, norm: fx.Node, path: Sequence[fx.Node])
         node.meta[PATH] = f"{public_name(before)}.{node.name}"
         node._rename(f"{norm.name}_{node.name}")
     before.name = norm.name
-    erase_dead(module.graph, *statistics)
+    erase_dead(module, *statistics)

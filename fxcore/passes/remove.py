@@ -61,7 +61,7 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
         if not isinstance(source, fx.Node) or not _does_nothing(module, node, dropout, identity):
             continue
         node.replace_all_uses_with(source, propagate_meta=False)
-        erase_dead(module.graph, node)
+        erase_dead(module, node)
         count += 1
     return count
 

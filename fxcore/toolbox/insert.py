@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,8 @@ def insert_after(
 
     Args:
         node: public or fx name.
-        function: a function of one argument, a module, or the name of an activation function.
+        function: a function of one argument, a module, or the name of an activation function. A module is set to
+            eval mode.
         outputs: whether to replace the value in the graph's outputs, too.
         name: last part of the new node's name, which follows that of ``node``; by default the function's name.
 
@@ -61,6 +63,9 @@ def insert_after(
     2.0
     """
     found = find_node(module, node, "insert_after")
+    base = overwritten(module, found)
+    if base is not None and found.target is not operator.setitem:  # it returns nothing to read
+        base.replace_all_uses_with(found, delete_user_cb=lambda user: user > found, propagate_meta=False)
     readers = [user for user in found.users if outputs or user.op != "output"]
     if not readers:
         raise CannotTransform(
@@ -170,5 +175,5 @@ def rewrite(
     if result.node in fresh:
         result.node.meta = dict(node.meta)
     node.replace_all_uses_with(result.node, propagate_meta=False)
-    erase_dead(graph, node)
+    erase_dead(module, node)
     return result.node

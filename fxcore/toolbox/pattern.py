@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.errors import FxError
-from fxcore.passes.base import transform
+from fxcore.passes.base import erase_dead, transform
 from fxcore.toolbox.insert import AppendingTracer, rewrite
 from fxcore.toolbox.replace import alias_readers, overwritten
 from fxcore.tracing.tracer import record
@@ -214,3 +214,6 @@ def _replace(
         return replacement(*proxies, **{name: again(node) for name, node in named.items()})
 
     rewrite(module, anchor, make)
+    # Those that write are not dead, but what they overwrite is read only inside the match.
+    for node in sorted(match.nodes.values(), reverse=True):
+        erase_dead(module, node)

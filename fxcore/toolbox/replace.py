@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import operator
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -115,6 +116,8 @@ def replace_op(
 ) -> int:
     """Call ``new`` with the same arguments wherever the graph calls ``old``.
 
+    If ``old`` is in-place, later readers of the overwritten value read the result of ``new``.
+
     Args:
         old: a function, the name of a tensor method, or several of them.
         new: a function with the same arguments as ``old``.
@@ -138,16 +141,17 @@ def replace_op(
         raise BadParameter(
             f"replace_op: the replacement must be a function, not {new!r}", transform="replace_op", parameter="new"
         )
-    count = 0
-    for node in module.graph.nodes:
-        if node.op == "call_function" and any(node.target is one for one in wanted):
-            node.target = new
-        elif node.op == "call_method" and node.target in wanted:
-            node.op, node.target = "call_function", new
-        else:
-            continue
-        count += 1
-    return count
+    found = [
+        node
+        for node in module.graph.nodes
+        if (node.op == "call_function" and any(node.target is one for one in wanted))
+        or (node.op == "call_method" and node.target in wanted)
+    ]
+    for node in found:
+        if node.target is not operator.setitem:  # it returns nothing to read
+            redirect_readers(module, node)
+        node.op, node.target = "call_function", new
+    return len(found)
 
 
 @transform
@@ -158,12 +162,12 @@ def replace_module(
 
     Args:
         old: a class, including subclasses, or a path, which may be a shell pattern such as ``layer4.*.relu``.
-        new: the name of an activation function; or a function that returns the new module for an old one, called once
-            for each module. It must not change the old module; the new one may share its parameters.
+        new: the name or class of an activation function; or a function that returns the new module for an old one,
+            called once for each module. It must not change the old module; the new one may share its parameters.
 
     Raises:
         CannotTransform: the graph does not call a module with that path.
-        BadParameter: ``old`` is neither a path nor a module's class.
+        BadParameter: ``old`` is neither a path nor a module's class, or ``new`` does not make modules.
 
     >>> from torch import fx, nn
     >>> model = fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval())
@@ -176,7 +180,7 @@ def replace_module(
             transform="replace_module",
             parameter="old",
         )
-    make = _named_module(new) if isinstance(new, str) else new
+    make = _maker(new)
     made: dict[int, str] = {}
     count = 0
     for node in module.graph.nodes:
@@ -187,7 +191,14 @@ def replace_module(
         if not fits:
             continue
         if id(called) not in made:
-            made[id(called)] = add(module, str(node.target), make(called).eval())
+            replacement = make(called)
+            if not isinstance(replacement, nn.Module):
+                raise BadParameter(
+                    f"replace_module: the function must return a module, not {replacement!r:.100}",
+                    transform="replace_module",
+                    parameter="new",
+                )
+            made[id(called)] = add(module, str(node.target), replacement.eval())
         redirect_readers(module, node)
         node.target = made[id(called)]
         count += 1
@@ -200,9 +211,20 @@ def replace_module(
     return count
 
 
-def _named_module(name: str) -> Callable[[nn.Module], nn.Module]:
-    named_function(name)
-    return lambda old: MODULES[name]()
+def _maker(new: Any) -> Callable[[nn.Module], nn.Module]:
+    if isinstance(new, str):
+        named_function(new)
+        return lambda old: MODULES[new]()
+    if new in MODULES.values():  # called with the old module, it would take that for a setting such as ``inplace``
+        return lambda old: new()
+    if isinstance(new, nn.Module) or not callable(new):
+        raise BadParameter(
+            f"replace_module: the replacement is a function of the old module, as in lambda old: nn.GELU(), not "
+            f"{new!r:.100}",
+            transform="replace_module",
+            parameter="new",
+        )
+    return new  # type: ignore[no-any-return]
 
 
 @transform
@@ -230,7 +252,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
             made = module.graph.call_function(function, (source_of(node),))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made, propagate_meta=False)
-        erase_dead(module.graph, node)
+        erase_dead(module, node)
         count += 1
     return count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,12 @@ from fxcore.analysis.verify import verify
 from fxcore.transforms import (
     applied,
     decompose,
+    insert_after,
     op,
     out_of_place,
     replace_activation,
     replace_module,
+    replace_op,
     replace_pattern,
     wrap,
 )
@@ -141,3 +144,53 @@ def test_a_view_of_which_only_the_size_is_read_needs_no_copy() -> None:
     changed = decompose(trace(compute))
     assert not changed.graph.find_nodes(op="call_method", target="copy_")
     assert verify(compute, changed, torch.randn(4, 6)).allclose
+
+
+@pytest.mark.parametrize("compute", [lambda y: (y.relu_(), y)[1], lambda y: y.relu_() + y])
+def test_a_value_that_was_overwritten_is_that_of_the_write(compute: Callable[[Tensor], Tensor]) -> None:
+    module, x = trace(lambda x: compute(x - 0.5)), torch.randn(50)
+    times = compute(torch.ones(()))
+    assert torch.equal(replace_op(module, "relu_", torch.tanh)(x), times * torch.tanh(x - 0.5))
+    assert torch.equal(replace_op(module, "relu_", torch.tanh_)(x), times * torch.tanh(x - 0.5))
+    inserted = insert_after(module, "relu_", torch.exp, outputs=True)
+    assert torch.equal(inserted(x), times * torch.exp(torch.relu(x - 0.5)))
+
+
+def test_a_view_of_what_a_replaced_operation_overwrote_reads_the_new_value() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        y[:, :2].relu_()
+        return y
+
+    x = torch.randn(3, 4)
+    expected = x - 0.5
+    expected[:, :2] = torch.tanh(expected[:, :2])
+    assert torch.equal(replace_op(trace(compute), "relu_", torch.tanh)(x), expected)
+
+
+def test_a_replaced_assignment_may_still_return_nothing() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        y[0] = 2.0
+        return y
+
+    def assign_negative(y: Tensor, index: int, value: float) -> None:
+        y[index] = -value
+
+    x = torch.randn(3)
+    assert torch.equal(replace_op(trace(compute), operator.setitem, assign_negative)(x)[0], torch.tensor(-2.0))
+
+
+def test_a_write_stays_if_a_replacement_no_longer_reads_it() -> None:
+    module, x = trace(lambda x: (lambda y: torch.atan2(y * 1, y.relu_()) + y)(x - 0.5)), torch.randn(50)
+    assert torch.equal(wrap(module, "atan2", lambda call, a, b: a)(x), (x - 0.5) + F.relu(x - 0.5))
+    anything = op(torch.atan2, name="f")
+    replaced = replace_pattern(module, lambda a, b: anything(a, b), lambda a, b, f: a * 1)
+    assert torch.equal(replaced(x), (x - 0.5) + F.relu(x - 0.5))
+
+
+def test_a_write_within_a_match_goes_with_it() -> None:
+    module, x = trace(lambda x: torch.sigmoid((x - 0.5).relu_())), torch.randn(50)
+    replaced = replace_pattern(module, lambda a: torch.sigmoid(op("relu_")(a)), lambda a: torch.tanh(a))
+    assert torch.equal(replaced(x), torch.tanh(x - 0.5))
+    assert "relu_" not in replaced.code

@@ -145,6 +145,23 @@ def test_removal() -> None:
     assert applied(remove(traced(Net()), dropout=False))[-1].changes == 1
 
 
+def test_a_write_before_a_removed_call_stays() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.same = nn.ReLU(inplace=True), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x - 0.5
+            self.same(self.act(y).flatten())  # nothing reads it, but y is overwritten
+            return y
+
+    x = torch.randn(50)
+    removed = remove(traced(Net()))
+    assert applied(removed)[-1].changes == 1
+    assert torch.equal(removed(x), F.relu(x - 0.5))
+
+
 def test_a_dropout_of_another_kind_stays() -> None:
     class Always(nn.Dropout):
         def forward(self, x: Tensor) -> Tensor:
@@ -178,6 +195,15 @@ def test_replacement_of_modules_by_class_and_pattern() -> None:
     assert torch.equal(named(x), some(x))
     with pytest.raises(CannotTransform, match="no module 'layer5"):
         replace_module(module, "layer5.*", "silu")
+
+
+def test_a_class_in_place_of_a_name_takes_no_settings_from_the_old_module() -> None:
+    module, x = traced(nn.Sequential(nn.ReLU6(), nn.Hardtanh())), torch.randn(20) * 9
+    assert torch.equal(replace_module(module, nn.ReLU6, nn.ReLU)(x), F.hardtanh(F.relu(x)))
+    assert torch.equal(replace_module(module, nn.ReLU6, nn.GELU)(x), F.hardtanh(F.gelu(x)))
+    assert torch.equal(replace_module(module, nn.ReLU6, nn.Sequential)(x), module(x))
+    with pytest.raises(BadParameter, match="must return a module, not 3"):
+        replace_module(module, nn.ReLU6, lambda old: 3)  # type: ignore[arg-type,return-value]
 
 
 def test_replacement_of_functions_and_methods() -> None:
@@ -347,6 +373,8 @@ class Activated(nn.Module):
         (lambda m: replace_op(m, torch.relu, "mul"), "new"),
         (lambda m: replace_module(m, torch.relu, "gelu"), "old"),
         (lambda m: replace_module(m, nn.ReLU(), "gelu"), "old"),
+        (lambda m: replace_module(m, nn.ReLU, nn.GELU()), "new"),
+        (lambda m: replace_module(m, nn.ReLU, torch.nn), "new"),
         (lambda m: decompose(m, [], rules={nn.ReLU: lambda x: x}), "rules"),
         (lambda m: decompose(m, [], rules={nn.Conv2d: lambda x: x}), "rules"),
         (lambda m: decompose(m, [], rules={"relu_six": lambda x: x}), "rules"),
