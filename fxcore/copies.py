@@ -59,12 +59,17 @@ def shallow_copy(model: nn.Module) -> nn.Module:
     """
     made: nn.Module = object.__new__(type(model))
     for key, value in vars(model).items():
-        if key in _REGISTERED or key.endswith(_HOOKS):
+        if is_copied(key):
             value = copy.copy(value)
         elif isinstance(value, MethodType) and value.__self__ is model:
             value = MethodType(value.__func__, made)  # model.forward = MethodType(...)
         made.__dict__[key] = value
     return made
+
+
+def is_copied(attribute: str) -> bool:
+    """Return whether :func:`shallow_copy` copies the dictionary in ``attribute``, rather than share it."""
+    return attribute in _REGISTERED or attribute.endswith(_HOOKS)
 
 
 def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:

@@ -21,6 +21,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
+from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule, attribute
@@ -325,6 +326,8 @@ def record(
     check_patterns(root, patterns)
     concrete = check_arguments(root, concrete_args)
     untraceable: dict[str, str] = {}
+    before = Attributes(root if isinstance(root, nn.Module) else nn.Module())
+    constants: set[str] = set()
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
             traced, paths = root, {module: path for path, module in (original or nn.Module()).named_modules()}
@@ -335,6 +338,7 @@ def record(
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
+                constants = {str(node.target) for node in graph.find_nodes(op="get_attr")}
                 break
             except Exception as error:
                 path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
@@ -342,6 +346,8 @@ def record(
                 if AUTO not in given or not path or path in untraceable:
                     raise explained from error
                 untraceable[path] = explained.detail.split("; ")[0]
+            finally:
+                before.restore(constants)  # traced values have no meaning outside the graph
     check_names(graph, root)
     rename_self(graph)
     _drop_arguments(graph, concrete)

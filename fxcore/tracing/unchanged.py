@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fxcore.nesting import tensors_in
+from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode
 
 
@@ -48,7 +49,8 @@ class StateGuard(DispatchMode):
 
 
 class Unchanged(LenientMode, StateGuard):
-    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``.
+    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``, and to
+    its plain attributes.
 
     Models write to them in eval mode too: an embedding with ``max_norm`` scales the rows that it looks up.
 
@@ -59,6 +61,14 @@ class Unchanged(LenientMode, StateGuard):
     >>> words.weight.unique().tolist()
     [1.0]
     """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._attributes = Attributes(model)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._attributes.restore()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in self._overwritten(func, args, kwargs or {}):
