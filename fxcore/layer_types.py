@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -16,3 +17,11 @@ POOLS = (
     *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
 )
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def set_in_place(module: nn.Module | None) -> bool:
+    """Return whether ``module`` overwrites its input because its attribute ``inplace`` says so.
+
+    In TorchScript the attribute is a constant and cannot be set.
+    """
+    return getattr(module, "inplace", None) is True and not isinstance(module, torch.jit.ScriptModule)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fxcore.copies import narrowed, shared_copy
-from fxcore.errors import BadArgument, FxError, summarize
+from fxcore.errors import BadArgument, FxError, NotTraceable, summarize
 from fxcore.images.channels import OtherChannels
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
@@ -28,7 +28,7 @@ from fxcore.models.references import holds_tensors, uncopied_reference
 from fxcore.models.state_dicts import StateDict, filled, read_file
 from fxcore.models.timm_models import PREFIX
 from fxcore.models.torchvision_models import torchvision_models
-from fxcore.wrappers import unwrap_parts, unwrapped
+from fxcore.wrappers import check_python, unwrap_parts, unwrapped
 
 BUILT = "builder"
 """Name of the weights of a model without a weights file, which are the builder's own."""
@@ -307,6 +307,10 @@ class _Builder:
             ) from error
         if not isinstance(built, nn.Module):
             raise BadUserModel(f"its builder returned {type(built).__name__}, not an nn.Module")
+        try:
+            check_python(built)
+        except NotTraceable as error:
+            raise BadUserModel(f"its builder must return a model that can be traced: {error.detail}") from error
         return unwrapped(built)
 
 

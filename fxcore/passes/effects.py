@@ -162,7 +162,7 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
 def _is_pure_module(module: nn.Module) -> bool:
     return all(
         type(part).__module__.split(".")[0] in ("torch", "torchvision")
-        and not isinstance(part, fx.GraphModule)
+        and not isinstance(part, (fx.GraphModule, torch.jit.ScriptModule))
         and getattr(part, "inplace", None) is not True
         and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
         for part in module.modules()

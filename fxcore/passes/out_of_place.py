@@ -7,8 +7,10 @@ same as the original, and every node keeps its own value.
 
 from __future__ import annotations
 
+import torch
 from torch import fx, nn
 
+from fxcore.layer_types import set_in_place
 from fxcore.passes.base import add, bare_copy, transform
 from fxcore.passes.functionalize import functionalize
 
@@ -41,10 +43,12 @@ def out_of_place(module: fx.GraphModule) -> int:
 
 def _pure_module(module: nn.Module) -> nn.Module:
     """Return ``module``, or an out-of-place copy with the same parameters if it or a part of it is in-place."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module  # functionalize has made it overwrite copies
     if isinstance(module, fx.GraphModule):
         return module  # its graph would have to be rewritten too; no model has one inside
     children = {name: child and _pure_module(child) for name, child in module._modules.items()}
-    in_place = getattr(module, "inplace", None) is True
+    in_place = set_in_place(module)
     if not in_place and all(child is module._modules[name] for name, child in children.items()):
         return module
     made = bare_copy(module)

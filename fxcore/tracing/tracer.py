@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 import torchvision
 from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
@@ -91,6 +92,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
         if not module_qualname:
             return False
+        if isinstance(m, torch.jit.ScriptModule):  # it has no Python code to trace
+            return True
         if module_qualname in self.untraceable or any(fnmatch.fnmatchcase(module_qualname, p) for p in self.patterns):
             return True
         return bool(super().is_leaf_module(m, module_qualname))

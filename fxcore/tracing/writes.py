@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.layer_types import DROPOUTS
+from fxcore.layer_types import DROPOUTS, set_in_place
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.leaves import one_node
 
@@ -89,7 +89,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
     if first is None:
         return None
     if node.op == "call_module":
-        in_place = getattr(modules.get(str(node.target)), "inplace", False) is True
+        in_place = set_in_place(modules.get(str(node.target)))
     elif node.op == "call_method":
         in_place = _is_in_place_name(str(node.target))
     elif node.op == "call_function":

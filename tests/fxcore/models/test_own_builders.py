@@ -196,6 +196,47 @@ def test_torchscript_may_be_kept_whole(how: str, file: bool, tmp_path: Path) -> 
         served(lambda: model, "body", leaf_modules=["body"])
 
 
+class Overwriting(nn.Module):
+    """Overwrites the output of its convolution in TorchScript, and uses what TorchScript returns or not."""
+
+    def __init__(self, how: str, used: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1)
+        made = {
+            "layer": lambda: torch.jit.script(nn.ReLU(inplace=True)),
+            "block": lambda: torch.jit.script(nn.Sequential(nn.ReLU(inplace=True)).eval()),
+            "traced": lambda: torch.jit.trace(nn.ReLU(inplace=True), torch.rand(1, 8, 2, 2)),
+        }
+        self.act, self.used = made[how](), used
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.act(y)
+        result: Tensor = self.head(z + y if self.used else y)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("how", ["layer", "block", "traced"])
+def test_torchscript_that_overwrites_its_input(how: str, used: bool) -> None:
+    seen: list[Tensor] = []
+    model = Overwriting(how, used).eval()
+    model.conv.register_forward_hook(lambda module, inputs, output: seen.append(output.clone()))
+    with torch.no_grad():
+        expected = model(X)
+        torch.testing.assert_close(served(lambda: Overwriting(how, used), "head"), expected)
+        torch.testing.assert_close(served(lambda: Overwriting(how, used), "conv"), seen[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+def test_a_whole_model_in_torchscript_is_refused() -> None:
+    for make in (torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(1, 3, 8, 8))):
+        with pytest.raises(BadUserModel, match="is TorchScript, which has no Python code to trace"):
+            user_entry("net", UserModel(lambda make=make: make(nn.Sequential(nn.Conv2d(3, 8, 3)).eval())))
+
+
 def parsing() -> nn.Module:
     argparse.ArgumentParser().parse_args(["--unknown"])
     return nn.ReLU()

@@ -102,6 +102,12 @@ def test_state_between_calls_is_refused(batch: bool) -> None:
         run_check(entry_of(lambda: Net(lambda x: x, Counting()), leaf_modules=["last"], batch=batch))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+def test_torchscript_that_overwrites_its_input_is_served() -> None:
+    entry = entry_of(lambda: Net(lambda x: x.mT, nn.Sequential(torch.jit.script(nn.ReLU(inplace=True)))))
+    assert run_check(entry) == entry
+
+
 def test_a_graph_that_differs_is_refused() -> None:
     typed = entry_of(lambda: Net(lambda x: x.mT * 2 if isinstance(x, Tensor) else x.mT))
     with pytest.raises(GraphDiffers, match="first in last"):
