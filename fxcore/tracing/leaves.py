@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CellType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import fx, nn
 
 from fxcore.errors import FxError
@@ -52,6 +53,12 @@ def kept_whole(
     for function in functions:
         if isinstance(function, type) or not callable(function):
             raise NotAFunction(f"{function!r} is not a function and cannot be kept whole", name=str(function))
+        if isinstance(function, torch.jit.ScriptFunction):  # torch.fx writes its class into the graph's code instead
+            raise NotAFunction(
+                f"{function.name} is TorchScript and cannot be kept whole; remove @torch.jit.script, or list the "
+                "module that calls it in leaf_modules",
+                name=str(function.name),
+            )
     places = _places(functions, root) if functions else {}
     originals = {}
     with contextlib.ExitStack() as stack:

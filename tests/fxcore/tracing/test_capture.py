@@ -240,6 +240,17 @@ def test_classes_are_no_leaf_functions() -> None:
         trace(Number(), leaf_functions=(int,))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+def test_torchscript_functions_are_no_leaf_functions() -> None:
+    scripted = torch.jit.script(doubled)
+    with pytest.raises(NotAFunction, match=r"doubled is TorchScript.*leaf_modules"):
+        trace(lambda x: scripted(x), leaf_functions=[scripted])
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
 def test_leaf_functions_are_restored_after_a_failure() -> None:
     before = clipped
     with pytest.raises(NotTraceable):
