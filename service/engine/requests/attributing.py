@@ -167,7 +167,8 @@ class _Part:
             values[self._at] = share * values[self._at]
         found = gradients(self._module, values, self._at, self.targets)
         self.targets = found.targets
-        added = found.values if weight == 1 else found.values.mul_(weight)
+        # Not in place: the gradients behind a sum are one value, expanded.
+        added = found.values if weight == 1 else found.values * weight
         self._gradients = added if self._gradients is None else self._gradients.add_(added)
 
     def end(self) -> None:

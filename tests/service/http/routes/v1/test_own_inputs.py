@@ -13,7 +13,8 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from safetensors.torch import load
+from captum.attr import IntegratedGradients
+from safetensors.torch import load, save
 from torchvision.transforms import functional as F
 
 from fxcore.models.catalog import register
@@ -72,6 +73,17 @@ class Spectrum(nn.Module):
         size = torch.fft.rfft2(self.first(x)).abs()
         return self.second(size.mean((2, 3)))
 
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.relu, self.second = nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        self.relu(x)
+        return self.second(x.sum((2, 3)))
+
 class PositionalOnly(Net):
     def forward(self, x, /, mask=None):
         return super().forward(x) if mask is None else x * mask
@@ -89,6 +101,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "shuffled": ("Shuffled", {}),
     "windows": ("Windows", {}),
     "spectrum": ("Spectrum", {}),
+    "summed": ("Summed", {}),
     "bfloat16": ("Net", {"dtype": "bfloat16"}),
     "float16": ("Net", {"dtype": "float16"}),
     "float64": ("Net", {"dtype": "float64"}),
@@ -328,3 +341,19 @@ def test_a_precision_that_an_operation_lacks_is_refused_before_the_first_request
     with torch.no_grad():
         expected = model.second.to(dtype)(rows.to(dtype))  # type: ignore[attr-defined]
     torch.testing.assert_close(load(response.content)["second"], expected)
+
+
+def test_integrated_gradients_before_a_sum_are_captums(own: tuple[Client, ModuleType]) -> None:
+    """The gradients of all positions of a channel are one value, expanded."""
+    client, module = own
+    model = reference(module, "summed")
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    url = "/v1/models/summed/attributions?of=second&at=relu&target=1&method=integrated_gradients&steps=3"
+    kinds = dict.fromkeys(("Content-Type", "Accept"), "application/x-safetensors")
+    response = client.post(url, content=save({"x": x}), headers=kinds)
+    assert response.status_code == 200, response.text
+    with torch.no_grad():
+        before = model.first(x).relu()  # type: ignore[attr-defined]
+    after = IntegratedGradients(lambda value: model.second(value.sum((2, 3))))  # type: ignore[attr-defined]
+    expected = after.attribute(before, target=1, n_steps=3).float()
+    torch.testing.assert_close(load(response.content)["attribution"], expected, rtol=1e-4, atol=1e-6)
