@@ -155,7 +155,7 @@ class Extractor:
         return tuple(factor.to(inputs[0].device) for factor in found)
 
     def values_at(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, tuple[list[int], torch.dtype]]:
-        """Return shape and dtype of the outputs and their ancestors by node, for one row, without computing values.
+        """Return shape and dtype of outputs, edited nodes and their ancestors by node, for one row, computing nothing.
 
         Args:
             shapes: the shape of each input without its batch dimension.
@@ -163,7 +163,9 @@ class Extractor:
         Raises:
             BadTensor: the model does not accept inputs of that shape.
         """
-        return (self.part or self.graph).values_at(shapes, {output.node for output in self.outputs})
+        # Outputs that read what an edited node writes in place need not be its descendants in the model's graph.
+        wanted = {output.node for output in self.outputs} | {node.name for node in self.edited}
+        return (self.part or self.graph).values_at(shapes, wanted)
 
 
 def build_extractor(

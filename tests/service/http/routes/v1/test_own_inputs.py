@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import io
 import sys
@@ -357,3 +358,20 @@ def test_integrated_gradients_before_a_sum_are_captums(own: tuple[Client, Module
     after = IntegratedGradients(lambda value: model.second(value.sum((2, 3))))  # type: ignore[attr-defined]
     expected = after.attribute(before, target=1, n_steps=3).float()
     torch.testing.assert_close(load(response.content)["attribution"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_node_that_only_writes_in_place_is_edited(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
+    """No node reads its value: what follows reads the tensor that it overwrote."""
+    client, module = own
+    model: Any = reference(module, "summed")
+    encoded = base64.b64encode(photos["chelsea"]).decode()
+    url, accept = "/v1/models/summed/features", {"Accept": "application/x-safetensors"}
+    first = client.post(f"{url}?nodes=first", json={"images": [encoded]}, headers=accept)
+    edits = [{"node": "relu", "channels": [1, 5], "scale": 0.5, "shift": 2.0}]
+    response = client.post(f"{url}?nodes=second", json={"images": [encoded], "edits": edits}, headers=accept)
+    assert response.status_code == 200, response.text
+    with torch.no_grad():
+        value = load(first.content)["first"].relu()
+        value[:, [1, 5]] = value[:, [1, 5]] * 0.5 + 2.0
+        expected = model.second(value.sum((2, 3)))
+    torch.testing.assert_close(load(response.content)["second"], expected, rtol=1e-4, atol=1e-4)
