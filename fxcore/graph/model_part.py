@@ -54,7 +54,10 @@ class ModelPart:
         part = cut(whole, given, wanted, lambda n: PATH in n.meta and graph.extractable(n) and _is_floating(n))
         part.graph.output(tuple(part.kept[node] for node in wanted))
         self.graph = part.graph
-        self._module = fx.GraphModule(graph.root, part.graph)
+        # Not the traced module, whose parameters may be on another device, and which lacks what transforms added.
+        owner = graph.graph.owning_module
+        assert owner is not None, "the graph of a model belongs to a module"
+        self._module = fx.GraphModule(owner, part.graph)
         self.any_size = not part.fixed
         self.inputs = tuple(_spec(key, node, part.fixed) for key, node in given.items())
 

@@ -147,6 +147,18 @@ def test_a_map_of_another_size_is_taken_where_the_rest_takes_it() -> None:
     assert half.values_at([shape])["layer4.1.relu_1"][0] == [1, 512, 10, 8]
 
 
+@pytest.mark.exhaustive
+def test_shapes_of_a_part_whose_model_is_built_on_the_cpu() -> None:
+    """Swin V2 computes its tables when it is built, so the traced module has tensors that are not on meta."""
+    graph, model = extractors("timm.swinv2_tiny_window8_256")
+    end = graph.resolve(["layers.3.blocks.0.attn"])
+    half = build_extractor(graph, model, end, inputs=graph.resolve(["layers.3.downsample"]))
+    shapes = [spec.usual for spec in half.inputs]
+    with torch.no_grad():
+        [value] = half.module(*(torch.rand(1, *shape) for shape in shapes)).values()
+    assert half.values_at(shapes)[next(iter(end.values()))][0] == list(value.shape)
+
+
 def test_a_size_of_the_image_makes_a_part_of_one_size() -> None:
     graph = model_graph("lraspp_mobilenet_v3_large")  # its result has the size of the image
     part = ModelPart(
