@@ -23,6 +23,8 @@ def export_onnx(extractor: Captured) -> bytes:
     Raises:
         CannotExport: onnxruntime's outputs differ from the extractor's.
     """
+    from onnx_ir.passes.common import NameFixPass
+
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     with quiet():
         program = torch.onnx.export(
@@ -33,6 +35,8 @@ def export_onnx(extractor: Captured) -> bytes:
             verbose=False,
         )
     assert program is not None
+    # Keys and names of inputs may be names that torch gave to inner values or weights, which get others.
+    NameFixPass()(program.model)
     proto = program.model_proto
     entry = proto.metadata_props.add()
     entry.key, entry.value = "fxserve", extractor.description.decode()

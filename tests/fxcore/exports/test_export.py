@@ -256,6 +256,14 @@ def test_a_key_that_names_an_input_is_refused_where_names_are_unique(format: str
     assert export(extractor, "fx")[:2] == b"PK"
 
 
+@pytest.mark.exhaustive
+def test_keys_may_be_names_of_inner_values_and_weights(tmp_path: Path) -> None:
+    """Torch calls other values of the exported graph by these names."""
+    pytest.importorskip("onnxruntime")
+    keys = {"layer1": "relu", "layer2": "add", "layer3": "layer1.0.conv1.weight", "fc": "relu_1", "avgpool": "val_0"}
+    check([make("resnet18", keys)], "onnx", tmp_path)
+
+
 class Small(nn.Module):
     """A convolution with something done to it; in a container that is kept whole, and alone."""
 
