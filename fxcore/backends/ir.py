@@ -23,6 +23,20 @@ def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
         module: a module that returns a tuple.
         export: exports a module with example inputs as a ``torch.export.ExportedProgram``.
     """
+    with module.register_forward_hook(_copied):
+        return _converted(module, example, export)
+
+
+def _copied(module: nn.Module, inputs: Inputs, outputs: Inputs) -> Inputs:
+    """Copy the outputs of a module.
+
+    The converter drops operations without effect, such as dropout, clone() and casts to the same dtype, and rejects a
+    value that is then returned twice. It keeps cat(), which the compiler removes.
+    """
+    return tuple(torch.cat((value,)) if value.ndim else value for value in outputs)
+
+
+def _converted(module: nn.Module, example: Inputs, export: Export) -> Any:
     from fxcore.backends.openvino_package import openvino
 
     if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):

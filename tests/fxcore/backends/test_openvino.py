@@ -158,6 +158,27 @@ def test_a_model_that_computes_with_its_size(artifacts: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_outputs_that_are_one_value(artifacts: Path) -> None:
+    """Dropout, clone() and casts have no effect here."""
+
+    class Same(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.dropout = torch.nn.Conv2d(3, 4, 1), torch.nn.Dropout()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = self.conv(x)
+            return {"dropout": self.dropout(y), "conv": y, "clone": y.clone(), "cast": y.float()}
+
+    model = Same().eval()
+    lowered = OPENVINO.lower(
+        torch.fx.symbolic_trace(model), (torch.randn(2, 3, 8, 8),), Options(threads=2, cache=artifacts)
+    )
+    for rows in (1, 3):
+        assert verify(model, lowered, torch.randn(rows, 3, 8, 8)).relative < 1e-5
+
+
+@pytest.mark.exhaustive
 def test_outputs_whose_size_is_known_only_afterwards(artifacts: Path) -> None:
     class Positive(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
