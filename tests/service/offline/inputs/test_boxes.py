@@ -106,6 +106,7 @@ def test_boxes_of_an_archive_of_a_whole_folder(
     assert_right(found_in(tmp_path / "out"), {f"{tmp_path}/x.tar/001.png": BOXES}, reference)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_and_other_boxes_are_refused(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:
