@@ -42,8 +42,9 @@ from service.offline.folder import Folder
 from service.offline.inputs import sources
 from service.offline.inputs.skipped import Skipped
 from service.offline.inputs.sources import Reader, Source
-from service.offline.outputs import shards, spec_file
+from service.offline.outputs import shards
 from service.offline.outputs.index import Index
+from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.run import add_images, check_reduce, check_regions, count, prepare
 from service.offline.runners import ExtractorInfo, LocalRunner, RowLayout, Rows
@@ -87,7 +88,7 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
 
 
 def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
-    before = spec_file.read(out)
+    before = SpecFile.read(out)
     check_regions(job)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, actors = _room(cores, settings.device)
@@ -97,12 +98,12 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         add_images(job, sources.find(job.inputs, skipped), index)
         lost = dict(index.errors())  # they get rows too
         index.forget_errors()
-        backend = before.get("backend") if before else None
+        backend = before.backend if before else None
         images = index.counts()[0] // actors
         engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, images)
         info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
         _check(info, job.options, probe)
-        made = spec_file.SpecFile(info, job.options, FORMAT, probe)
+        made = SpecFile.of(info, job.options, FORMAT, probe)
         with write_errors(out):
             made.write_or_check(out)
         output = Output(out, index, None if job.regions is None else job.options.pool)
@@ -146,19 +147,19 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
     The index is the same as that of a run without Ray, so each can resume the other.
     """
     assert job.reduce is not None
-    before = spec_file.read(out)
+    before = SpecFile.read(out)
     check_regions(job)
     check_reduce(job)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
-    backend = before.get("backend") if before else None
+    backend = before.backend if before else None
     images = count(job.inputs) // actors
     engine = _Engine(settings.model_copy(update=threads), job.spec, job.options, backend, images)
     info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(_describe).remote(engine))
     _check_size(info, job.options)
     empty = Statistics.empty(job.reduce, info.layouts, probe)
-    made = spec_file.SpecFile(info, job.options, job.format, probe, job.reduce)
+    made = SpecFile.of(info, job.options, job.format, probe, job.reduce)
     with write_errors(out):
         made.write_or_check(out)
         folder = WorkingFolder(out)
@@ -302,8 +303,8 @@ class _Engine:
 
     async def start(self) -> tuple[LocalRunner, Rows]:
         """Start the engine. Return it and the features of a fixed image."""
-        runner = LocalRunner(self.settings, self.options, self.images)
-        await runner.start(self.spec, self.backend)
+        runner = LocalRunner(self.settings, self.options, self.images, self.backend)
+        await runner.start(self.spec)
         return runner, await probe(runner, self.options.pool)
 
 
@@ -326,14 +327,14 @@ class _Actor:
     """
 
     def __init__(
-        self, engine: _Engine, made: spec_file.SpecFile, schema: pyarrow.Schema | None, reduce: str | None = None
+        self, engine: _Engine, made: SpecFile, schema: pyarrow.Schema | None, reduce: str | None = None
     ) -> None:
         self._schema = schema
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="fxserve-loop", daemon=True).start()
         runner, probe = asyncio.run_coroutine_threadsafe(engine.start(), self._loop).result()
         format = FORMAT if reduce is None else made.format
-        other = spec_file.SpecFile(runner.info, engine.options, format, probe, reduce)
+        other = SpecFile.of(runner.info, engine.options, format, probe, reduce)
         if differences := made.differences(other):
             node = ray.get_runtime_context().get_node_id()
             raise FxError(f"node {node} of the cluster computes with {'; '.join(differences)}")
@@ -358,9 +359,7 @@ class _Actor:
 class _ReducingActor(_Actor):
     """Reduces blocks of images to statistics, each batch as soon as it is computed."""
 
-    def __init__(
-        self, engine: _Engine, made: spec_file.SpecFile, reduce: str, layouts: Mapping[str, RowLayout]
-    ) -> None:
+    def __init__(self, engine: _Engine, made: SpecFile, reduce: str, layouts: Mapping[str, RowLayout]) -> None:
         super().__init__(engine, made, None, reduce)
         self._reduce = reduce
         self._layouts = layouts

@@ -12,8 +12,8 @@ from fxcore.errors import FxError
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.outputs import index as index_file
-from service.offline.outputs import spec_file
 from service.offline.outputs.index import Index
+from service.offline.outputs.spec_file import FILE, SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import ERRORS, error_line
 from service.offline.run import Summary
@@ -34,20 +34,20 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
         FxError: they cannot be merged, or ``out`` cannot be written.
     """
     target = Folder(out)
-    if spec_file.read(target) is not None or target.names():
+    if SpecFile.read(target) is not None or target.names():
         raise FxError(f"{target} is not empty; name a new folder")
-    document = None
+    spec = None
     for folder in folders:
-        found = spec_file.read(Folder(folder))
-        if found is None or "reduce" not in found:
-            held = f"no {spec_file.FILE}" if found is None else "features"
+        found = SpecFile.read(Folder(folder))
+        if found is None or found.reduce is None:
+            held = f"no {FILE}" if found is None else "features"
             raise FxError(f"{folder} holds {held}; name folders created by fxserve extract --reduce")
-        document = found if document is None else document
-        if differences := spec_file.differences(found, document):
+        spec = spec or found
+        if differences := found.differences(spec):
             raise FxError(f"{folder} was made with {'; '.join(differences)} as in {folders[0]}; they cannot be merged")
-    if document is None:
+    if spec is None or spec.reduce is None:
         raise FxError("name the folders to merge")
-    check_installed(document["reduce"])
+    check_installed(spec.reduce)
     with write_errors(target):
         working = WorkingFolder(target)
         working.path.mkdir(parents=True, exist_ok=True)
@@ -66,9 +66,8 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
                     if not other_statistics.outputs:  # this folder has no images yet
                         continue
                     if reduction is None:
-                        metadata = spec_file.metadata(document)
                         reduction = Reduction(
-                            working, index, other_statistics, document["reduce"], document["outputs"], metadata
+                            working, index, other_statistics, spec.reduce, spec.outputs, spec.metadata()
                         )
                     else:
                         reduction.merge([], other_statistics, [])
@@ -81,8 +80,8 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
             working.discard()
             raise
         working.close()
-        spec_file.write(target, document)  # last: without it, other runs cannot use the folder
-    return Summary(document["outputs"], images, done, unreadable, 0)
+        spec.write(target)  # last: without it, other runs cannot use the folder
+    return Summary(spec.outputs, images, done, unreadable, 0)
 
 
 @contextmanager

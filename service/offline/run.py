@@ -20,11 +20,12 @@ from service.offline.folder import Folder
 from service.offline.inputs import regions, sources
 from service.offline.inputs.skipped import Skipped
 from service.offline.inputs.sources import Reader, Source
-from service.offline.outputs import shards, spec_file
+from service.offline.outputs import shards
 from service.offline.outputs.index import Index
+from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import ERRORS, Writer, error_line
-from service.offline.runners import LocalRunner, RemoteRunner
+from service.offline.runners import LocalRunner, RemoteRunner, Runner
 from service.offline.statistics.files import check_installed
 from service.offline.statistics.reducer import Reducer, Reduction
 from service.offline.statistics.statistics import Statistics
@@ -102,19 +103,16 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
     out = Folder(job.out)
-    before = spec_file.read(out)
+    before = SpecFile.read(out)
     check_regions(job)
     check_reduce(job)
-    runner: LocalRunner | RemoteRunner
+    runner: Runner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
-        runner = LocalRunner(settings, job.options, count(job.inputs))
+        runner = LocalRunner(settings, job.options, count(job.inputs), before.backend if before else None)
     try:
-        if isinstance(runner, RemoteRunner):
-            await runner.start(job.spec)
-        else:
-            await runner.start(job.spec, before.get("backend") if before else None)
+        await runner.start(job.spec)
         probed = await probe(runner, job.options.pool)
         info = runner.info
         chosen = empty = None
@@ -122,7 +120,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
             chosen = shards.shard_format(job.format, list(probed), [values.dtype for values in probed.values()])
         else:
             empty = Statistics.empty(job.reduce, info.layouts, probed)
-        spec = spec_file.SpecFile(info, job.options, job.format, probed, job.reduce)
+        spec = SpecFile.of(info, job.options, job.format, probed, job.reduce)
         with write_errors(out):
             spec.write_or_check(out)
             folder = await asyncio.to_thread(WorkingFolder, out)

@@ -113,6 +113,13 @@ class Runner(Protocol):
     info: ExtractorInfo
     concurrency: int
 
+    async def start(self, spec: ExtractorSpec) -> None:
+        """Build the extractor.
+
+        Raises:
+            FxError: it cannot be built.
+        """
+
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         """Compute key → ``[len(images), ...]``.
 
@@ -137,11 +144,12 @@ class LocalRunner:
         settings: settings of the engine. Server settings, such as limits and the store of extractors, are ignored.
         options: how to pool and cast the outputs.
         images: number of images of the run; a faster backend is searched for if that saves time.
+        served_by: the backend that computed earlier rows; ``auto`` then means that one.
     """
 
     concurrency = 64
 
-    def __init__(self, settings: Settings, options: FeatureOptions, images: int) -> None:
+    def __init__(self, settings: Settings, options: FeatureOptions, images: int, served_by: str | None) -> None:
         fields = Settings.model_fields
         changed: dict[str, Any] = {
             name: fields[name].get_default(call_default_factory=True) for name in fields.keys() - _OWN_SETTINGS
@@ -150,23 +158,15 @@ class LocalRunner:
         self._engine = Engine(settings.model_copy(update=changed))
         self._options = options
         self._images = images
+        self._served_by = served_by
         self._lowering = settings.lowering
         self._record: ExtractorRecord | None = None
 
-    async def start(self, spec: ExtractorSpec, served_by: str | None) -> None:
-        """Build the extractor.
-
-        Args:
-            spec: the spec of the extractor.
-            served_by: the backend that computed earlier rows; ``auto`` then means that one.
-
-        Raises:
-            FxError: it cannot be built.
-        """
+    async def start(self, spec: ExtractorSpec) -> None:
         await self._engine.start()
         requested = spec.backend
-        if requested == "auto" and served_by is not None:
-            spec = spec.model_copy(update={"backend": served_by})
+        if requested == "auto" and self._served_by is not None:
+            spec = spec.model_copy(update={"backend": self._served_by})
         record, _ = await self._engine.extractor(spec)
         runtime = await self._engine.runtimes.load(record)
         if self._lowering:  # now, because switching backends during the run would round later rows differently

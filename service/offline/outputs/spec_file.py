@@ -27,19 +27,24 @@ _COARSE_TOLERANCE = 0.02
 
 
 class SpecFile:
-    """The content of ``spec.json``.
+    """The content of ``spec.json``; see :meth:`of`."""
 
-    Args:
-        info: describes the extractor.
-        options: how its outputs are pooled and cast.
-        format: format of the shards.
-        probe: the features of a fixed image.
-        reduce: the statistics that the folder holds; None if it holds rows.
-    """
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
 
-    def __init__(
-        self, info: ExtractorInfo, options: FeatureOptions, format: str, probe: Rows, reduce: str | None = None
-    ) -> None:
+    @classmethod
+    def of(
+        cls, info: ExtractorInfo, options: FeatureOptions, format: str, probe: Rows, reduce: str | None = None
+    ) -> SpecFile:
+        """Describe a run.
+
+        Args:
+            info: describes the extractor.
+            options: how its outputs are pooled and cast.
+            format: format of the shards.
+            probe: the features of a fixed image.
+            reduce: the statistics that the folder holds; None if it holds rows.
+        """
         one_shape = info.one_size or options.one_shape
         outputs = [
             {
@@ -49,31 +54,94 @@ class SpecFile:
             }
             for output in info.outputs
         ]
-        self.outputs: list[dict[str, Any]] = outputs
-        self._document: dict[str, Any] = {
-            "spec": info.spec,
-            "options": options.named(),
-            "images": info.images,
-            "format": format,
-            "fingerprint": info.fingerprint,
-            "backend": info.backend,
-            "outputs": outputs,
-            "probe": {key: _statistics(values) for key, values in probe.items()},
-            **({"reduce": reduce} if reduce is not None else {}),
-        }
+        return cls(
+            {
+                "spec": info.spec,
+                "options": options.named(),
+                "images": info.images,
+                "format": format,
+                "fingerprint": info.fingerprint,
+                "backend": info.backend,
+                "outputs": outputs,
+                "probe": {key: _statistics(values) for key, values in probe.items()},
+                **({"reduce": reduce} if reduce is not None else {}),
+            }
+        )
+
+    @classmethod
+    def read(cls, folder: Folder) -> SpecFile | None:
+        """Read the file in ``folder``, or None.
+
+        Raises:
+            FxError: it is damaged, or ``folder`` is a file.
+        """
+        if folder.disk is not None and folder.disk.exists() and not folder.disk.is_dir():
+            raise FxError(f"{folder} is a file; --out must be a folder")
+        data = folder.read(FILE)
+        if data is None:
+            return None
+        try:
+            document = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise FxError(f"{folder}/{FILE} is damaged: {error}") from error
+        if not isinstance(document, dict):
+            raise FxError(f"{folder}/{FILE} is damaged: not a JSON object")
+        return cls(document)
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """Key, node, layout, stride, shape and dtype of each output."""
+        outputs: list[dict[str, Any]] = self._document["outputs"]
+        return outputs
 
     @property
     def format(self) -> str:
         """Format of the shards."""
         return str(self._document["format"])
 
+    @property
+    def backend(self) -> str | None:
+        """The backend that computed the rows; None if servers chose."""
+        return self._document.get("backend")
+
+    @property
+    def reduce(self) -> str | None:
+        """The statistics that the folder holds; None if it holds rows."""
+        return self._document.get("reduce")
+
     def metadata(self) -> dict[str, str]:
         """Return the metadata of each shard, as strings."""
-        return metadata(self._document)
+        spec = self._document["spec"]
+        return {
+            "model": spec["model"],
+            "weights": spec["weights"],
+            "nodes": orjson.dumps(spec["return_nodes"]).decode(),
+            "fingerprint": self._document["fingerprint"],
+        }
 
     def differences(self, other: SpecFile) -> list[str]:
-        """Describe how ``other`` differs; empty if rows of both may be in one folder."""
-        return differences(other._document, self._document)
+        """Describe how this differs from ``other``; empty if rows of both may be in one folder."""
+        before, now = self._document, other._document
+        found = []
+        for part in ("spec", "options"):
+            old, new = before.get(part, {}), now[part]
+            # Compare as text, because the order of outputs matters.
+            differing = [k for k in {**new, **old} if orjson.dumps(old.get(k)) != orjson.dumps(new.get(k))]
+            found += [f"{k} {old.get(k)}, not {new.get(k)}" for k in differing]
+        if not before.get("images") and before.get("options", {}).get("preprocess") != "none":
+            found.append("a version of fxserve with a different preprocess=default")
+        elif before.get("images", now["images"]) != now["images"]:
+            found.append(f"images preprocessed by {before['images']}, not {now['images']}")
+        if self.reduce != other.reduce:
+            found.append(f"--reduce {self.reduce}, not {other.reduce}")
+        found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
+        if not found and not _agree(before.get("probe", {}), now):
+            found.append("weights of the same name that give different values")
+        return found
+
+    def write(self, folder: Folder) -> None:
+        """Write the file into ``folder``."""
+        folder.write(FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
 
     def write_or_check(self, folder: Folder) -> None:
         """Write it to a new folder, or compare it with the existing file.
@@ -81,76 +149,16 @@ class SpecFile:
         Raises:
             FxError: the folder holds something else.
         """
-        before = read(folder)
+        before = SpecFile.read(folder)
         if before is None:
             # A run that was killed while it wrote this file left an unfinished one.
             if any(name != FILE + UNFINISHED for name in folder.names()):
                 raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
-            write(folder, self._document)
-            return
-        if found := differences(before, self._document):
+            self.write(folder)
+        elif found := before.differences(self):
             raise FxError(
                 f"{folder} was made with {'; '.join(found)}; use the same options to resume it, or name a new folder"
             )
-
-
-def write(folder: Folder, document: Mapping[str, Any]) -> None:
-    """Write the file into ``folder``."""
-    folder.write(FILE, orjson.dumps(document, option=orjson.OPT_INDENT_2).decode() + "\n")
-
-
-def metadata(document: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of feature files, as strings."""
-    spec = document["spec"]
-    return {
-        "model": spec["model"],
-        "weights": spec["weights"],
-        "nodes": orjson.dumps(spec["return_nodes"]).decode(),
-        "fingerprint": document["fingerprint"],
-    }
-
-
-def read(folder: Folder) -> dict[str, Any] | None:
-    """Read the file in ``folder``, or None.
-
-    Raises:
-        FxError: it is damaged, or ``folder`` is a file.
-    """
-    if folder.disk is not None and folder.disk.exists() and not folder.disk.is_dir():
-        raise FxError(f"{folder} is a file; --out must be a folder")
-    data = folder.read(FILE)
-    if data is None:
-        return None
-    try:
-        document = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise FxError(f"{folder}/{FILE} is damaged: {error}") from error
-    if not isinstance(document, dict):
-        raise FxError(f"{folder}/{FILE} is damaged: not a JSON object")
-    return document
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe how the content of one file differs from that of another.
-
-    Empty if one folder may hold the features of both.
-    """
-    found = []
-    for part in ("spec", "options"):
-        old, new = before.get(part, {}), now[part]
-        # Compare as text, because the order of outputs matters.
-        differing = [k for k in {**new, **old} if orjson.dumps(old.get(k)) != orjson.dumps(new.get(k))]
-        found += [f"{k} {old.get(k)}, not {new.get(k)}" for k in differing]
-    if not before.get("images") and before.get("options", {}).get("preprocess") != "none":
-        found.append("a version of fxserve with a different preprocess=default")
-    elif before.get("images", now["images"]) != now["images"]:
-        found.append(f"images preprocessed by {before['images']}, not {now['images']}")
-    if before.get("reduce") != now.get("reduce"):
-        found.append(f"--reduce {before.get('reduce')}, not {now.get('reduce')}")
-    found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
-    if not found and not _agree(before.get("probe", {}), now):
-        found.append("weights of the same name that give different values")
-    return found
 
 
 def _agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
