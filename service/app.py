@@ -77,7 +77,6 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         exempt_imports()
         await state.engine.start()  # before all other threads: it sets up where threads allocate memory
-        state.engine.threads.start_lookups()
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)

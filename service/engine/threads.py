@@ -223,19 +223,10 @@ class Threads:
         self.downloads = Pool(4, "fxserve-download")
         self.foreground = Pool(1, "fxserve-lower", compute_on, device, 1)
         self.background = Pool(1, "fxserve-improve", compute_on, device, 1)
-        self._needed = (
-            self.intake,
-            self.encoders,
-            self.builders,
-            self.chores,
-            self.downloads,
-            self.foreground,
-            self.background,
-        )
-        self._lookups = self.lookups, self.listings, self.pictures, self.exports
+        self._pools = [pool for pool in vars(self).values() if isinstance(pool, Pool)]
 
     def start(self) -> None:
-        """Start all threads except the lookup pools.
+        """Start all threads.
 
         ``chores`` becomes the default executor of the running event loop.
 
@@ -243,18 +234,9 @@ class Threads:
             RuntimeError: the system has no thread left.
         """
         asyncio.get_running_loop().set_default_executor(self.chores)
-        for pool in self._needed:
+        for pool in self._pools:
             pool.start()
         self.decoders.start()
-
-    def start_lookups(self) -> None:
-        """Start the lookup pools, which an engine without a server does not need.
-
-        Raises:
-            RuntimeError: the system has no thread left.
-        """
-        for pool in self._lookups:
-            pool.start()
 
     def stop_compiling(self) -> None:
         """Start no more lowering."""
@@ -266,5 +248,5 @@ class Threads:
         self.decoders.stop()
         # The event loop may keep running and needs a working executor.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
-        for pool in (*self._lookups, *self._needed):
+        for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)

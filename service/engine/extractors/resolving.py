@@ -8,6 +8,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -77,8 +78,7 @@ class Resolver:
         return record
 
     async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> Description:
-        if trace_in is None:
-            return await in_pool(self._pool, resolve, spec, *self._served)
+        trace_in = trace_in or partial(in_pool, self._pool)
         # One at a time: all but the first find the graph already traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
             return await trace_in(lambda: resolve(spec, *self._served))

@@ -44,7 +44,6 @@ def test_lookups_have_a_low_priority(make_client: Callable[..., Client]) -> None
 async def test_work_that_takes_long_holds_up_no_other_kind() -> None:
     threads, free = Threads(Settings(device="cpu"), torch.device("cpu")), threading.Event()
     threads.start()
-    threads.start_lookups()
     short = (threads.intake, threads.encoders, threads.chores, threads.foreground)
     long = (threads.builders, threads.downloads, threads.background, threads.exports, threads.pictures, threads.lookups)
     try:
