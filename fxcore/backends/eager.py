@@ -22,11 +22,13 @@ from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.passes.base import CannotTransform, finish, fork, hooked
 from fxcore.passes.fuse_conv_bn import fuse_conv_bn
 from fxcore.passes.memory_formats import ignore_memory_formats
+from fxcore.tracing.writes import home
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
 _ACTIVATION_FUNCTIONS = (F.relu, F.relu6, F.hardswish, F.hardsigmoid, F.silu, F.leaky_relu, F.elu)
 
-# Operations that always allocate their result. Overwriting a view or an identity would overwrite its source.
+# Layers (by exact class, as a subclass may return its input) and functions of torch that always allocate their result.
+# Overwriting a view or an identity would overwrite its source.
 _MAKE_NEW = (PackedConv2d, *ALL_CONVOLUTIONS, *BATCH_NORMS, nn.Linear, nn.LayerNorm)
 _FUNCTIONS_THAT_MAKE_NEW = {"add", "mul", "sub", "cat", "conv2d", "linear", "matmul"}
 
@@ -168,7 +170,8 @@ def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         called = modules.get(str(node.target))
         if called is None or hooked(called):  # a hook may replace the result, or keep it
             return False
-        return isinstance(called, _MAKE_NEW) or (isinstance(called, _ACTIVATIONS) and not called.inplace)
+        return type(called) in _MAKE_NEW or (type(called) in _ACTIVATIONS and not called.inplace)
     if node.op == "call_function" and node.target in _ACTIVATION_FUNCTIONS:
         return len(node.args) == 1 and not node.kwargs.get("inplace")
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW
+    makes_new = node.op == "call_function" and getattr(node.target, "__name__", "") in _FUNCTIONS_THAT_MAKE_NEW
+    return makes_new and home(node.target) in ("torch", "_operator") and "out" not in node.kwargs

@@ -255,8 +255,17 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         return True
     if name not in _ALLOCATING or "out" in node.kwargs:
         return False
-    home = "torch" if node.op == "call_method" else getattr(node.target, "__module__", None) or "torch"
-    return home.split(".")[0] == "torch" or (home == "_operator" and not any(map(_is_list, node.args)))
+    package = "torch" if node.op == "call_method" else home(node.target)
+    return package == "torch" or (package == "_operator" and not any(map(_is_list, node.args)))
+
+
+def home(function: Any) -> str:
+    """Return the top-level package of a function; torch's builtins do not name theirs.
+
+    >>> home(torch.add), home(nn.functional.relu), home(operator.add)
+    ('torch', 'torch', '_operator')
+    """
+    return str(getattr(function, "__module__", None) or "torch").split(".")[0]
 
 
 def _is_list(value: Any) -> bool:

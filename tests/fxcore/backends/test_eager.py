@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from fxcore import build_extractor, get_model, load_model, model_graph
@@ -156,3 +159,63 @@ def test_sequences_of_3d_convolutions() -> None:
     made = build_extractor(graph, load_model(get_model("s3d"), "random"), graph.resolve(["features.3"]))
     x = torch.rand(1, 3, 14, 64, 64)
     assert verify(made.module, BACKENDS["eager"].lower(made.module, (x,), Options()), x).relative < 1e-5
+
+
+@fx.wrap
+def matmul(x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    return x if y is None else x @ y
+
+
+class Aliasing(nn.Linear):
+    """A linear layer that returns its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Quiet(nn.ReLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("how", ["function", "layer", "activation", "out"])
+def test_what_users_name_like_torch_may_return_its_input(how: str) -> None:
+    """What returns memory that others read is recognised neither by name nor by its base class."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Aliasing(2, 2) if how == "layer" else Quiet()
+            self.relu = nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            h = x - 1
+            if how == "function":
+                same = matmul(h, None)
+            elif how == "out":
+                same = torch.add(x, 1, out=h)
+            else:
+                same = self.layer(h)
+            return {"h": h, "relu": self.relu(same) if how == "layer" else F.relu(same)}
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return True
+
+    model, x = Model().eval(), torch.rand(2, 2) - 1
+    module = fx.GraphModule(model, Tracer().trace(model))
+    with torch.no_grad():
+        expected = {key: value.clone() for key, value in model(x).items()}
+    assert activations_in_place(module) == 0
+    assert all(torch.equal(value, expected[key]) for key, value in module(x).items())
+
+
+def applied_then_relu(function: Any, weight: torch.Tensor) -> Any:
+    return lambda x: F.relu(function(x, weight))
+
+
+def test_functions_of_torch_make_new_memory() -> None:
+    weight = torch.rand(2, 2)
+    for function in (torch.matmul, operator.add, operator.matmul, F.linear, torch.sub, torch.mul):
+        module = fx.symbolic_trace(applied_then_relu(function, weight))
+        assert activations_in_place(module) == 1, function
