@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
-from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
 from fxcore.graph.nodes import resolve
 from fxcore.tracing.names import UNTRACEABLE
@@ -39,24 +37,7 @@ class NodeNames:
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
         """Map each key to an exact name; see :func:`fxcore.graph.nodes.resolve`."""
-        pairs = [*(return_nodes.items() if isinstance(return_nodes, Mapping) else enumerate(_listed(return_nodes)))]
-        for pair in pairs:
-            if not all(isinstance(name, str) for name in (pair if isinstance(return_nodes, Mapping) else pair[1:])):
-                raise UnknownNode(
-                    f"return_nodes are names, or a dictionary from names to keys, and hold {pair[-1]!r:.100}",
-                    name=str(pair[-1])[:100],
-                    suggestions=[],
-                )
-        if not self._wrapped:
-            return resolve(self, return_nodes)
-        exact: dict[str, str] = {}
-        for first, second in pairs:
-            name, key = (first, second) if isinstance(return_nodes, Mapping) else (second, second)
-            if key in exact:
-                raise DuplicateKey(f"the key {key!r} is given twice; each name needs a key of its own", key=key)
-            exact |= resolve(self, {name if name in self.by_name else without_prefix(name): key})
-        return exact or resolve(self, return_nodes)
+        return resolve(self, return_nodes, self._plain)
 
-
-def _listed(names: Any) -> Sequence[Any]:
-    return names if isinstance(names, Sequence) else [names]
+    def _plain(self, name: str) -> str:
+        return without_prefix(name) if self._wrapped and name not in self.by_name else name

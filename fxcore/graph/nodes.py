@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import fx
@@ -47,15 +47,21 @@ class Named(Protocol):
         ...
 
 
-def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Map keys to exact node names; see :meth:`fxcore.graph.model_graph.ModelGraph.resolve`."""
+def resolve(
+    graph: Named, return_nodes: Sequence[str] | Mapping[str, str], plain: Callable[[str], str] = str
+) -> dict[str, str]:
+    """Map keys to exact node names; see :meth:`fxcore.graph.model_graph.ModelGraph.resolve`.
+
+    Args:
+        plain: converts a name, but not its key, to the one to look up.
+    """
     if isinstance(return_nodes, str):
         return_nodes = [return_nodes]
     if not isinstance(return_nodes, Iterable):
         raise BadArgument(f"nodes are a list of names, or names with keys, not {return_nodes!r:.100}")
     pairs = list(return_nodes.items()) if isinstance(return_nodes, Mapping) else [(name, name) for name in return_nodes]
     if not isinstance(return_nodes, Mapping):
-        pairs = [(one, one) for name, _ in pairs for one in (group(graph, name) if is_group(name) else [name])]
+        pairs = [(one, one) for name, _ in pairs for one in (group(graph, plain(name)) if is_group(name) else [name])]
     if wrong := [pair for pair in pairs if not all(isinstance(part, str) for part in pair)]:
         name, key = wrong[0]
         raise BadArgument(f"names of nodes and keys are text, not {key if isinstance(name, str) else name!r:.100}")
@@ -65,7 +71,7 @@ def resolve(graph: Named, return_nodes: Sequence[str] | Mapping[str, str]) -> di
     for name, key in pairs:
         if key in resolved:
             raise DuplicateKey(f"the key {key!r} is given twice; each name needs a key of its own", key=key)
-        resolved[key] = resolve_one(graph, name)
+        resolved[key] = resolve_one(graph, plain(name))
     return resolved
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fxcore import UserModel, build_extractor, create_extractor, load_model, model_graph, trace
-from fxcore.errors import DuplicateKey, NotTraceable
+from fxcore.errors import BadArgument, DuplicateKey, NotTraceable, UnknownNode
 from fxcore.models.user_models import user_entry
 from fxcore.transforms import remove
 
@@ -158,3 +158,31 @@ def test_what_has_no_code_left_is_named(name: str) -> None:
         with pytest.raises(NotTraceable, match="pass the model that was given to") as refused:
             call()
         assert advice in refused.value.extra["advice"]
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x) * 2
+        return out
+
+
+@pytest.mark.parametrize("name", ["layer", "layer.*", "module.layer.*", ["layer.*"], ["module.layer.*", "mul"], "mul"])
+def test_groups_and_single_names_in_a_wrapper(name: str | list[str]) -> None:
+    plain = Named()
+    names = name.removeprefix("module.") if isinstance(name, str) else [one.removeprefix("module.") for one in name]
+    with torch.no_grad():
+        expected = create_extractor(plain, names, X)(X)
+        found = create_extractor(nn.DataParallel(plain), name, X)(X)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+def test_names_in_a_wrapper_that_are_wrong() -> None:
+    for wrong, error in ((3, BadArgument), ([3], BadArgument), ({"4": 3}, BadArgument), (["module.9"], UnknownNode)):
+        with pytest.raises(error):
+            create_extractor(nn.DataParallel(model()), wrong, X)  # type: ignore[arg-type]
