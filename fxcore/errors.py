@@ -71,7 +71,28 @@ class DuplicateKey(FxError):
 
 
 class NotTraceable(FxError):
-    """torch.fx cannot trace the model; ``module`` and ``source`` say where it failed, ``kind`` and ``advice`` why."""
+    """torch.fx cannot trace the model; ``module`` and ``source`` say where it failed, ``kind`` and ``advice`` why.
+
+    Attributes:
+        problem: the detail without the advice.
+    """
+
+    problem: str
+
+    @classmethod
+    def because(
+        cls, problem: str, advice: str, *, kind: str, module: str, source: str = "", expression: str = ""
+    ) -> Self:
+        """Return an error with ``problem; advice`` as its detail.
+
+        >>> error = NotTraceable.because("f is a str", "pass a function", kind="callable", module="f")
+        >>> error.detail, error.problem
+        ('f is a str; pass a function', 'f is a str')
+        """
+        extra = {"kind": kind, "module": module, "source": source, "expression": expression, "advice": advice}
+        error = cls(f"{problem}; {advice}", **extra)
+        error.problem = problem
+        return error
 
 
 class BadImage(FxError):

@@ -77,14 +77,8 @@ def check_python(module: Any) -> None:
     else:
         return
     name = type(module).__name__
-    raise NotTraceable(
-        f"{name} is {how}, which has no Python code to trace; {advice}",
-        kind="module",
-        module=name,
-        source="",
-        expression="",
-        advice=advice,
-    )
+    problem = f"{name} is {how}, which has no Python code to trace"
+    raise NotTraceable.because(problem, advice, kind="module", module=name)
 
 
 def _inner(module: nn.Module) -> nn.Module | None:

@@ -68,14 +68,11 @@ def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
         if word is None and parts[0] not in _RESERVED:
             continue
         why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
-        advice = "give that part of the model another name"
-        raise NotTraceable(
-            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}; {advice}",
+        raise NotTraceable.because(
+            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}",
+            "give that part of the model another name",
             kind="name",
             module=path,
-            source="",
-            expression="",
-            advice=advice,
         )
 
 

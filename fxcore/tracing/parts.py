@@ -113,7 +113,7 @@ def _untraceable(model: nn.Module, traced: set[str]) -> list[UntraceablePart]:
             record(child)
             reason = "it can only be traced apart: the code that calls it cannot"
         except NotTraceable as error:
-            reason = error.detail.split("; ")[0]
+            reason = error.problem
         found.append(UntraceablePart(path, reason))
     return found
 

@@ -53,13 +53,11 @@ def check_root(root: Any) -> None:
         advice = "pass the module itself, or a lambda that calls the method"
     else:
         advice = "write a function or a lambda that calls it"
-    raise NotTraceable(
-        f"{name} is a {type(root).__name__}, neither a module nor a Python function; {advice}",
+    raise NotTraceable.because(
+        f"{name} is a {type(root).__name__}, neither a module nor a Python function",
+        advice,
         kind="callable",
         module=name,
-        source="",
-        expression="",
-        advice=advice,
     )
 
 

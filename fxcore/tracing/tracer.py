@@ -277,14 +277,11 @@ def trace(
     try:
         made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
     except RuntimeError as error:
-        advice = "keep whole only functions that a module defines by name"
-        raise NotTraceable(
-            f"the graph of {called(root)} cannot be written as code ({summarize(error)}); {advice}",
+        raise NotTraceable.because(
+            f"the graph of {called(root)} cannot be written as code ({summarize(error)})",
+            "keep whole only functions that a module defines by name",
             kind="code",
             module=called(root),
-            source="",
-            expression="",
-            advice=advice,
         ) from error
     for part in made.modules():
         if part is made or type(part) is nn.Module:  # a container that GraphModule created
@@ -348,7 +345,7 @@ def record(
                 explained = explain(error, root, path)
                 if AUTO not in given or not path or path in untraceable:
                     raise explained from error
-                untraceable[path] = explained.detail.split("; ")[0]
+                untraceable[path] = explained.problem
             finally:
                 before.restore(constants)  # traced values have no meaning outside the graph
     check_names(graph, root)
@@ -373,14 +370,12 @@ def private(model: nn.Module, training: bool) -> nn.Module:
         return made
     except Exception as error:
         mode = "train" if training else "eval"
-        advice = f"call .{mode}() on it first"
-        raise NotTraceable(
-            f"{type(model).__name__} is not in {mode} mode and cannot be copied ({summarize(error)}); {advice}",
+        name = type(model).__name__
+        raise NotTraceable.because(
+            f"{name} is not in {mode} mode and cannot be copied ({summarize(error)})",
+            f"call .{mode}() on it first",
             kind="mode",
-            module=type(model).__name__,
-            source="",
-            expression="",
-            advice=advice,
+            module=name,
         ) from error
 
 

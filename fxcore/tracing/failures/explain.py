@@ -72,13 +72,13 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
         whole = f", or keep the function whole with leaf_functions=({function},)"
     elif not path and isinstance(model, nn.Module):
         whole = ", or choose nodes of its parts that can be traced"
-    return NotTraceable(
-        f"{name} cannot be traced{inside}: {reason.problem}{at}; {reason.advice}{whole}",
+    return NotTraceable.because(
+        f"{name} cannot be traced{inside}: {reason.problem}{at}",
+        f"{reason.advice}{whole}",
         kind=reason.kind,
         module=path or name,
         source=source,
         expression=spot.expression if spot else "",
-        advice=f"{reason.advice}{whole}",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import threading
 import types
 from pathlib import Path
@@ -350,3 +352,26 @@ def test_leaf_functions_that_no_module_has_a_name_for() -> None:
     assert names(trace(space["Net"](), leaf_functions=(space["halved"],)).graph) == ["x", "halved"]
     with pytest.raises(NotAFunction, match="no variable that refers to it"):
         trace(model, leaf_functions=(lambda x: x,))
+
+
+class OneLine(nn.Module):
+    """Its code contains what ends a clause in messages."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0: x = -x; x = x + 1  # fmt: skip  # noqa: E701, E702
+        return x
+
+
+def test_the_reason_of_a_part_kept_whole_has_all_of_its_line() -> None:
+    model = nn.Sequential(nn.ReLU(), OneLine())
+    reason = untraceable_modules(trace(model, leaf_modules="auto").graph)["1"]
+    assert "if x.sum() > 0: x = -x; x = x + 1" in reason
+    with pytest.raises(NotTraceable) as caught:
+        trace(model)
+    error = caught.value
+    assert error.detail == f"{error.problem}; {error.extra['advice']}"
+    assert "problem" not in error.extra
+    assert reason == error.problem
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is NotTraceable
+        assert (again.detail, again.problem, again.extra) == (error.detail, error.problem, error.extra)
