@@ -8,8 +8,6 @@ All extractors over a model share the folded weights (:mod:`fxcore.backends.fold
 
 from __future__ import annotations
 
-import copy
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -17,6 +15,7 @@ from torch import Tensor, fx, nn
 from fxcore.backends.backend import Inputs, Options, lowering, storages_of, tensors_of
 from fxcore.backends.folds import pack_convolutions, share_new_tensors, with_shared_folds
 from fxcore.backends.packed import PackedConv2d, fuse_post_ops
+from fxcore.copies import shallow_copy
 from fxcore.int8.quantize import missing, quantize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.passes.base import CannotTransform, finish, fork, hooked
@@ -150,7 +149,7 @@ def activations_in_place(module: fx.GraphModule) -> int:
         if node.op == "call_module" and type(modules.get(path)) in _ACTIVATIONS and not hooked(modules[path]):
             # Copy it: other extractors over this model call the original, and may return its input.
             if id(modules[path]) not in made:
-                made[id(modules[path])] = copy.copy(modules[path])
+                made[id(modules[path])] = shallow_copy(modules[path])
                 made[id(modules[path])].inplace = True  # type: ignore[assignment]
             target = f"in_place_{len(made)}_{path.replace('.', '_')}"
             module.add_module(target, made[id(modules[path])])

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import verify
+from fxcore.copies import shallow_copy
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
-from fxcore.passes.base import bare_copy, fork
+from fxcore.passes.base import fork
 from fxcore.passes.keep_float import KEPT, named
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
@@ -228,7 +229,7 @@ class _Rounded(Interpreter):
             called = self.fetch_attr(str(n.target))
             if isinstance(called, WEIGHTED) and "weight" in called._parameters:
                 args, kwargs = self.fetch_args_kwargs_from_env(n)
-                private = bare_copy(called)  # other threads may run the original
+                private = shallow_copy(called)  # other threads may run the original
                 rounded = rounded_weight(called.weight, self._per_channel)
                 private._parameters["weight"] = nn.Parameter(rounded, requires_grad=False)
                 return private(*args, **kwargs)

@@ -307,14 +307,6 @@ def _restore_names(module: fx.GraphModule) -> None:
                 node.target = near
 
 
-def bare_copy(module: nn.Module) -> nn.Module:
-    """Shallow-copy a module: parameters and submodules are shared, and attributes can be set on the copy."""
-    made = copy.copy(module)
-    for key in ("_parameters", "_buffers", "_modules"):
-        made.__dict__[key] = copy.copy(module.__dict__[key])
-    return made
-
-
 def hooked(module: nn.Module) -> bool:
     """Return whether ``module`` has forward hooks or its own ``forward``, and so may differ from its class."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, CONVOLUTIONS
-from fxcore.passes.base import BadParameter, CannotTransform, add, bare_copy, hooked, transform
+from fxcore.passes.base import BadParameter, CannotTransform, add, hooked, transform
 from fxcore.passes.channel_views import reads_shape
 from fxcore.tracing.leaves import one_node
 
@@ -124,7 +125,7 @@ def _fold(
 ) -> None:
     convolution = chain[-1]
     assert isinstance(convolution, ALL_CONVOLUTIONS)
-    made = bare_copy(convolution)
+    made = shallow_copy(convolution)
     assert isinstance(made, ALL_CONVOLUTIONS)
     weight = convolution.weight.double()
     groups, per_group = convolution.groups, weight.shape[1]
@@ -148,7 +149,7 @@ def _fold(
         reader.replace_input_with(images, wider)
     inner: nn.Module = made
     for container in reversed(chain[:-1]):
-        copy = bare_copy(container)
+        copy = shallow_copy(container)
         copy.__dict__["_modules"][next(iter(copy._modules))] = inner
         inner = copy
     reader.target = add(module, str(reader.target), inner)

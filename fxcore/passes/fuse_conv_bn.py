@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
-from fxcore.passes.base import add, bare_copy, constant, erase_dead, hooked, source_of, transform
+from fxcore.passes.base import add, constant, erase_dead, hooked, source_of, transform
 from fxcore.passes.channel_views import is_view, reads_shape, views_keep_channels
 from fxcore.tracing.names import PATH, public_name
 
@@ -137,7 +138,7 @@ def scaled(
 def fused_module(convolution: nn.Module, affine: Affine) -> nn.Module:
     """Return a copy of ``convolution`` with ``affine`` folded in."""
     assert isinstance(convolution, ALL_CONVOLUTIONS)
-    made = bare_copy(convolution)
+    made = shallow_copy(convolution)
     made.weight, made.bias = scaled(
         convolution.weight, convolution.bias, affine, convolution.transposed, convolution.groups
     )
@@ -197,7 +198,7 @@ def fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
             last = name
     if not count:
         return module, 0
-    made = bare_copy(module)
+    made = shallow_copy(module)
     made.__dict__["_modules"] = children
     return made, count
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
+from fxcore.copies import shallow_copy
 from fxcore.layer_types import set_in_place
-from fxcore.passes.base import add, bare_copy, transform
+from fxcore.passes.base import add, transform
 from fxcore.passes.functionalize import functionalize
 
 
@@ -51,7 +52,7 @@ def _pure_module(module: nn.Module) -> nn.Module:
     in_place = set_in_place(module)
     if not in_place and all(child is module._modules[name] for name, child in children.items()):
         return module
-    made = bare_copy(module)
+    made = shallow_copy(module)
     made.__dict__["_modules"] = children
     if in_place:
         made.inplace = False  # type: ignore[assignment]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from fxcore.passes.base import add, bare_copy, hooked, source_of, transform
+from fxcore.copies import shallow_copy
+from fxcore.passes.base import add, hooked, source_of, transform
 from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
 
 # Modules whose output is [N, C] for an input [N, C].
@@ -64,7 +65,7 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
 
 def _fused(linear: nn.Linear, affine: Affine) -> nn.Linear:
     weight, bias = linear.weight, linear.bias
-    made = bare_copy(linear)
+    made = shallow_copy(linear)
     assert isinstance(made, nn.Linear)
     made.weight = nn.Parameter((weight.double() * affine.scale[:, None]).to(weight.dtype), requires_grad=False)
     shift = affine.shift if bias is None else bias.double() * affine.scale + affine.shift

@@ -16,11 +16,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn.utils import parametrizations, parametrize
 from torchvision.models import mobilenet_v3_small, resnet18, swin_v2_t
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import fxcore
-from fxcore.errors import BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
+from fxcore.errors import BadArgument, BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
 from fxcore.exports import CannotExport, export, export_folder
 from fxcore.graph.cut import OpenCut
 
@@ -304,7 +305,7 @@ def test_what_is_refused(captioner: Captioner) -> None:
     for call, error, says in [
         (lambda: fxcore.create_extractor(captioner, ["nowhere"], (IDS, IMAGE)), UnknownNode, "nowhere"),
         (lambda: fxcore.create_extractor(Pair(), ["getattr"], (x, x)), UnknownNode, "getattr"),
-        (lambda: fxcore.create_extractor(captioner, 3, (IDS, IMAGE)), UnknownNode, "3"),  # type: ignore[arg-type]
+        (lambda: fxcore.create_extractor(captioner, 3, (IDS, IMAGE)), BadArgument, "3"),  # type: ignore[arg-type]
         (lambda: fxcore.create_extractor(captioner, [], (IDS, IMAGE)), UnknownNode, "at least one"),
         (lambda: fxcore.create_extractor(captioner, {"mix": "a", "words": "a"}, (IDS, IMAGE)), DuplicateKey, "a"),
         (lambda: fxcore.create_extractor(captioner, ["mix"], IDS), BadTensor, "image"),
@@ -373,3 +374,30 @@ def test_what_it_would_need_beside_its_inputs_is_named() -> None:
     with pytest.raises(OpenCut, match="give mean too") as caught:
         fxcore.create_extractor(Gated().eval(), ["mul"], (torch.rand(2, 5, 4),), inputs=["first"])
     assert caught.value.extra["missing"] == ["mean"]
+
+
+class Parametrized(nn.Module):
+    """A leaf with a parametrized weight and an in-place part, which is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(3, 3))
+        self.parametrized = parametrizations.spectral_norm(nn.Linear(3, 3))
+        self.act = nn.ReLU(inplace=True)
+        self.weight = nn.Parameter(torch.ones(3))
+        parametrize.register_parametrization(self, "weight", nn.Softplus())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.linear(x) * self.weight)
+        return out
+
+
+def test_leaves_with_parametrized_weights_and_in_place_parts() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 3), Parametrized()).eval(), torch.randn(4, 3)
+    extractor = fxcore.create_extractor(model, ["0", "1"], x, leaf_modules=["1"])
+    with torch.no_grad():
+        expected, found = {"0": hooked(model, "0", x), "1": hooked(model, "1", x)}, extractor(x)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+    assert model[1].act.inplace
