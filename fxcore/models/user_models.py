@@ -358,5 +358,6 @@ def _narrow_to_inputs(model: nn.Module, fixed: Mapping[str, Any]) -> nn.Module:
     needed = [p.name for p in free if p.default is p.empty] or [p.name for p in free[:1]]
     if not needed:
         raise BadUserModel("its forward has no argument left to be its input; fix fewer in concrete_args")
-    simple = all(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters)
+    # An argument with a default would have one in the graph too, where it is not an input.
+    simple = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     return model if simple and len(needed) == len(parameters) else narrowed(model, needed, fixed, copied=False)

@@ -433,3 +433,27 @@ def test_a_module_in_memory_that_cannot_be_copied() -> None:
     model.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(BadUserModel, match="use a builder that makes a new one"):
         user_entry("own", UserModel(lambda: model))
+
+
+class Optional(nn.Module):
+    """Its only argument has a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        assert x is not None
+        out: Tensor = self.conv(x).relu()
+        return out
+
+
+def test_an_image_that_has_a_default_is_an_input() -> None:
+    entry = user_entry("optional", UserModel(Optional, preprocessing={"crop_size": 32}))
+    graph = model_graph(entry)
+    assert [(spec.name, spec.shape) for spec in graph.inputs] == [("x", (None, 3, 32, 32))]
+    x = torch.rand(2, 3, 32, 32)
+    extractor = build_extractor(graph, load_model(entry, entry.canonical_weights("DEFAULT")), graph.resolve(["relu"]))
+    with torch.no_grad():
+        torch.testing.assert_close(extractor.module(x)["relu"], Optional()(x))
