@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.passes.base import fork
+from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import require_graph
 from fxcore.tracing.names import PATH, public_name
 
@@ -70,7 +71,7 @@ class Transformer(fx.Transformer):
         self._name()
         source: Any = self.module
         # Copy the graph, so that names of nodes added later do not clash with these; the original does not know them.
-        made = fx.GraphModule(source, copy.deepcopy(self.new_graph), class_name=type(source).__name__)
+        made = GraphModule(source, copy.deepcopy(self.new_graph), class_name=type(source).__name__)
         made.meta.update(source.meta)
         made.training = source.training
         for part in made.modules():

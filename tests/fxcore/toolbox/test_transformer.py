@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -110,3 +111,11 @@ def test_a_module_that_has_two_names_keeps_both() -> None:
     made = Transformer(module).transform()
     assert [n.target for n in made.graph.nodes if n.op == "call_module"] == ["first", "second", "act"]
     assert made.first is made.second is module.first
+
+
+def test_names_are_kept_on_pickling() -> None:
+    made = ReluIsTwoNodes(trace(Net().eval())).transform()
+    again = pickle.loads(pickle.dumps(made))
+    assert names(again) == names(made)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(again(x), made(x), rtol=0, atol=0)
