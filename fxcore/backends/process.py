@@ -32,7 +32,7 @@ _CHILD_THREADS = 16
 """Threads that must be available before a child is started: OpenVINO spins forever if it cannot start its threads."""
 
 _FILE = "module.pt"
-"""Name of an empty file that marks a module with torch's int8 layers."""
+"""Name of the file that contains the module."""
 
 
 class ProcessFailed(Exception):
