@@ -191,8 +191,8 @@ def _dict(items: dict[str, str]) -> str:
 
 
 def _is_literal(value: object) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_literal(v) for v in value)
+    if isinstance(value, (tuple, list)):  # not a named tuple, whose repr is a call of its class
+        return type(value) in (tuple, list, torch.Size) and all(_is_literal(v) for v in value)
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or type(value) in (bool, int, str)

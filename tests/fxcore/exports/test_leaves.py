@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -168,3 +168,28 @@ def test_models_of_timm(name: str, node: str, tmp_path: Path, monkeypatch: pytes
     with torch.no_grad():
         values = importlib.import_module(package).load()(x)["out"]
         torch.testing.assert_close(values, extractor.module(x)["out"])
+
+
+class Size(NamedTuple):
+    height: int
+    width: int
+
+
+class Sized(nn.Module):
+    """Has a named tuple, whose repr needs its class, and a tensor's shape, whose repr needs torch."""
+
+    def __init__(self, size: Any) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, *self.size)
+
+
+def test_named_tuples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(2, 12)
+    for size in ((3, 4), [3, 4], torch.Size([3, 4])):
+        check(tmp_path / type(size).__name__, monkeypatch, Net(Sized(size)), x)
+    module = create_extractor(Net(Sized(Size(3, 4))), ["leaf"], x, leaf_modules=[Sized])
+    with pytest.raises(CannotExport, match="has 'size', which is neither a plain value nor"):
+        export_folder(module, tmp_path / "refused", example_inputs=(x,))
