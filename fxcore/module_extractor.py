@@ -20,7 +20,7 @@ from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import Inputs, bound, positional
-from fxcore.tracing.names import PATH, called
+from fxcore.tracing.names import PATH, shown_name
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
 from fxcore.tracing.unchanged import Unchanged
@@ -101,10 +101,10 @@ def create_extractor(
         try:
             observe(traced, given)
         except Exception as error:
-            raise BadTensor(f"{called(module)} cannot take these example inputs: {summarize(error)}") from error
+            raise BadTensor(f"{shown_name(module)} cannot take these example inputs: {summarize(error)}") from error
         named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
         names = NodeNames(
-            called(module),
+            shown_name(module),
             named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
             wrapped=module is not wrapper,
         )
@@ -152,7 +152,7 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
     tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
-        raise BadTensor(f"{called(module)} takes any number of arguments, but a graph takes a fixed number")
+        raise BadTensor(f"{shown_name(module)} takes any number of arguments, but a graph takes a fixed number")
     if len(tensors) == len(kinds) and Parameter.KEYWORD_ONLY not in kinds.values():
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}

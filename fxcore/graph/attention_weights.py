@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from fxcore.graph.operations import PERMUTES, computed
 from fxcore.passes.attention import ATTENTION, attention_weights, scaled_dot_product_weights
+from fxcore.tracing.names import operation_name
 
 _KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
 _MULTIPLIES = {"matmul", "bmm", "einsum"}
@@ -16,13 +17,15 @@ _MAX_MOVES = 40
 _PASSED_ON = {"Dropout", "Identity", "dropout", "permute", "transpose", "contiguous", "to"}
 
 
-def called(node: fx.Node) -> str:
+def operation_or_class(node: fx.Node) -> str:
     """Return the name of the function or method that a node calls, or of the class of its module."""
-    if node.op == "call_module":
-        owner = node.graph.owning_module
-        assert owner is not None
-        return type(owner.get_submodule(str(node.target))).__name__
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return type(own_module(node)).__name__ if node.op == "call_module" else operation_name(node)
+
+
+def own_module(node: fx.Node) -> nn.Module | None:
+    """Return the module that a node calls; None for other nodes, and if no GraphModule has its graph."""
+    owner = node.graph.owning_module
+    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -54,7 +57,7 @@ def is_attention_of_tokens(node: fx.Node) -> bool:
 
 def last_is_channels(node: fx.Node) -> bool:
     """Return whether ``node`` is a linear layer or a normalization over the last axis."""
-    return called(node) in _KEEPS_LAST
+    return operation_or_class(node) in _KEEPS_LAST
 
 
 def _makes_other_weights(node: fx.Node) -> bool:
@@ -71,12 +74,10 @@ def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
         made = node.args[0]
         return _of_softmax(made) if isinstance(made, fx.Node) else None
     value = node.meta.get("value")
-    if not isinstance(value, Tensor) or called(node) not in ("softmax", "Softmax"):
+    if not isinstance(value, Tensor) or operation_or_class(node) not in ("softmax", "Softmax"):
         return None
     if node.op == "call_module":
-        owner = node.graph.owning_module
-        assert owner is not None
-        dim = getattr(owner.get_submodule(str(node.target)), "dim", None)
+        dim = getattr(own_module(node), "dim", None)
     else:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     return _multiplied(node) if dim in (-1, value.ndim - 1) else None
@@ -85,7 +86,7 @@ def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
 def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:
     """Return the values multiplied by ``weights``, directly or after dropout or a linear layer over the heads."""
     for user in weights.users:
-        name = called(user)
+        name = operation_or_class(user)
         if name in _MULTIPLIES:
             equation, *factors = user.args if name == "einsum" else ("", *user.args)
             if len(factors) != 2 or weights not in factors:
@@ -96,7 +97,7 @@ def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:
                 dim = _free_dim(str(equation), place)
             if (found := _weighed(factors[1 - place], dim)) is not None:
                 return found
-        passed = name in _PASSED_ON or (name == "Linear" and called(weights) == "permute")
+        passed = name in _PASSED_ON or (name == "Linear" and operation_or_class(weights) == "permute")
         if passed and (found := _multiplied(user)) is not None:
             return found
     return None
@@ -163,7 +164,7 @@ def _moved(node: fx.Node, above: fx.Node, numbers: Any) -> Any:
     """Apply ``node`` to the channel numbers of the node ``above``; return None if unknown."""
     value, before = node.meta.get("value"), above.meta.get("value")
     alike = isinstance(value, Tensor) and isinstance(before, Tensor) and value.shape == before.shape
-    if alike and called(node) not in (*PERMUTES, "getattr"):
+    if alike and operation_or_class(node) not in (*PERMUTES, "getattr"):
         return numbers  # scaled, normalized, …
     if node.op not in ("call_function", "call_method"):
         return None

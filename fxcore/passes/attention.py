@@ -18,7 +18,7 @@ from torchvision.models.video.swin_transformer import shifted_window_attention_3
 
 from fxcore.passes.base import transform
 from fxcore.tracing.leaves import one_node
-from fxcore.tracing.names import MODULE, PATH
+from fxcore.tracing.names import MODULE, PATH, operation_name
 
 #: key in ``node.meta`` of nodes that return attention weights
 ATTENTION = "attention"
@@ -189,7 +189,7 @@ def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
         if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):
             if _mixes(module, user):
                 return True
-        elif (user.target if user.op == "call_method" else getattr(user.target, "__name__", "")) in _MIXES:
+        elif operation_name(user) in _MIXES:
             return True
     return False
 

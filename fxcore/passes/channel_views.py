@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.passes.base import hooked, source_of
+from fxcore.tracing.names import operation_name
 
 
 def reads_shape(node: fx.Node) -> bool:
@@ -21,7 +22,7 @@ def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
 
 
@@ -34,7 +35,7 @@ def views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: i
 def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
     if node.op == "call_module":
         return _module_keeps_channels(module.get_submodule(str(node.target)))
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     rest = list(node.args[1:])
     if name == "contiguous":
         return True
@@ -63,7 +64,7 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
     sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
     if size.op == "call_method" and size.target == "size":
         return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
-    if size.op == "call_function" and getattr(size.target, "__name__", "") == "getitem":
+    if operation_name(size) == "getitem":
         whole, index = size.args
         if not isinstance(whole, fx.Node) or index != dim or not reads_shape(whole):
             return False

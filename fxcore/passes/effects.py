@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import IN_PLACE_OPERATORS, mutated_argument
 
 _TRAINING = ("training", "train")
@@ -90,7 +91,7 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     ['rand_like', 'bernoulli']
     """
     if node.op == "call_module":
-        return any(m.training or _is_random_module(m) for m in called(module, node).modules())
+        return any(m.training or _is_random_module(m) for m in called_module(module, node).modules())
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node)
@@ -138,13 +139,13 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
         return True
     if node.op not in ("call_module", "call_function", "call_method") or node.meta.get("mutates"):
         return False
-    modules = {str(node.target): called(module, node)} if node.op == "call_module" else {}
+    modules = {str(node.target): called_module(module, node)} if node.op == "call_module" else {}
     if mutated_argument(node, modules) is not None or is_random(module, node) or "out" in node.kwargs:
         return False
     if train_mode(module, node) is not None:  # batch normalisation, which updates its statistics
         return False
     if node.op == "call_module":
-        return _is_pure_module(called(module, node))
+        return _is_pure_module(called_module(module, node))
     name = _name(node)
     if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
         return False
@@ -169,13 +170,12 @@ def _is_pure_module(module: nn.Module) -> bool:
     )
 
 
-def called(module: nn.Module, node: fx.Node) -> nn.Module:
+def called_module(module: nn.Module, node: fx.Node) -> nn.Module:
     """Return the module that a ``call_module`` node calls."""
     return module.get_submodule(str(node.target))
 
 
 def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, _OVERLOAD):
-        return str(target.overloadpacket.__name__)
-    return target if isinstance(target, str) else str(getattr(target, "__name__", ""))
+    if isinstance(node.target, _OVERLOAD):
+        return str(node.target.overloadpacket.__name__)
+    return operation_name(node)

@@ -21,6 +21,7 @@ from fxcore.passes.effects import UNINITIALIZED
 from fxcore.tracing.dispatch_modes import DispatchMode
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
+from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import mutated_argument
 
 
@@ -123,7 +124,7 @@ def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return bool(node.all_input_nodes) and not any(m.training for m in called.modules())
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     return name not in UNINITIALIZED and not node.is_impure()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import ON_COPY, is_view, mutated_argument, viewed
 
 # Operations whose result depends on strides.
@@ -40,14 +41,14 @@ def ignore_memory_formats(graph: fx.Graph, modules: dict[str, nn.Module]) -> Non
     for node in list(graph.nodes):
         if not node.op.startswith("call_") or ON_COPY in node.meta:
             continue
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = operation_name(node)
         if node.op == "call_method" and name in _RESHAPED and not _by_dtype(node):
             if not _is_written(node):
                 node.target = _RESHAPED[name]
                 node.kwargs = {"shape" if key == "size" else key: value for key, value in node.kwargs.items()}
-        elif node.op != "call_module" and name == "as_strided":
+        elif name == "as_strided":
             _stride_base(graph, node)
-        elif (node.op != "call_module" and name in (*_STRIDED, *_RESHAPED)) or _is_foreign(node, modules):
+        elif name in (*_STRIDED, *_RESHAPED) or _is_foreign(node, modules):
             for argument in node.all_input_nodes:
                 _pin(graph, node, argument)
 

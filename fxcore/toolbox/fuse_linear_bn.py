@@ -11,6 +11,7 @@ from torch import fx, nn
 from fxcore.copies import shallow_copy
 from fxcore.passes.base import add, hooked, source_of, transform
 from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
+from fxcore.tracing.names import operation_name
 
 # Modules whose output is [N, C] for an input [N, C].
 _KEEP_RANK = (
@@ -92,7 +93,7 @@ def _flattens(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return isinstance(called, nn.Flatten) and called.start_dim == 1 and called.end_dim == -1
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     if name == "flatten":
         start = node.args[1] if len(node.args) > 1 else node.kwargs.get("start_dim", 0)
         end = node.args[2] if len(node.args) > 2 else node.kwargs.get("end_dim", -1)

@@ -13,7 +13,7 @@ from fxcore.nesting import map_tensors, tensors_in
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.frozen import frozen
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
-from fxcore.tracing.names import public_name
+from fxcore.tracing.names import operation_name, public_name
 
 # Bounds of functions that saturate.
 _BOUNDS: dict[Any, tuple[float, float]] = {
@@ -185,5 +185,5 @@ class _Watcher(Interpreter):
             return None
         if node.target in _RELU:
             return "relu"
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        name = operation_name(node)
         return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from fxcore.passes.base import CannotTransform, add, hooked
 from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.names import operation_name
 from fxcore.tracing.tracer import trace
 
 #: inverses of functions and methods of one tensor, by name
@@ -208,7 +209,7 @@ def _undo(
         if type(called) in (nn.Flatten, nn.Unflatten) and not hooked(called):
             return _undo_reshape(node, source, value, shapes)
         return _undo_module(root, node, called, value, tracer)
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     name = _ALIASES.get(name, name)
     others = [a for a in node.args if a is not source]
     settings = {key: a for key, a in node.kwargs.items() if a is not source}

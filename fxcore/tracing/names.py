@@ -54,6 +54,18 @@ def public_name(node: fx.Node) -> str:
     return str(node.meta.get(PATH, node.name))
 
 
+def operation_name(node: fx.Node) -> str:
+    """Return the name of the function or method that the node calls; empty for other nodes.
+
+    >>> graph = fx.symbolic_trace(lambda relu: nn.functional.relu(relu).mean()).graph
+    >>> [operation_name(node) for node in graph.nodes]
+    ['', 'relu', 'mean', '']
+    """
+    if node.op == "call_method":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", "")) if node.op == "call_function" else ""
+
+
 def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
     """Check that a GraphModule can have the paths in ``graph``.
 
@@ -69,7 +81,7 @@ def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
             continue
         why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
         raise NotTraceable.because(
-            f"{called(model)} cannot be traced: no part of it can be named {path!r}, since {why}",
+            f"{shown_name(model)} cannot be traced: no part of it can be named {path!r}, since {why}",
             "give that part of the model another name",
             kind="name",
             module=path,
@@ -86,6 +98,6 @@ def rename_self(graph: fx.Graph) -> None:
             node._rename("self_1")
 
 
-def called(model: nn.Module | Callable[..., Any]) -> str:
+def shown_name(model: nn.Module | Callable[..., Any]) -> str:
     """Return a module's class or a function's name, for messages."""
     return type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "the function")

@@ -16,7 +16,7 @@ from torch import nn
 
 from fxcore.errors import FxError, NotTraceable
 from fxcore.tracing.leaves import NotAFunction
-from fxcore.tracing.names import called
+from fxcore.tracing.names import shown_name
 from fxcore.wrappers import check_python
 
 #: in ``leaf_modules``: keep modules whole that cannot be traced
@@ -100,7 +100,7 @@ def check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str
             near = difflib.get_close_matches(pattern, paths, n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UnknownArgument(
-                f"{called(model)} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
+                f"{shown_name(model)} has no module {pattern!r} to keep whole{hint}", name=pattern, suggestions=near
             )
 
 
@@ -121,7 +121,7 @@ def check_arguments(model: nn.Module | Callable[..., Any], concrete: Any) -> dic
         for name in concrete or ():
             if name not in known:
                 raise UnknownArgument(
-                    f"{'forward of ' if isinstance(model, nn.Module) else ''}{called(model)} takes "
+                    f"{'forward of ' if isinstance(model, nn.Module) else ''}{shown_name(model)} takes "
                     f"{', '.join(known) or 'nothing'}, but not {name!r}",
                     name=name,
                     suggestions=known,

@@ -27,7 +27,7 @@ from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.leaves import kept_whole
-from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, called, check_names, rename_self
+from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, rename_self, shown_name
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
@@ -278,10 +278,10 @@ def trace(
         made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
     except RuntimeError as error:
         raise NotTraceable.because(
-            f"the graph of {called(root)} cannot be written as code ({summarize(error)})",
+            f"the graph of {shown_name(root)} cannot be written as code ({summarize(error)})",
             "keep whole only functions that a module defines by name",
             kind="code",
-            module=called(root),
+            module=shown_name(root),
         ) from error
     for part in made.modules():
         if part is made or type(part) is nn.Module:  # a container that GraphModule created
@@ -352,7 +352,7 @@ def record(
     rename_self(graph)
     _drop_arguments(graph, concrete)
     settle_writes(graph, tracer.root)
-    tracer.factories.warn(called(root))
+    tracer.factories.warn(shown_name(root))
     return graph, tracer.root
 
 

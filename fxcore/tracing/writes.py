@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from fxcore.layer_types import DROPOUTS, set_in_place
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.leaves import one_node
+from fxcore.tracing.names import operation_name
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -97,7 +98,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
             node.kwargs.get("inplace") is True
             or (node.target in IN_PLACE_OPERATORS and not is_number(first))
             or node.target is operator.setitem
-            or _is_in_place_name(getattr(node.target, "__name__", ""))
+            or _is_in_place_name(operation_name(node))
         )
     else:
         in_place = False
@@ -195,7 +196,7 @@ def _may_cast(node: fx.Node, root: nn.Module) -> bool:
         if one in seen:
             continue
         seen.add(one)
-        name = one.target if one.op == "call_method" else getattr(one.target, "__name__", "")
+        name = operation_name(one)
         if name in _CASTS or "dtype" in one.kwargs:
             return True
         if one.op == "get_attr" and attribute(root, str(one.target)).dtype == torch.float64:
@@ -250,7 +251,7 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         return type(called).__module__ in _ALLOCATING_LAYERS and not isinstance(called, _SAME)
     if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
         return True
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     if name == "einsum" and len(node.all_input_nodes) > 1:  # of one operand it may be a view
         return True
     if name not in _ALLOCATING or "out" in node.kwargs:
@@ -274,7 +275,7 @@ def _is_list(value: Any) -> bool:
         return isinstance(value, (list, tuple))
     if value.target is operator.getitem:
         return isinstance(value.args[1], slice) and _is_list(value.args[0])
-    name = value.target if value.op == "call_method" else getattr(value.target, "__name__", "")
+    name = operation_name(value)
     return name in _LISTS or (value.target in (operator.add, operator.mul) and any(map(_is_list, value.args)))
 
 
@@ -282,7 +283,7 @@ def is_number(node: fx.Node) -> bool:
     """Return whether the value of ``node`` is a size, or computed only from sizes, and so has no storage."""
     if "carries" in node.meta:
         return not node.meta["carries"]
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     if name in _SIZES or (node.target is getattr and node.args[1] in _SIZES):
         return True
     arithmetic = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
@@ -304,7 +305,7 @@ def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         # Indexing with a tensor, a list or a bool makes a copy.
         return len(node.all_input_nodes) == 1 and not any(isinstance(item, (list, bool)) for item in index)
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     if node.op == "call_function" and name in _DROPPING:
         given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
         return given.get("training", _DROPPING[name]) is False or bool(given.get("p") == 0)

@@ -18,6 +18,7 @@ from torchvision import ops
 from fxcore.graph.axes.moved_axes import moved, moves_axes
 from fxcore.graph.operations import KEEPS, RESHAPES
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
+from fxcore.tracing.names import operation_name
 
 TOKENS = "tokens"
 
@@ -57,7 +58,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return {4: "NCHW", 5: "NCTHW"}.get(value.ndim)
     if node.meta.get("patches"):
         return "NLC"
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = operation_name(node)
     if isinstance(module, CHANNELS_FIRST) or name in FUNCTIONS_CHANNELS_FIRST:
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _channels_first(inputs, value.ndim)
     if inputs and module is None and moves_axes(node, name):

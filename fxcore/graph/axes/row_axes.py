@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from fxcore.graph.attention_weights import called, is_attention, last_is_channels
+from fxcore.graph.attention_weights import is_attention, last_is_channels, operation_or_class, own_module
 from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
 from fxcore.layer_types import DROPOUTS
 
@@ -52,7 +52,10 @@ def _letters(node: fx.Node) -> str:
     beside = [one for same in alike for one in (same, *_readers(same))]
     if any(map(last_is_channels, beside)):
         return "N" + UNKNOWN * (ndim - 2) + "C"
-    if any(isinstance(_module(one), CHANNELS_FIRST) or called(one) in FUNCTIONS_CHANNELS_FIRST for one in beside):
+    if any(
+        isinstance(own_module(one), CHANNELS_FIRST) or operation_or_class(one) in FUNCTIONS_CHANNELS_FIRST
+        for one in beside
+    ):
         return "NC" + UNKNOWN * (ndim - 2)
     return "N" + UNKNOWN * (ndim - 1)
 
@@ -82,9 +85,4 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return called(node).lower() in _ELEMENTWISE or isinstance(_module(node), DROPOUTS)
-
-
-def _module(node: fx.Node) -> nn.Module | None:
-    owner = node.graph.owning_module
-    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    return operation_or_class(node).lower() in _ELEMENTWISE or isinstance(own_module(node), DROPOUTS)

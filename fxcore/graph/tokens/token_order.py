@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, computed
 from fxcore.graph.tokens.patches import MAX_PREFIX
+from fxcore.tracing.names import operation_name
 
 ELSEWHERE = -1
 """For tokens that stand for no position, or an unknown one."""
@@ -120,8 +121,7 @@ def _first(node: fx.Node, length: int, area: int) -> Tensor | None:
 
 def _calls(node: fx.Node, names: Collection[str]) -> bool:
     """Return whether ``node`` calls a function or method with one of ``names``."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op in ("call_function", "call_method") and name in names
+    return operation_name(node) in names
 
 
 def _spread(value: Any, order: Any, dim: int) -> Any:

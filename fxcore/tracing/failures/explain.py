@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from fxcore.errors import NotTraceable
 from fxcore.tracing.frozen import StateWrite
-from fxcore.tracing.names import called
+from fxcore.tracing.names import shown_name
 from fxcore.tracing.proxies import TracedKey, TracedWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -61,7 +61,7 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """
     spot = _spot(error, model)
     reason = _reason(error, spot)
-    name = called(model)
+    name = shown_name(model)
     if not isinstance(model, nn.Module):
         reason = reason._replace(advice=reason.advice.removesuffix(_FIXED))
     source = f"{_short(spot.file)}:{spot.line}: {spot.statement}" if spot else ""

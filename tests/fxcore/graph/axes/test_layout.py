@@ -200,3 +200,27 @@ def test_leaves_keep_the_layout_unless_they_seem_to_permute(
 ) -> None:
     (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")
     assert info.layout == layout
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1)
+
+
+class Resized(nn.Module):
+    """A leaf whose path is the name of a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.interpolate = ChannelsLast()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.interpolate(x)
+        return out
+
+
+def test_paths_of_modules_are_not_names_of_functions() -> None:
+    entry = user_entry("resized", UserModel(Resized, preprocessing={"crop_size": 32}, leaf_modules=(ChannelsLast,)))
+    (info,) = (node for node in model_graph(entry).nodes if node.name == "interpolate")
+    assert info.shape == [None, 32, 32, 3]
+    assert info.layout is None
