@@ -134,11 +134,6 @@ def image_header(data: bytes, max_pixels: int | None = None) -> Header:
         return Header(width, height, held) if turn >= 5 else Header(height, width, held)
 
 
-def image_size(data: bytes, max_pixels: int | None = None) -> tuple[int, int]:
-    """Return height and width of an image; see :func:`image_header`."""
-    return image_header(data, max_pixels)[:2]
-
-
 def is_image(head: bytes) -> bool:
     """Return whether a file is in one of :data:`FORMATS`, given its first :data:`HEAD_BYTES`. It may still be damaged.
 

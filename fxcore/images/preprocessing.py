@@ -22,6 +22,7 @@ from fxcore.errors import BadArgument, BadTensor
 from fxcore.images.placement import Placement, cropped
 from fxcore.images.presets import PIL_MODES
 from fxcore.images.sizes import ImageSize, covering_size, resized_size, sides
+from fxcore.tensors import dtype_name
 
 _PIL_BYTES = 4
 """Bytes of an RGB pixel in PIL."""
@@ -154,12 +155,15 @@ class ImagePreprocessing(Preprocessing):
     A crop of ``image_size`` keeps the same share of the image as the published preprocessing: the image is resized to
     cover the crop enlarged by the published ratio of ``resize_size`` to ``crop_size``, or to exactly that size if
     ``resize_size`` is height and width.
+
+    Attributes:
+        preset: the transform that :meth:`image` applies.
     """
 
     fits = True
 
     def __init__(self, preset: Any, image_size: ImageSize | None = None) -> None:
-        self._preset = preset
+        self.preset = preset
         self._covered: tuple[int, int] | None = None
         if image_size is not None:
             height, width = sides(image_size)
@@ -178,21 +182,16 @@ class ImagePreprocessing(Preprocessing):
             elif len(resize) == 1:
                 self._covered = enlarged[0], enlarged[1]
 
-    @property
-    def preset(self) -> Any:
-        """The transform that :meth:`image` applies."""
-        return self._preset
-
     def normalization(self) -> tuple[list[float], list[float]] | None:
-        return list(self._preset.mean), list(self._preset.std)
+        return list(self.preset.mean), list(self.preset.std)
 
     def without_normalization(self) -> ImagePreprocessing:
         made = copy.copy(self)
-        made._preset = _not_normalizing(self._preset)
+        made.preset = _not_normalizing(self.preset)
         return made
 
     def describe(self) -> dict[str, Any]:
-        preset = self._preset
+        preset = self.preset
         return {
             "resize_size": preset.resize_size,
             "crop_size": getattr(preset, "crop_size", None),
@@ -206,12 +205,12 @@ class ImagePreprocessing(Preprocessing):
         return self._applied(image, image.height, image.width)
 
     def pixels(self, pixels: Tensor) -> Tensor:
-        if self._preset.interpolation in PIL_MODES:
+        if self.preset.interpolation in PIL_MODES:
             return super().pixels(pixels)
         return self._applied(pixels, pixels.shape[-2], pixels.shape[-1])
 
     def _applied(self, image: Any, height: int, width: int) -> Tensor:
-        preset = self._preset
+        preset = self.preset
         if self._covered is not None:  # a preset can only resize to a fixed size, or to a fixed shorter side
             preset = copy.copy(preset)
             preset.resize_size = list(self.largest_size(height, width))
@@ -219,7 +218,7 @@ class ImagePreprocessing(Preprocessing):
         return result
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
-        crop = getattr(self._preset, "crop_size", None)
+        crop = getattr(self.preset, "crop_size", None)
         if crop is not None:
             return crop[0], crop[-1]
         return self.largest_size(height, width)
@@ -227,13 +226,13 @@ class ImagePreprocessing(Preprocessing):
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
         if self._covered is not None:
             return covering_size(self._covered, height, width)
-        return resized_size(self._preset.resize_size, height, width)
+        return resized_size(self.preset.resize_size, height, width)
 
     def held(self, height: int, width: int) -> int:
         return resizing_bytes((height, width), self.largest_size(height, width), self.output_size(height, width))
 
     def nominal_size(self) -> tuple[int, int]:
-        size = getattr(self._preset, "crop_size", None) or self._preset.resize_size
+        size = getattr(self.preset, "crop_size", None) or self.preset.resize_size
         return size[0], size[-1]
 
 
@@ -342,4 +341,4 @@ def _not_normalizing(preset: Any) -> Any:
 
 
 def _describe(array: Tensor) -> str:
-    return f"{str(array.dtype).removeprefix('torch.')} {list(array.shape)}"
+    return f"{dtype_name(array.dtype)} {list(array.shape)}"

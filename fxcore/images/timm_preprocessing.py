@@ -21,6 +21,9 @@ class TimmPreprocessing(Preprocessing):
     Args:
         config: the result of ``timm.data.resolve_data_config``.
         image_size: size of the input; by default that of ``config``.
+
+    Attributes:
+        transform: the transform that :meth:`image` applies.
     """
 
     fits = True
@@ -29,7 +32,7 @@ class TimmPreprocessing(Preprocessing):
         self.config = dict(config)
         if image_size is not None:
             self.config["input_size"] = (config["input_size"][0], *sides(image_size))
-        self._transform = _transform(self.config)
+        self.transform = _transform(self.config)
 
     def describe(self) -> dict[str, Any]:
         config = self.config
@@ -45,13 +48,8 @@ class TimmPreprocessing(Preprocessing):
             "antialias": True,
         }
 
-    @property
-    def transform(self) -> Any:
-        """The transform that :meth:`image` applies."""
-        return self._transform
-
     def image(self, image: PIL.Image.Image) -> Tensor:
-        result: Tensor = self._transform(image)
+        result: Tensor = self.transform(image)
         return result
 
     def normalization(self) -> tuple[list[float], list[float]] | None:
@@ -61,8 +59,8 @@ class TimmPreprocessing(Preprocessing):
         made = copy.copy(self)
         channels = len(self.config["mean"])
         made.config = {**self.config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
-        made._transform = copy.copy(self._transform)
-        made._transform.transforms = self._transform.transforms[:-1]
+        made.transform = copy.copy(self.transform)
+        made.transform.transforms = self.transform.transforms[:-1]
         return made
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:

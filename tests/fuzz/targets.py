@@ -19,7 +19,7 @@ import torch
 from fxcore.errors import BadImage, ImageTooLarge, UnknownNode
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.images.decoding import Decoder, decode
-from fxcore.images.files import image_size, open_image
+from fxcore.images.files import image_header, open_image
 from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import ImageClassification
 from service.codecs import compression, v2
@@ -41,7 +41,7 @@ DECODER = Decoder(ImagePreprocessing(ImageClassification(crop_size=8, resize_siz
 def image(data: bytes) -> None:
     """Fuzz the decoders: images that PIL and simplejpeg decode must have the size given in the header."""
     try:
-        height, width = image_size(data, LIMIT)
+        height, width = image_header(data, LIMIT)[:2]
     except (BadImage, ImageTooLarge):
         return
     try:

@@ -13,7 +13,7 @@ import skimage.data
 
 from fxcore import open_image
 from fxcore.errors import BadImage
-from fxcore.images.files import image_size
+from fxcore.images.files import image_header
 from tests.hostile_images import png, saved
 
 
@@ -51,7 +51,7 @@ def test_exif_orientation(orientation: int, format: str, cat: PIL.Image.Image) -
         upright = upright.transpose(turn)
     image = open_image(data)
     assert np.array_equal(np.asarray(image), np.asarray(upright))
-    assert image_size(data) == (image.height, image.width)
+    assert image_header(data)[:2] == (image.height, image.width)
     assert (image.height, image.width) == ((451, 300) if orientation > 4 else (300, 451))
 
 
@@ -65,8 +65,8 @@ def test_a_jpeg_is_turned_by_its_xmp_block_too() -> None:
     data = plain[:2] + b"\xff\xe1" + (len(packet) + 2).to_bytes(2, "big") + packet + plain[2:]
     turned = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
     assert turned.size == (30, 40)
-    assert image_size(data) == (40, 30)
-    assert image_size(plain) == (30, 40)
+    assert image_header(data)[:2] == (40, 30)
+    assert image_header(plain)[:2] == (30, 40)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -76,13 +76,13 @@ def test_a_png_is_turned_by_what_comes_after_its_pixels_too(after: bool) -> None
     data = png(40, 30, *((pixels, exif) if after else (exif, pixels)))
     assert PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).size == (30, 40)
     assert open_image(data).size == (30, 40)
-    assert image_size(data) == (40, 30)
+    assert image_header(data)[:2] == (40, 30)
 
 
 def test_the_size_of_a_png_needs_none_of_its_pixels(cat: PIL.Image.Image) -> None:
     """To see whether something that turns it comes after them, PIL would decode them all."""
     whole = saved(cat, "PNG")
     cut = whole[: len(whole) // 3]
-    assert image_size(cut) == (300, 451)
+    assert image_header(cut)[:2] == (300, 451)
     with pytest.raises(BadImage, match=r"^the PNG data is damaged or cut short: image file is truncated"):
         open_image(cut)
