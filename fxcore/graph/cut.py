@@ -143,7 +143,6 @@ class _Flow:
     """
 
     def __init__(self, whole: fx.Graph, given: Collection[fx.Node]) -> None:
-        self._given = given
         self._fed: set[fx.Node] = set(given)  # depends on the given nodes
         self._open: set[fx.Node] = set()  # depends on the model's inputs by a path that avoids the given nodes
         self.numbers: set[fx.Node] = set()

@@ -26,9 +26,9 @@ class ModelPart:
         return_nodes: exact names of the nodes to end at, by key.
 
     Attributes:
-        inputs: the part's inputs, in order. Frames, height and width of a map are None if they may vary.
+        inputs: the part's inputs, in order. Frames, height and width of a map are None, unless a size of the
+            image is a constant in the graph.
         graph: the graph from the inputs to the nodes to end at.
-        any_size: whether frames, height and width may vary, because no size of the image is a constant in the graph.
 
     Raises:
         OpenCut: ``return_nodes`` depend on the image by a path that avoids ``inputs``; ``missing`` would close the cut.
@@ -58,7 +58,6 @@ class ModelPart:
         owner = graph.graph.owning_module
         assert owner is not None, "the graph of a model belongs to a module"
         self._module = fx.GraphModule(owner, part.graph)
-        self.any_size = not part.fixed
         self.inputs = tuple(_spec(key, node, part.fixed) for key, node in given.items())
 
     def values_at(
