@@ -11,6 +11,7 @@ import json
 import math
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -31,7 +32,7 @@ from fxcore.models.entry import RANDOM, ModelEntry
 from fxcore.passes.base import Applied, applied, fork
 from fxcore.passes.registry import apply_transforms
 from fxcore.tensors import TensorSpec
-from fxcore.tracing.names import PATH, names
+from fxcore.tracing.names import PATH, names, public_name
 
 VIDEO_FRAMES = 16
 """Number of frames that video graphs are annotated for; MViT accepts no other number."""
@@ -181,7 +182,7 @@ class ModelGraph:
 
         Derived graphs of any input size have the fingerprint of the original graph.
         """
-        lines = [[n.meta.get(PATH, n.name), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
+        lines = [[public_name(n), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:32]
 
     @property
@@ -340,7 +341,8 @@ class ModelGraph:
 
 
 _cache: OrderedDict[tuple[str, str, tuple[int, int] | None], ModelGraph] = OrderedDict()
-_locks: dict[tuple[str, ...], threading.Lock] = {}
+# Each is kept while a thread holds it or waits for it.
+_locks: weakref.WeakValueDictionary[tuple[str, ...], threading.Lock] = weakref.WeakValueDictionary()
 _guard = threading.Lock()
 
 
