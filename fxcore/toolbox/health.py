@@ -32,6 +32,8 @@ _MODULES = {
 }
 _RELU = (F.relu, torch.relu, "relu", "relu_")
 _NEAR = 1e-3
+_SATURATED = 0.99
+"""Minimum fraction of saturated elements for a node to count as saturated."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +79,12 @@ class Health:
         return (self.first_nan, self.first_inf, self.first_saturated, self.frozen) == (None, None, None, [])
 
 
-def check_health(
-    module: fx.GraphModule, inputs: Inputs, *, saturation: float = 0.99, limit: float | None = None
-) -> Health:
+def check_health(module: fx.GraphModule, inputs: Inputs, *, limit: float | None = None) -> Health:
     """Run ``module`` once on ``inputs`` and find the first node with NaN, infinity or saturation.
 
     Args:
         module: a module in eval mode, on the inputs' device.
         inputs: positional arguments, arguments by name, or a single tensor.
-        saturation: minimum fraction of saturated elements for a node to count as saturated.
         limit: magnitude at which a single element saturates its node, such as ``torch.finfo(torch.float16).max`` to
             check for half precision; by default the largest number of the value's dtype.
 
@@ -119,7 +118,7 @@ def check_health(
         nodes=nodes,
         first_nan=next((h.name for h in nodes if h.nan), None),
         first_inf=next((h.name for h in nodes if h.inf), None),
-        first_saturated=next((h.name for h in nodes if h.saturated >= saturation), None),
+        first_saturated=next((h.name for h in nodes if h.saturated >= _SATURATED), None),
         cause=_cause(module, bad) if bad is not None else None,
         frozen=[name for name, made in frozen(module.graph).items() if made.random],
     )
