@@ -68,7 +68,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
         module: a float32 module in eval mode, on the CPU.
         calibration: a tensor or a tuple of positional arguments, or any iterable of those, such as a data loader.
             :func:`fxcore.photos.calibration_rows` returns rows made from photographs.
-        keep: names of nodes to leave in float32, in addition to those marked by
+        keep: names of nodes, or a single one, to leave in float32, in addition to those marked by
             :func:`~fxcore.passes.keep_float.keep_float`; a path means all nodes under it.
 
     Raises:
@@ -88,6 +88,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     ['conv1', 'layer1.1.add', 'layer1.1.conv1', 'layer1.1.conv2', 'maxpool']
     """
     require_eval(module, "quantize")
+    keep = [keep] if isinstance(keep, str) else keep
     module = fork(module)
     batches = _batches(module, calibration)
     few = tuple(tensor[:_REPORT_ROWS] for tensor in batches[0]) if _rows(batches[0]) is not None else batches[0]

@@ -25,6 +25,9 @@ from fxcore.tracing.leaves import one_node
 #: key in ``GraphModule.meta`` of the mean and standard deviation of the normalisation folded into a module
 NORMALIZED = "normalization"
 
+# ImageNet's, for images in [0, 1].
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 
 @one_node
 def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -49,8 +52,8 @@ def padded(images: Tensor, mean: Tensor, sides: Sequence[int]) -> Tensor:
 def fold_normalization(
     module: fx.GraphModule,
     *,
-    mean: Sequence[float] = (0.485, 0.456, 0.406),
-    std: Sequence[float] = (0.229, 0.224, 0.225),
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
 ) -> int:
     """Make a module that expects images normalised with ``mean`` and ``std`` accept images in [0, 1] instead.
 
@@ -77,7 +80,7 @@ def fold_normalization(
         raise BadParameter(
             "mean and std must have a finite number for each channel, and each std must be positive",
             transform="fold_normalization",
-            parameter="std",
+            parameter="std" if _finite(mean) else "mean",
         )
     if NORMALIZED in module.meta:
         raise CannotTransform("the normalisation of this module is folded in already", transform="fold_normalization")

@@ -18,8 +18,8 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
     """Mark nodes for :func:`fxcore.int8.quantize.quantize` to leave in float32; the graph does not change.
 
     Args:
-        nodes: names; a path means all nodes under it. A module inside a leaf, such as the convolution of a
-            Conv2dNormActivation, may be named too.
+        nodes: names, or a single one; a path means all nodes under it. A module inside a leaf, such as the convolution
+            of a Conv2dNormActivation, may be named too.
 
     Raises:
         CannotTransform: one of the names matches no node.
@@ -29,13 +29,14 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
     >>> marked.meta["keep_float"]
     ('_0',)
     """
-    for name in nodes:
+    names = [nodes] if isinstance(nodes, str) else nodes
+    for name in names:
         if not any(named(node, name) or _holds(module, node, name) for node in module.graph.nodes):
             raise CannotTransform(
                 f"keep_float: the graph has no node {name!r}; see the list of nodes", transform="keep_float", node=name
             )
-    module.meta[KEPT] = (*module.meta.get(KEPT, ()), *nodes)
-    return len(nodes)
+    module.meta[KEPT] = (*module.meta.get(KEPT, ()), *names)
+    return len(names)
 
 
 def named(node: fx.Node, name: str) -> bool:

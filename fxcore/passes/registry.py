@@ -15,7 +15,7 @@ from fxcore.errors import BadArgument
 from fxcore.passes.attention import attention_maps
 from fxcore.passes.base import APPLIED, Applied, BadParameter, Transform, UnknownTransform, applied
 from fxcore.passes.fold_constants import fold_constants
-from fxcore.passes.fold_normalization import fold_normalization
+from fxcore.passes.fold_normalization import MEAN, STD, fold_normalization
 from fxcore.passes.fuse_conv_bn import fuse_conv_bn
 from fxcore.passes.keep_float import keep_float
 from fxcore.passes.out_of_place import out_of_place
@@ -48,7 +48,7 @@ register(
     Transform(
         "fold_normalization",
         "Fold the normalisation of images into the first convolution; the input is in [0, 1].",
-        {"mean": _PER_CHANNEL, "std": _PER_CHANNEL},
+        {"mean": {**_PER_CHANNEL, "default": list(MEAN)}, "std": {**_PER_CHANNEL, "default": list(STD)}},
         fold_normalization,
         changes_input=True,
     ),
@@ -60,7 +60,7 @@ register(
     ),
     Transform(
         "attention_maps",
-        "Add a node `<module>.attention` for the attention weights, per head, of ViT, Swin and MaxViT.",
+        "Add a node `<module>.attention` with the attention weights per head for each attention layer.",
         {},
         attention_maps,
         adds_nodes=True,

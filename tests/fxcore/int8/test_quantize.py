@@ -246,7 +246,7 @@ def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Mod
     for weights in model.parameters():
         nn.init.normal_(weights, std=0.2)
     rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
-    found = quantize(trace(model), rows, keep=["2"])
+    found = quantize(trace(model), rows, keep="2")
     assert verify(model, found.module, rows[0]).relative < 0.03
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -12,7 +13,15 @@ from torchvision.models import resnet18
 
 from fxcore import trace
 from fxcore.errors import FxError
-from fxcore.transforms import BadParameter, UnknownTransform, applied, apply_transforms, described, list_transforms
+from fxcore.transforms import (
+    BadParameter,
+    UnknownTransform,
+    applied,
+    apply_transforms,
+    described,
+    keep_float,
+    list_transforms,
+)
 from tests.fxcore.model_list import filled
 
 
@@ -113,3 +122,29 @@ def test_with_every_node_tapped_every_value_stays(name: str) -> None:
     assert list(after) == list(before)
     for key, value in before.items():
         assert torch.allclose(after[key], value, rtol=1e-5), key
+
+
+def test_parameters_have_the_defaults_of_the_functions(module: fx.GraphModule) -> None:
+    x = torch.rand(1, 3, 64, 64)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        expected = module((x - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+        torch.testing.assert_close(apply_transforms(module, ["fold_normalization"])(x), expected, rtol=1e-3, atol=1e-4)
+    for transform in list_transforms():
+        signature = inspect.signature(transform.run).parameters
+        for name, schema in transform.parameters.items():
+            default = signature[name].default
+            assert ("default" in schema) == (default is not inspect.Parameter.empty), (transform.name, name)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "wrong"), [([float("nan")] * 3, [1] * 3, "mean"), ([0] * 3, [1, 0, 1], "std"), ([], [1], "mean")]
+)
+def test_the_parameter_that_is_wrong_is_named(module: fx.GraphModule, mean: Any, std: Any, wrong: str) -> None:
+    with pytest.raises(BadParameter) as caught:
+        apply_transforms(module, [{"name": "fold_normalization", "mean": mean, "std": std}])
+    assert caught.value.extra["parameter"] == wrong
+
+
+def test_one_node_to_keep_in_float(module: fx.GraphModule) -> None:
+    assert keep_float(module, nodes="layer1").meta["keep_float"] == ("layer1",)
