@@ -54,7 +54,7 @@ def render(
         depth: draw modules whose path has this many parts as one box each: 1 for ``layer1``, 2 for ``layer1.0``. None
             draws all nodes.
         opened: the modules that the layout shows with their parts; all others are a single box.
-        title: title of a drawing; by default the model's name, or "graph".
+        title: title of a drawing, except of Mermaid's, which have none; by default the model's name, or "graph".
 
     Raises:
         NotAGraph: ``graph`` is not a graph; for example, it is a module that was not traced.

@@ -1,6 +1,6 @@
 """Run functions on fake tensors, which have a shape, dtype and device but no values.
 
-torch's fake tensors are private and slow to import. Only this file uses them; without them, no failure is found.
+torch's fake tensors are private. Only this file uses them; without them, no failure is found.
 """
 
 from __future__ import annotations
