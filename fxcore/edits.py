@@ -20,6 +20,7 @@ from fxcore.errors import FxError
 from fxcore.graph.axes.row_axes import UNKNOWN, row_axes
 from fxcore.graph.cut import Part, identifier
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
+from fxcore.tensors import dtype_name
 from fxcore.tracing.names import PATH
 
 
@@ -121,7 +122,7 @@ def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
     """
     value, name, rows = node.meta["value"], node.meta[PATH], node.meta["rows"]
     if not value.is_floating_point():
-        kind = "quantized" if value.is_quantized else str(value.dtype).removeprefix("torch.")
+        kind = "quantized" if value.is_quantized else dtype_name(value.dtype)
         raise BadEdit(f"the values of {name!r} are {kind}; edit a node of floating-point numbers", name=name)
     grid = token_grid(node) if rows == 1 and value.ndim == 3 else None
     return EditedNode(key, name, row_axes(node), grid, rows, usual)
@@ -367,7 +368,7 @@ def _numbers(
     numbers = list(given) if isinstance(given, Sequence) else [given]
     for one in numbers:
         if isinstance(one, bool) or not isinstance(one, Real) or not abs(one) <= most:
-            raise BadEdit(f"its {what} {one!r:.40} is not a finite {str(dtype).removeprefix('torch.')} number")
+            raise BadEdit(f"its {what} {one!r:.40} is not a finite {dtype_name(dtype)} number")
     if several and node.channel_dim is None:
         raise BadEdit(f"{node.key!r} has no known channels: its {what} is one number")
     if several and len(numbers) != count:

@@ -149,7 +149,7 @@ class NotAModule(FxError):
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
     """Narrow the forward of ``module`` to the arguments that contain tensors; return it and their values."""
     call = bound(module, inputs)
-    tensors = {name: v for name, v in call.arguments.items() if _holds_tensor(v)}
+    tensors = {name: v for name, v in call.arguments.items() if tensors_in(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
         raise BadTensor(f"{shown_name(module)} takes any number of arguments, but a graph takes a fixed number")
@@ -157,7 +157,3 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
     return narrowed(module, list(tensors), fixed), tuple(tensors.values())
-
-
-def _holds_tensor(value: Any) -> bool:
-    return bool(tensors_in(value))

@@ -170,11 +170,9 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     for run, given in zip(runs, batches, strict=True):
         run.args_iter = iter(_copies(given))
     state: dict[fx.Node, str] = {}
-    returned: Any = None
     with _deterministic(), _memory_set(traced):
         for node in traced.graph.nodes:
             if node.op == "output":
-                returned = node.args[0]
                 break
             values = []
             for run in runs:
@@ -187,7 +185,7 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
             for run in runs:
                 _drop_unused(run, node)
     apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
-    results = {state[node] for node in _nodes_in(returned) if node in state}
+    results = {state[node] for node in traced.graph.output_node().all_input_nodes if node in state}
     differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
     depends = "differs" in results or not results & {"alone", "mixed"}
     return Rows(apart, differing if depends else None)
@@ -300,7 +298,7 @@ class _Comparing(Interpreter):
 def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncertain: set[fx.Node]) -> str | None:
     """Return the node of the first returned value that differs; None if all agree."""
     before, after = _tensors(expected), _tensors(found)
-    output = next(iter(traced.graph.find_nodes(op="output")))
+    output = traced.graph.output_node()
     returned = flat_nodes(output.args[0])
     fallback = next((public_name(n) for n in reversed(output.all_input_nodes)), "the output")
     if list(before) != list(after):
@@ -327,12 +325,6 @@ def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
         drawn |= is_random(traced, node) and not is_uninitialized(node)
         if drawn or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
-    return found
-
-
-def _nodes_in(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, lambda node: found.append(node))
     return found
 
 

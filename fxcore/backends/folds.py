@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.backends.packed import PackedConv2d, can_be_packed
+from fxcore.passes.base import fork
 from fxcore.passes.fuse_conv_bn import affine_of_module, fused_module, fused_sequence, is_convolution
 
 T = TypeVar("T")
@@ -65,10 +66,8 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
     This handles pairs of modules, which are nearly all cases; :func:`~fxcore.passes.fuse_conv_bn.fuse_conv_bn` handles
     the rest.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    made = fx.GraphModule(module, graph)
-    for node in list(graph.nodes):
+    made = fork(module)
+    for node in list(made.graph.nodes):
         called = made.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(called, nn.Sequential):
             _retarget(made, node, _shared_fold(called))
@@ -78,7 +77,7 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
             if type(conv) is nn.Conv2d and len(source.users) == 1 and (fold := _shared_fold(conv, called)) is not None:
                 _retarget(made, source, fold)
                 node.replace_all_uses_with(source)
-                graph.erase_node(node)
+                made.graph.erase_node(node)
     made.delete_all_unused_submodules()
     made.recompile()
     return made.eval()

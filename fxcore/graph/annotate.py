@@ -5,7 +5,6 @@ Nothing is computed: the results come from torch's meta kernels and FLOP counter
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import map_tensors, tensors_in
+from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Interpreter, on_device
 
 _BATCH = 13
@@ -263,8 +263,8 @@ def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
     if node.op == "call_module":
         candidates = list(module.get_submodule(str(node.target)).parameters())
     elif node.op == "get_attr":
-        attribute = operator.attrgetter(str(node.target))(module)
-        candidates = [attribute] if isinstance(attribute, nn.Parameter) else []
+        value = attribute(module, str(node.target))
+        candidates = [value] if isinstance(value, nn.Parameter) else []
     else:
         candidates = []
     fresh = [p for p in candidates if id(p) not in seen]

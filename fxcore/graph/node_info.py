@@ -11,7 +11,7 @@ from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
-from fxcore.tracing.names import PATH
+from fxcore.tracing.names import PATH, public_name
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def describe(
     value = node.meta.get("value")
     module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
     return NodeInfo(
-        name=node.meta.get(PATH, node.name),
+        name=public_name(node),
         fx_name=node.name,
         op=node.op,
         target=target_name(node),
         module_type=type_name(module) if module is not None else None,
-        args=[n.meta.get(PATH, n.name) for n in node.all_input_nodes],
+        args=[public_name(n) for n in node.all_input_nodes],
         users=[n.meta.get(PATH, "output") for n in node.users],
         shape=shape,
         dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else None,

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.int8.calls import CONVOLUTION_FUNCTIONS
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
+from fxcore.tracing.graph_module import attribute
 
 TRANSPOSED = (
     *TRANSPOSED_CONVOLUTIONS,
@@ -172,6 +173,5 @@ def _attribute(module: fx.GraphModule, node: Any) -> Tensor | None:
     """Return the tensor of the module that ``node`` reads; None if the value is computed."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
-    owner, _, name = str(node.target).rpartition(".")
-    found = getattr(module.get_submodule(owner), name)
+    found = attribute(module, str(node.target))
     return found if isinstance(found, Tensor) else None

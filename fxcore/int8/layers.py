@@ -46,7 +46,8 @@ def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
                 if n.op in ("call_module", "get_attr"):
                     made.target = f"{node.target}.{n.target}"
                 made.meta = {PATH: f"{public_name(node)}.{public_name(n)}"}
-        result = copies[next(n for n in inner.nodes if n.op == "output").args[0]]
+        returned: Any = inner.output_node().args[0]
+        result = copies[returned]
         if result not in node.all_input_nodes:
             result.meta[PATH] = public_name(node)
         node.replace_all_uses_with(result)

@@ -20,7 +20,7 @@ from torchvision.models.feature_extraction import DualGraphModule
 from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
 from fxcore.tracing.graph_module import GraphModule, attribute
-from fxcore.tracing.names import PATH, name_nodes
+from fxcore.tracing.names import name_nodes, public_name
 from fxcore.tracing.writes import mutated_argument
 from fxcore.wrappers import check_python
 
@@ -40,7 +40,6 @@ class CannotTransform(FxError):
 class CannotKeep(CannotTransform):
     """The pass ``transform`` would change or lose a value that the graph returns, that of ``node``.
 
-    >>> from fxcore.transforms import replace_op
     >>> model = fx.symbolic_trace(lambda x: {"double": torch.add(x, x)}).eval()
     >>> @transform
     ... def lose(module: fx.GraphModule) -> int:
@@ -223,7 +222,7 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
             )
     for node in module.graph.nodes:
         if mode := train_mode(module, node):
-            path = str(node.meta.get(PATH, node.name))
+            path = public_name(node)
             right = "training=self.training" if "train" in mode else f"{mode.split('=')[0]}=0 in eval mode"
             raise CannotTransform(
                 f"{name} needs a module in eval mode, and {path} is called with {mode}; pass {right}",
@@ -339,8 +338,8 @@ def source_of(node: fx.Node) -> Any:
 
 def _output_structure(module: fx.GraphModule) -> Any:
     """Return the keys and nesting of the graph's return value."""
-    returned = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
-    return _structure(returned)
+    [output] = module.graph.find_nodes(op="output")
+    return _structure(output.args[0])
 
 
 def _structure(value: Any) -> Any:

@@ -6,19 +6,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torchvision import ops
 
+from fxcore.layer_types import DROPOUTS
 from fxcore.passes.base import BadParameter, erase_dead, hooked, transform
 
-_DROPOUT_MODULES = {
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-    ops.StochasticDepth,
-    ops.DropBlock2d,
-    ops.DropBlock3d,
-}
+_DROPOUT_MODULES = {*DROPOUTS, ops.StochasticDepth, ops.DropBlock2d, ops.DropBlock3d}
 _DROPOUT_FUNCTIONS = {
     F.dropout,
     F.dropout1d,

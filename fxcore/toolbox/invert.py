@@ -125,7 +125,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
     """
     module = function if isinstance(function, fx.GraphModule) else trace(function)
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
-    node = next(n for n in reversed(module.graph.nodes) if n.op == "output").args[0]
+    node = module.graph.output_node().args[0]
     if len(inputs) != 1 or not isinstance(node, fx.Node):
         raise NotInvertible(
             "only a function of one tensor that returns one tensor has an inverse", transform="invert", node="output"

@@ -97,7 +97,7 @@ def replace_pattern(module: fx.GraphModule, pattern: Callable[..., Any], replace
     """
     graph, _ = record(pattern)
     wildcards = [n for n in graph.nodes if n.op == "placeholder"]
-    last = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    last = graph.output_node().args[0]
     if not isinstance(last, fx.Node) or not last.op.startswith("call_"):
         raise BadPattern("a pattern must return the result of one operation")
     if any(n.op == "get_attr" for n in graph.nodes):

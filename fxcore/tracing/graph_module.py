@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,7 +112,4 @@ def attribute(module: nn.Module, target: str) -> Any:
     >>> tuple(attribute(nn.Sequential(nn.Linear(2, 3)), "0.bias").shape)
     (3,)
     """
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(target)(module)
