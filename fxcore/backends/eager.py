@@ -18,7 +18,7 @@ from fxcore.backends.packed import PackedConv2d, fuse_post_ops
 from fxcore.copies import shallow_copy
 from fxcore.int8.quantize import missing, quantize
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
-from fxcore.passes.base import CannotTransform, finish, fork, hooked
+from fxcore.passes.base import CannotTransform, finish, hooked
 from fxcore.passes.fuse_conv_bn import fuse_conv_bn
 from fxcore.passes.memory_formats import ignore_memory_formats
 from fxcore.tracing.writes import home
@@ -58,9 +58,9 @@ class EagerModule:
         try:
             self.module = fuse_conv_bn(folded)
         except CannotTransform:  # e.g. functions in train mode, in models that apply dropout in eval mode too
-            self.module = finish(fork(folded))
+            self.module = finish(folded)
+        # Of these, only the last recompiles.
         ignore_memory_formats(self.module.graph, {})
-        self.module.recompile()
         pack_convolutions(self.module, of=module)
         share_new_tensors(self.module, own | set(storages_of(tensors_of(folded))))
         fuse_post_ops(self.module)
@@ -119,7 +119,10 @@ def has_2d_convolutions(module: nn.Module) -> bool:
 
 
 def sums_in_place(module: fx.GraphModule) -> None:
-    """Make packed convolutions write their sum into the other operand, where that is new memory no later node reads."""
+    """Make packed convolutions write their sum into the other operand, where that is new memory no later node reads.
+
+    Only the graph changes, not the code.
+    """
     modules = dict(module.named_modules(remove_duplicate=False))
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for node in order:
@@ -129,7 +132,6 @@ def sums_in_place(module: fx.GraphModule) -> None:
             last = len(before) == len(other.users) - 1 and node.args[0] is not other
             if last and all(_makes_new(read, modules) for read in (other, *before)):
                 node.kwargs = {**node.kwargs, "overwrite": True}
-    module.recompile()
 
 
 def activations_in_place(module: fx.GraphModule) -> int:

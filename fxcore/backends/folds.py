@@ -84,14 +84,16 @@ def with_shared_folds(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def pack_convolutions(module: fx.GraphModule, of: fx.GraphModule) -> None:
-    """Pack the convolutions that ``module`` shares with ``of`` (those without a batch norm), in place."""
+    """Pack the convolutions that ``module`` shares with ``of`` (those without a batch norm), in place.
+
+    Only the graph changes, not the code.
+    """
     shared = set(of.modules())
     for node in module.graph.nodes:
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if called in shared and type(called) is nn.Conv2d and len(node.args) == 1 and not node.kwargs:
             _retarget(module, node, _shared_fold(called))
     module.delete_all_unused_submodules()
-    module.recompile()
 
 
 def share_new_tensors(module: nn.Module, own: set[int]) -> None:

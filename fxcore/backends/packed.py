@@ -163,7 +163,7 @@ def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
 def fuse_post_ops(module: fx.GraphModule) -> None:
     """Fuse each packed convolution of an out-of-place ``module`` with the activation or sum that follows it.
 
-    A convolution is fused only if its value has no other readers and is not an output.
+    A convolution is fused only if its value has no other readers and is not an output. Only the graph changes, not the code.
     """
     for node in list(module.graph.nodes):
         if (activation := _activation(module, node)) is not None:
@@ -175,7 +175,6 @@ def fuse_post_ops(module: fx.GraphModule) -> None:
             if convs and len(node.all_input_nodes) == len(node.args) == 2:
                 others = [arg for arg in node.args if arg is not convs[-1]]
                 _merge(node, convs[-1], (convs[-1].args[0], *others), "none")
-    module.recompile()
 
 
 def _activation(module: fx.GraphModule, node: fx.Node) -> str | None:

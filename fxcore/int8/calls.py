@@ -68,7 +68,7 @@ def separate(module: fx.GraphModule) -> dict[str, str]:
     """Give each call of a module with parameters or buffers a copy of its own, and ``get_attr`` nodes their own tensor.
 
     torch fuses one call with the batch norm or ReLU after it, and puts the fused module in the place of the original,
-    for all calls.
+    for all calls. Only the graph changes, not the code.
 
     Returns:
         The path of each copy, and that of the module of the first call.
@@ -87,7 +87,6 @@ def separate(module: fx.GraphModule) -> dict[str, str]:
         owner = target.rpartition(".")[0]
         if owner and module.get_submodule(owner) in called:
             node.target = add(module, target, copy.deepcopy(attribute(module, target)))
-    module.recompile()
     return copies
 
 
@@ -106,7 +105,7 @@ def pass_positionally(module: fx.GraphModule) -> None:
     """Pass the arguments of functional linear layers and convolutions by position; for convolutions pass all arguments,
     with one number per axis.
 
-    torch passes them on to functions that pack weights, which have no defaults.
+    torch passes them on to functions that pack weights, which have no defaults. Only the graph changes, not the code.
     """
     for node in module.graph.find_nodes(op="call_function", target=nn.functional.linear):
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | node.kwargs
@@ -120,4 +119,3 @@ def pass_positionally(module: fx.GraphModule) -> None:
                     given[name] = (given[name],) * axes
             node.args = tuple(given[name] for name in ("input", "weight", *_DEFAULTS))
             node.kwargs = {}
-    module.recompile()

@@ -19,7 +19,8 @@ WEIGHTED = (*ALL_CONVOLUTIONS, nn.Linear)
 def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
     """Replace calls to leaves that are not torch.nn's (containers, squeeze-and-excitation, …) by their operations.
 
-    The last node of each gets the name of the leaf. ``module`` is modified; the result is a copy of it.
+    The last node of each gets the name of the leaf. The graph of ``module`` is modified; the result is a
+    compiled copy of it.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -52,7 +53,6 @@ def inline_leaves(module: fx.GraphModule) -> fx.GraphModule:
             result.meta[PATH] = public_name(node)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
-    module.recompile()
     return fork(module).eval()
 
 

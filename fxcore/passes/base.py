@@ -176,7 +176,7 @@ def fork(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def finish(module: fx.GraphModule) -> fx.GraphModule:
-    """Lint ``module``, drop unused submodules and tensors, recompile, and set eval mode; return the result, a copy."""
+    """Lint ``module``, drop unused submodules and tensors, and set eval mode; return the result, a compiled copy."""
     module.graph.lint()
     _restore_names(module)
     made = fork(module)
@@ -185,7 +185,6 @@ def finish(module: fx.GraphModule) -> fx.GraphModule:
     for part in made.modules():
         if type(part) is nn.Module:  # a container made by GraphModule; others are shared and already in eval mode
             part.training = False
-    made.recompile()
     return made
 
 
