@@ -18,7 +18,7 @@ from fxcore.graph.node_names import NodeNames
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
-from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.interpreter import Inputs, bound, positional
 from fxcore.tracing.names import PATH, shown_name
 from fxcore.tracing.trace_arguments import LeafModule
@@ -136,9 +136,7 @@ def create_extractor(
             node.meta["tensor_meta"] = metadata(value)
     result = GraphModule(pure, part.graph, class_name=f"{type(module).__name__}Extractor")
     result.meta.update(traced.meta)
-    for child in result.modules():
-        if child is result or type(child) is nn.Module:  # a container that GraphModule created
-            child.training = False
+    set_mode(result, training=False)
     return result
 
 

@@ -19,7 +19,7 @@ from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
-from fxcore.tracing.graph_module import GraphModule, attribute
+from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
 from fxcore.tracing.names import name_nodes, public_name
 from fxcore.tracing.writes import mutated_argument
 from fxcore.wrappers import check_python
@@ -181,10 +181,7 @@ def finish(module: fx.GraphModule) -> fx.GraphModule:
     _restore_names(module)
     made = fork(module)
     made.meta.pop(_ADDED, None)
-    made.training = False
-    for part in made.modules():
-        if type(part) is nn.Module:  # a container made by GraphModule; others are shared and already in eval mode
-            part.training = False
+    set_mode(made, training=False)  # the modules that it shares are in eval mode already
     return made
 
 

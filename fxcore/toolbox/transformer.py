@@ -6,10 +6,10 @@ import copy
 import itertools
 from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxcore.passes.base import fork
-from fxcore.tracing.graph_module import GraphModule
+from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.interpreter import require_graph
 from fxcore.tracing.names import PATH, public_name
 
@@ -73,10 +73,7 @@ class Transformer(fx.Transformer):
         # Copy the graph, so that names of nodes added later do not clash with these; the original does not know them.
         made = GraphModule(source, copy.deepcopy(self.new_graph), class_name=type(source).__name__)
         made.meta.update(source.meta)
-        made.training = source.training
-        for part in made.modules():
-            if type(part) is nn.Module and not source.training:
-                part.training = False
+        set_mode(made, source.training)
         return made
 
     def _name(self) -> None:

@@ -106,6 +106,16 @@ def _plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
+def set_mode(module: fx.GraphModule, training: bool) -> None:
+    """Set the mode of ``module`` and of the containers that torch.fx created for it.
+
+    Other modules are shared with the model, and keep theirs.
+    """
+    for part in module.modules():
+        if part is module or type(part) is nn.Module:
+            part.training = training
+
+
 def attribute(module: nn.Module, target: str) -> Any:
     """Return the attribute that a ``get_attr`` node reads, by its target.
 

@@ -25,7 +25,7 @@ from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
-from fxcore.tracing.graph_module import GraphModule, attribute
+from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, rename_self, shown_name
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
@@ -283,9 +283,7 @@ def trace(
             kind="code",
             module=shown_name(root),
         ) from error
-    for part in made.modules():
-        if part is made or type(part) is nn.Module:  # a container that GraphModule created
-            part.training = training
+    set_mode(made, training)
     return made
 
 
