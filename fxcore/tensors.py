@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Tensors = tuple[Tensor, ...]
+"""Arguments of one call by position, all of them tensors."""
+
 RETURNED = frozenset(
     {
         *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.backends import process
-from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering, tensors_of
+from fxcore.backends.backend import LoweringFailed, Options, lowering, tensors_of
+from fxcore.tensors import Tensors
 
 
 class FromArtifact(Protocol):
@@ -55,7 +56,7 @@ _PLAIN = (type(None), numbers.Number, str, bytes, torch.dtype, torch.device, tor
 def compiled(
     backend: str,
     module: fx.GraphModule,
-    example: Inputs,
+    example: Tensors,
     options: Options,
     packages: Sequence[str],
     load: Callable[[Path], T],

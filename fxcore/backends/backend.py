@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, summarize
-
-Inputs = tuple[Tensor, ...]
+from fxcore.tensors import Tensors
 
 
 class LoweringFailed(FxError):
@@ -49,7 +48,7 @@ class Options:
     precision: str = "float32"
     threads: int = 1
     cache: Path | None = None
-    calibration: Sequence[Inputs] = ()
+    calibration: Sequence[Tensors] = ()
     reuse: bool = True
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -84,7 +83,7 @@ class Backend(Protocol):
         """Return a clause saying why the backend cannot run ``precision`` on ``device``; None if it can."""
         ...
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> Lowered:
+    def lower(self, module: fx.GraphModule, example: Tensors, options: Options) -> Lowered:
         """Lower ``module`` without changing it.
 
         Args:

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends.backend import Inputs, LoweringFailed, Options, lowering
+from fxcore.backends.backend import LoweringFailed, Options, lowering
 from fxcore.backends.eager import EagerModule
 from fxcore.backends.folds import WeakCache
 from fxcore.errors import summarize
 from fxcore.nesting import tensors_in
-from fxcore.tensors import offsets
+from fxcore.tensors import Tensors, offsets
 from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.failures.fake_tensors import fake_failure
 
@@ -41,7 +41,7 @@ class CudaGraphs:
             return "CUDA graphs need a CUDA device"
         return "CUDA graphs have no int8 arithmetic" if precision == "int8" else None
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> GraphedModule:
+    def lower(self, module: fx.GraphModule, example: Tensors, options: Options) -> GraphedModule:
         with lowering(self.name):
             eager = EagerModule(module)
             failure = fake_failure(watched(eager), example)
@@ -94,7 +94,7 @@ class GraphedModule:
 
     grown = 0
 
-    def __init__(self, eager: EagerModule, example: Inputs) -> None:
+    def __init__(self, eager: EagerModule, example: Tensors) -> None:
         self._eager = eager
         self._row = [(tuple(x.shape[1:]), x.dtype) for x in example]
         self._captured: dict[int, Captured] = {}

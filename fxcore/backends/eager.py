@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.backends.backend import Inputs, Options, lowering, storages_of, tensors_of
+from fxcore.backends.backend import Options, lowering, storages_of, tensors_of
 from fxcore.backends.folds import pack_convolutions, share_new_tensors, with_shared_folds
 from fxcore.backends.packed import PackedConv2d, fuse_post_ops
 from fxcore.copies import shallow_copy
@@ -21,6 +21,7 @@ from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS
 from fxcore.passes.base import CannotTransform, finish, hooked
 from fxcore.passes.fuse_conv_bn import fuse_conv_bn
 from fxcore.passes.memory_formats import ignore_memory_formats
+from fxcore.tensors import Tensors
 from fxcore.tracing.writes import home
 
 _ACTIVATIONS = (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Hardsigmoid, nn.SiLU, nn.LeakyReLU, nn.ELU)
@@ -42,7 +43,7 @@ class Eager:
             return f"eager has int8 arithmetic on CPUs only, not on {device}"
         return missing() if precision == "int8" else None
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> EagerModule | EagerInt8:
+    def lower(self, module: fx.GraphModule, example: Tensors, options: Options) -> EagerModule | EagerInt8:
         with lowering(self.name):
             return EagerInt8(module, options) if options.precision == "int8" else EagerModule(module)
 
@@ -105,7 +106,7 @@ class EagerInt8:
         return {id(self): self._bytes}
 
 
-def _run(module: fx.GraphModule, inputs: Inputs, channels_last: bool) -> dict[str, Tensor]:
+def _run(module: fx.GraphModule, inputs: Tensors, channels_last: bool) -> dict[str, Tensor]:
     if channels_last:
         inputs = tuple(x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x for x in inputs)
     with torch.inference_mode():

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from fxcore.backends import aoti
 from fxcore.backends.artifacts import compiled
-from fxcore.backends.backend import Inputs, Options, by_key, distinct_outputs
+from fxcore.backends.backend import Options, by_key, distinct_outputs
+from fxcore.tensors import Tensors
 
 
 class Inductor:
@@ -34,7 +35,7 @@ class Inductor:
             return f"inductor needs a C++ compiler and there is no {compiler!r}; install g++ or set CXX"
         return None
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> InductorModule:
+    def lower(self, module: fx.GraphModule, example: Tensors, options: Options) -> InductorModule:
         unique, places = distinct_outputs(module)
         inputs = tuple(map(_laid_out, example))
         return compiled(

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcore.backends.backend import Inputs, tensors_of
+from fxcore.backends.backend import tensors_of
+from fxcore.tensors import Tensors
 
-Export = Callable[[nn.Module, Inputs], Any]
+Export = Callable[[nn.Module, Tensors], Any]
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
+def converted(module: nn.Module, example: Tensors, export: Export) -> Any:
     """Convert ``module`` to an ``openvino.Model`` whose inputs and outputs have the module's dtypes.
 
     Args:
@@ -27,7 +28,7 @@ def converted(module: nn.Module, example: Inputs, export: Export) -> Any:
         return _converted(module, example, export)
 
 
-def _copied(module: nn.Module, inputs: Inputs, outputs: Inputs) -> Inputs:
+def _copied(module: nn.Module, inputs: Tensors, outputs: Tensors) -> Tensors:
     """Copy the outputs of a module.
 
     The converter drops operations without effect, such as dropout, clone() and casts to the same dtype, and rejects a
@@ -36,7 +37,7 @@ def _copied(module: nn.Module, inputs: Inputs, outputs: Inputs) -> Inputs:
     return tuple(torch.cat((value,)) if value.ndim else value for value in outputs)
 
 
-def _converted(module: nn.Module, example: Inputs, export: Export) -> Any:
+def _converted(module: nn.Module, example: Tensors, export: Export) -> Any:
     from fxcore.backends.openvino_package import openvino
 
     if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):
@@ -52,7 +53,7 @@ def _converted(module: nn.Module, example: Inputs, export: Export) -> Any:
     return _with_dtypes(openvino.convert_model(program), [x.dtype for x in example], [x.dtype for x in outputs])
 
 
-def quantized(model: Any, calibration: Sequence[Inputs], overflows: bool) -> Any:
+def quantized(model: Any, calibration: Sequence[Tensors], overflows: bool) -> Any:
     """Quantize a float ``openvino.Model`` to int8.
 
     Args:

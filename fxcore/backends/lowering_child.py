@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from fxcore.backends import aoti, process
-from fxcore.backends.backend import Inputs
 from fxcore.backends.ir import converted, quantized
+from fxcore.tensors import Tensors
 
 
 def work(folder: Path) -> None:
     job = json.loads((folder / "job.json").read_text())
     module, saved = process.load_module(folder)
-    example: Inputs = saved["example"]
+    example: Tensors = saved["example"]
     if job["backend"] == "openvino":
         _to_openvino(module, example, saved["calibration"], job, folder)
     else:
@@ -54,7 +54,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def exported(module: nn.Module, example: Inputs) -> Any:
+def exported(module: nn.Module, example: Tensors) -> Any:
     """Export ``module`` with a dynamic batch size, and dynamic height and width if the model supports them."""
     sizes: tuple[dict[int, Any], ...] = tuple(
         {0: torch.export.Dim.DYNAMIC} | {d: torch.export.Dim.AUTO for d in range(x.ndim - 2, x.ndim)} for x in example
@@ -67,7 +67,7 @@ def exported(module: nn.Module, example: Inputs) -> Any:
             return _exported_at_one_size(module, example)
 
 
-def _exported_at_one_size(module: nn.Module, example: Inputs) -> Any:
+def _exported_at_one_size(module: nn.Module, example: Tensors) -> Any:
     """Export ``module`` with a dynamic batch size."""
     with torch.no_grad():
         sizes = tuple({0: torch.export.Dim.DYNAMIC} for _ in example)
@@ -75,7 +75,7 @@ def _exported_at_one_size(module: nn.Module, example: Inputs) -> Any:
 
 
 def _to_openvino(
-    module: nn.Module, example: Inputs, calibration: list[Inputs], job: dict[str, Any], folder: Path
+    module: nn.Module, example: Tensors, calibration: list[Tensors], job: dict[str, Any], folder: Path
 ) -> None:
     from fxcore.backends.openvino_package import openvino
 
@@ -88,7 +88,7 @@ def _to_openvino(
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 
-def _to_inductor(module: nn.Module, example: Inputs, job: dict[str, Any], folder: Path) -> None:
+def _to_inductor(module: nn.Module, example: Tensors, job: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(job["threads"])  # built into the generated code
     program = exported(module, example)
     with torch.no_grad():

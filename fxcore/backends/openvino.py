@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from fxcore.backends.artifacts import compiled, may_be_mapped
-from fxcore.backends.backend import Inputs, LoweringFailed, Options, by_key, distinct_outputs
+from fxcore.backends.backend import LoweringFailed, Options, by_key, distinct_outputs
 from fxcore.backends.process import check_threads
 from fxcore.backends.processor import adds_int8_products_exactly, computes_bfloat16
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
+from fxcore.tensors import Tensors
 
 _MAX_KNOWN_SHAPES = 64
 
@@ -79,7 +80,7 @@ class OpenVINO:
             return f"openvino serves float32, bfloat16 and int8, not {precision}"
         return None
 
-    def lower(self, module: fx.GraphModule, example: Inputs, options: Options) -> OpenVINOModule:
+    def lower(self, module: fx.GraphModule, example: Tensors, options: Options) -> OpenVINOModule:
         int8 = options.precision == "int8"
         if int8 and not options.calibration:
             raise LoweringFailed("int8 needs images to calibrate on", backend=self.name)
@@ -236,7 +237,7 @@ class OpenVINOModule:
         RESIDENTS.ran(self._any_size, scratch)
         return arrays
 
-    def _arrays(self, inputs: Inputs) -> list[NDArray[Any]]:
+    def _arrays(self, inputs: Tensors) -> list[NDArray[Any]]:
         """Return the inputs in the model's layout, sharing torch's memory where it already has that layout."""
         # Use NumPy: each call into torch releases the GIL and has to reacquire it.
         arrays = []

@@ -163,7 +163,8 @@ def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
 def fuse_post_ops(module: fx.GraphModule) -> None:
     """Fuse each packed convolution of an out-of-place ``module`` with the activation or sum that follows it.
 
-    A convolution is fused only if its value has no other readers and is not an output. Only the graph changes, not the code.
+    A convolution is fused only if its value has no other readers and is not an output. Only the graph changes, not
+    the code.
     """
     for node in list(module.graph.nodes):
         if (activation := _activation(module, node)) is not None:
