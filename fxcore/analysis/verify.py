@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from fxcore.errors import FxError, finite
 from fxcore.nesting import map_tensors, members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
-from fxcore.tracing.interpreter import Inputs, Interpreter, positional
+from fxcore.tracing.interpreter import Inputs, Watcher, positional
 from fxcore.tracing.names import public_name
 
 
@@ -154,7 +154,7 @@ def verify(
                 output=key,
             )
     try:
-        outputs = {key: _errors(key, expected[key], values[key], rtol, atol) for key in expected}
+        outputs = {key: output_errors(expected[key], values[key], rtol, atol, key=key) for key in expected}
     except Incomparable as error:
         node = _first_divergence(original, transformed, arguments, rtol, atol)
         hint = f"; the first node that differs is {node}" if node else ""
@@ -201,15 +201,19 @@ def _first_divergence(
     expected: dict[str, dict[str, Any]] = {}
     different: set[str] = set()
 
-    def keep(name: str, value: Any) -> None:
-        # Copy it, since later in-place operations may write to it.
-        expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
+    def keep(node: fx.Node, value: Any) -> None:
+        if node.op != "output" and (name := public_name(node)) in both:
+            # Copy it, since later in-place operations may write to it.
+            expected[name] = {key: v.clone() if isinstance(v, Tensor) else v for key, v in flat(value).items()}
 
-    def compare(name: str, value: Any) -> None:
+    def compare(node: fx.Node, value: Any) -> None:
+        name = public_name(node)
+        if node.op == "output" or name not in both:
+            return
         before, after = expected.get(name, {}), flat(value)
         try:
             agree = list(before) == list(after) and all(
-                _errors(key, before[key], after[key], rtol, atol).allclose
+                output_errors(before[key], after[key], rtol, atol).allclose
                 for key in before
                 if _is_comparable(before[key], after[key])
             )
@@ -219,25 +223,9 @@ def _first_divergence(
             different.add(name)
 
     with torch.no_grad():
-        _Watcher(original, both, keep).run(*_copies(inputs))
-        _Watcher(transformed, both, compare).run(*_copies(inputs))
+        Watcher(original, keep).run(*_copies(inputs))
+        Watcher(transformed, compare).run(*_copies(inputs))
     return next((name for n in original.graph.nodes if (name := public_name(n)) in different), None)
-
-
-class _Watcher(Interpreter):
-    """An interpreter that passes the value of each node in ``names`` to ``on_value`` as soon as it is computed."""
-
-    def __init__(self, module: fx.GraphModule, names: set[str], on_value: Callable[[str, Any], None]) -> None:
-        super().__init__(module)
-        self._names = names
-        self._on_value = on_value
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        name = public_name(n)
-        if n.op != "output" and name in self._names:
-            self._on_value(name, value)
-        return value
 
 
 def _is_comparable(expected: Any, value: Any) -> bool:
@@ -252,7 +240,20 @@ def _is_comparable(expected: Any, value: Any) -> bool:
     return type(expected) is not type(value) or any("__eq__" in vars(kind) for kind in kinds)
 
 
-def _errors(key: str, expected: Any, value: Any, rtol: float, atol: float) -> OutputErrors:
+def output_errors(
+    expected: Any, value: Any, rtol: float = 1e-4, atol: float = 1e-4, *, key: str = "the value"
+) -> OutputErrors:
+    """Return the errors of one output; see :func:`verify`.
+
+    Args:
+        key: name of the output, for errors.
+
+    Raises:
+        Incomparable: the shapes differ, or only one is a tensor.
+
+    >>> output_errors(torch.ones(4), torch.full((4,), 3.0)).relative
+    2.0
+    """
     if not isinstance(expected, Tensor) or not isinstance(value, Tensor):
         if isinstance(expected, Tensor) or isinstance(value, Tensor):
             raise Incomparable(f"{key} is a tensor on one side only", output=key)

@@ -19,7 +19,7 @@ from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import map_tensors, tensors_in
 from fxcore.tracing.graph_module import attribute
-from fxcore.tracing.interpreter import Interpreter, on_device
+from fxcore.tracing.interpreter import Watcher, on_device
 
 _BATCH = 13
 """Batch size of the first of two runs; the second has one image. Dimensions that differ grow with the batch."""
@@ -35,8 +35,8 @@ none, or several. Set by :func:`observe_many`."""
 _JOINING = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, "repeat", "tile")
 
 
-class _Recorder(Interpreter):
-    """An interpreter that passes each node's value to a callback.
+class _Recorder(Watcher):
+    """A watcher that also records the inputs that each node writes to.
 
     Args:
         on_value: called with a node and its value.
@@ -53,8 +53,7 @@ class _Recorder(Interpreter):
         device: torch.device | None = None,
         keep: bool = True,
     ) -> None:
-        super().__init__(module, garbage_collect_values=not keep)
-        self._on_value = on_value
+        super().__init__(module, on_value, garbage_collect_values=not keep)
         self._only = only
         self._device = device
 
@@ -67,7 +66,6 @@ class _Recorder(Interpreter):
             n.meta["mutates"] = [
                 i for i, (old, new) in enumerate(zip(before, self._versions(n), strict=True)) if old != new
             ]
-        self._on_value(n, value)
         return value
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:

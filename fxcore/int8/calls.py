@@ -13,7 +13,7 @@ from fxcore.int8.layers import WEIGHTED, class_of
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import add
 from fxcore.tracing.graph_module import attribute
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Watcher
 
 CONVOLUTION_FUNCTIONS = (nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d)
 
@@ -32,9 +32,7 @@ def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
     Args:
         example: inputs of one call, which is run to find the dimensions.
     """
-    values = Dimensions(module)
-    with torch.no_grad():
-        values.run(*example)
+    dimensions = floating_dimensions(module, example)
     for node in module.graph.find_nodes(op="call_module"):
         if not issubclass(class_of(module, node), BATCH_NORMS) or len(node.all_input_nodes) != 1:
             continue
@@ -42,7 +40,7 @@ def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
         if not issubclass(class_of(module, before), WEIGHTED):
             continue
         norm, weight = module.get_submodule(str(node.target)), module.get_submodule(str(before.target)).weight
-        if norm.running_mean is None or values.found[before] != weight.ndim:
+        if norm.running_mean is None or dimensions[before] != weight.ndim:
             with module.graph.inserting_before(node):
                 identity = module.graph.call_function(torch.positive, (before,))
             identity.meta[INSERTED] = True
@@ -50,18 +48,17 @@ def part_batch_norms(module: fx.GraphModule, example: Sequence[Tensor]) -> None:
     module.recompile()
 
 
-class Dimensions(Interpreter):
-    """Records the number of dimensions of each node's value that is a floating-point tensor."""
+def floating_dimensions(module: fx.GraphModule, example: Sequence[Tensor]) -> dict[fx.Node, int]:
+    """Return the number of dimensions of each node's value that is a floating-point tensor."""
+    found: dict[fx.Node, int] = {}
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.found: dict[fx.Node, int] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+    def note(node: fx.Node, value: Any) -> None:
         if isinstance(value, Tensor) and value.is_floating_point():
-            self.found[n] = value.ndim
-        return value
+            found[node] = value.ndim
+
+    with torch.no_grad():
+        Watcher(module, note).run(*example)
+    return found
 
 
 def separate(module: fx.GraphModule) -> dict[str, str]:

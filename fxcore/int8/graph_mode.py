@@ -13,23 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.ao.quantization import FixedQParamsObserver, ObserverBase, QConfigMapping, get_default_qconfig_mapping
 from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
-from fxcore.int8.calls import INSERTED, Dimensions, pass_positionally, separate, share_weights
+from fxcore.int8.calls import INSERTED, floating_dimensions, pass_positionally, separate, share_weights
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import named
+from fxcore.tensors import Tensors
 from fxcore.tracing.names import public_name
-
-Inputs = tuple[Tensor, ...]
 
 # torch warns on every call. Filter once for the process, since ``catch_warnings`` is not thread-safe.
 warnings.filterwarnings("ignore", message=r"\s*torch\.ao\.quantization is deprecated", category=DeprecationWarning)
@@ -37,7 +36,7 @@ warnings.filterwarnings("ignore", message="torch.quantize_per_tensor, .* are dep
 
 
 def converted(
-    module: fx.GraphModule, batches: Sequence[Inputs], keep: Sequence[str]
+    module: fx.GraphModule, batches: Sequence[Tensors], keep: Sequence[str]
 ) -> tuple[fx.GraphModule, dict[str, Rounding]]:
     """Quantize ``module`` to torch's int8 kernels.
 
@@ -80,7 +79,7 @@ def _rounding(observed: fx.GraphModule, node: fx.Node) -> Rounding | None:
 
 
 def observe(
-    module: fx.GraphModule, example: Inputs, keep: Sequence[str]
+    module: fx.GraphModule, example: Tensors, keep: Sequence[str]
 ) -> tuple[fx.GraphModule, set[str], dict[str, str]]:
     """Copy ``module``, fuse its batch norms and insert observers.
 
@@ -94,9 +93,7 @@ def observe(
     copies = separate(private)
     pass_positionally(private)
     mapping = get_default_qconfig_mapping(ranges(private))
-    values = Dimensions(private)
-    values.run(*example)
-    kept = _leave_in_float(private, mapping, keep, set(values.found))
+    kept = _leave_in_float(private, mapping, keep, set(floating_dimensions(private, example)))
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
     fused = fuse(private, is_qat=False)
     observed = prepare(fused, mapping, False, scopes, example_inputs=example).eval()

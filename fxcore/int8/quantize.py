@@ -16,21 +16,18 @@ from fxcore.copies import shared_copy
 from fxcore.errors import FxError, summarize
 from fxcore.int8.calls import part_batch_norms
 from fxcore.int8.layers import inline_leaves
-from fxcore.int8.report import LayerError, layer_errors
+from fxcore.int8.report import MEASURED, LayerError, layer_errors
 from fxcore.models import torch_ao
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.keep_float import KEPT
 from fxcore.passes.out_of_place import out_of_place
+from fxcore.tensors import Tensors
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.writes import mutated_argument
 
-__all__ = ["CannotQuantize", "Inputs", "LayerError", "Quantized", "missing", "quantize"]
-
-Inputs = tuple[Tensor, ...]
-Calibration = Tensor | Inputs | Iterable[Tensor | Sequence[Tensor]]
+Calibration = Tensor | Tensors | Iterable[Tensor | Sequence[Tensor]]
 
 _BATCH = 8
-_REPORT_ROWS = 2
 _WANTED = "int8 is calibrated on a tensor, a tuple of tensors, or an iterable of those"
 
 
@@ -91,7 +88,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
     keep = [keep] if isinstance(keep, str) else keep
     module = fork(module)
     batches = _batches(module, calibration)
-    few = tuple(tensor[:_REPORT_ROWS] for tensor in batches[0]) if _rows(batches[0]) is not None else batches[0]
+    few = tuple(tensor[:MEASURED] for tensor in batches[0]) if _rows(batches[0]) is not None else batches[0]
     if (why := missing()) is not None:
         raise CannotQuantize(why)
     from fxcore.int8.graph_mode import converted  # imports torch.ao
@@ -121,7 +118,7 @@ def _without_writes(module: fx.GraphModule) -> fx.GraphModule:
     return out_of_place(module) if writes else module
 
 
-def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
+def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Tensors]:
     """Return the positional inputs of each calibration call, batching calls with a single row.
 
     Raises:
@@ -130,7 +127,7 @@ def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
     calls = _calls(module, calibration)
     if not calls or any(part.numel() == 0 for part in calls[0]):
         raise CannotQuantize("int8 needs images to calibrate on, and none were given")
-    groups: list[list[Inputs]] = []
+    groups: list[list[Tensors]] = []
     for call in calls:
         last = groups[-1] if groups else []
         alike = bool(last) and [part.shape for part in call] == [part.shape for part in last[0]]
@@ -144,7 +141,7 @@ def _batches(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
     ]
 
 
-def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
+def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Tensors]:
     """Check the calibration calls, and return the positional inputs of each."""
     single = isinstance(calibration, Tensor) or (
         isinstance(calibration, tuple) and all(isinstance(part, Tensor) for part in calibration)
@@ -153,7 +150,7 @@ def _calls(module: fx.GraphModule, calibration: Calibration) -> list[Inputs]:
         raise CannotQuantize(f"{_WANTED}, not on {calibration!r:.100}")
     inputs = module.graph.find_nodes(op="placeholder")
     required = [node.name for node in inputs if not node.args]
-    calls: list[Inputs] = []
+    calls: list[Tensors] = []
     for given in [calibration] if single else calibration:
         call = (given,) if isinstance(given, Tensor) else given
         if not isinstance(call, (tuple, list)) or not all(isinstance(part, Tensor) for part in call):

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.verify import verify
+from fxcore.analysis.verify import OutputErrors, output_errors
 from fxcore.copies import shallow_copy
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.passes.base import fork
 from fxcore.passes.keep_float import KEPT, named
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tensors import Tensors
+from fxcore.tracing.interpreter import Interpreter, Watcher
 from fxcore.tracing.names import public_name
-
-Inputs = tuple[Tensor, ...]
 
 _SMALLEST_SCALE = float(torch.finfo(torch.float32).eps)
 _WEIGHTED_FUNCTIONS = (
@@ -34,7 +33,7 @@ _WEIGHTED_FUNCTIONS = (
 _SUMS = (operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, torch.add, torch.sub, torch.mul)
 _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.cat)
 
-_ROWS = 2
+MEASURED = 2
 """Number of calibration rows that errors are measured on."""
 
 
@@ -86,7 +85,7 @@ class Rounding:
 
 
 def layer_errors(
-    module: fx.GraphModule, rows: Inputs, roundings: Mapping[str, Rounding], per_channel: bool = True
+    module: fx.GraphModule, rows: Tensors, roundings: Mapping[str, Rounding], per_channel: bool = True
 ) -> list[LayerError]:
     """Return the error of each rounded layer, the largest first.
 
@@ -97,12 +96,11 @@ def layer_errors(
         per_channel: whether weights have a scale per output channel instead of one per tensor.
     """
     graph = inline_leaves(fork(module))
-    floats = _Values(graph)
     with torch.no_grad():
-        floats.run(*rows)
-        alone = _Rounded(graph, roundings, per_channel, floats.values, alone=True)
+        floats = _values(graph, rows)
+        alone = _Rounded(graph, roundings, per_channel, floats, alone=True)
         alone.run(*rows)
-        together = _Rounded(graph, roundings, per_channel, floats.values, alone=False)
+        together = _Rounded(graph, roundings, per_channel, floats, alone=False)
         together.run(*rows)
     layers = [
         LayerError(
@@ -117,7 +115,7 @@ def layer_errors(
     return sorted(layers, key=lambda layer: layer.sqnr)
 
 
-def simulated(module: fx.GraphModule, calibration: Sequence[Inputs]) -> list[LayerError]:
+def simulated(module: fx.GraphModule, calibration: Sequence[Tensors]) -> list[LayerError]:
     """Return the error of each layer of ``module`` in int8, the largest first, with the ranges of ``calibration``.
 
     Layers with weights, sums, products, concatenations and activations are int8, except those marked by
@@ -147,14 +145,13 @@ def simulated(module: fx.GraphModule, calibration: Sequence[Inputs]) -> list[Lay
     ranges: dict[str, tuple[float, float]] = {}
     with torch.no_grad():
         for inputs in calibration:
-            values = _Values(private)
-            values.run(*inputs)
+            values = _values(private, inputs)
             for node, name in outputs.items():
-                if node in values.values and values.values[node].numel():
-                    least, most = (float(x) for x in values.values[node].aminmax())
+                if node in values and values[node].numel():
+                    least, most = (float(x) for x in values[node].aminmax())
                     before = ranges.get(name, (least, most))
                     ranges[name] = min(least, before[0]), max(most, before[1])
-    few = tuple(torch.cat(parts) for parts in zip(*calibration[:_ROWS], strict=True))
+    few = tuple(torch.cat(parts) for parts in zip(*calibration[:MEASURED], strict=True))
     return layer_errors(module, few, {name: Rounding.between(*ends) for name, ends in ranges.items()})
 
 
@@ -172,18 +169,16 @@ def _is_int8(module: fx.GraphModule, node: fx.Node, layer: fx.Node) -> bool:
     return (issubclass(kind, WEIGHTED) and kind not in TRANSPOSED) or kind.__module__ == "torch.nn.modules.activation"
 
 
-class _Values(Interpreter):
-    """An interpreter that keeps all floating-point values by node name."""
+def _values(module: fx.GraphModule, inputs: Tensors) -> dict[str, Tensor]:
+    """Return all floating-point values by node name."""
+    found: dict[str, Tensor] = {}
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.values: dict[str, Tensor] = {}
+    def keep(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point() and node.op not in ("get_attr", "output"):
+            found[node.name] = value.clone() if node.op == "placeholder" else value
 
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if isinstance(value, Tensor) and value.is_floating_point() and n.op not in ("get_attr", "output"):
-            self.values[n.name] = value.clone() if n.op == "placeholder" else value
-        return value
+    Watcher(module, keep).run(*inputs)
+    return found
 
 
 class _Rounded(Interpreter):
@@ -208,7 +203,7 @@ class _Rounded(Interpreter):
         self._per_channel = per_channel
         self._floats = floats
         self._alone = alone
-        self.errors: dict[str, Any] = {}
+        self.errors: dict[str, OutputErrors] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         layer = computed_by(self._graph, n)
@@ -221,7 +216,7 @@ class _Rounded(Interpreter):
             return value
         expected, rounded = self._floats[n.name], rounding(value)
         if layer.op != "placeholder":
-            self.errors[name] = verify(lambda: expected, lambda: rounded, ()).outputs["0"]
+            self.errors[name] = output_errors(expected, rounded)
         return rounding(expected) if self._alone else rounded
 
     def _with_rounded_weights(self, n: fx.Node) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform, add, hooked
 from fxcore.tracing.graph_module import GraphModule, attribute
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Watcher
 from fxcore.tracing.names import operation_name
 from fxcore.tracing.tracer import trace
 
@@ -131,7 +131,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
             "only a function of one tensor that returns one tensor has an inverse", transform="invert", node="output"
         )
     dependent = _dependent(module.graph, inputs[0])
-    shapes = _Shapes(module).of(example) if example is not None else {}
+    shapes = _shapes(module, example) if example is not None else {}
     root = fx.GraphModule(module, fx.Graph())
     tracer = fx.proxy.GraphAppendingTracer(root.graph)
     value: Any = fx.Proxy(root.graph.placeholder("value"), tracer)
@@ -163,20 +163,17 @@ def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
     return found
 
 
-class _Shapes(Interpreter):
-    """An interpreter that records the shape of each node's value."""
+def _shapes(module: fx.GraphModule, example: Tensor) -> dict[fx.Node, torch.Size]:
+    """Return the shape of each node's value."""
+    found: dict[fx.Node, torch.Size] = {}
 
-    def of(self, example: Tensor) -> dict[fx.Node, torch.Size]:
-        self._shapes: dict[fx.Node, torch.Size] = {}
-        with torch.no_grad():
-            self.run(example)
-        return self._shapes
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
+    def note(node: fx.Node, value: Any) -> None:
         if isinstance(value, Tensor):
-            self._shapes[n] = value.shape
-        return value
+            found[node] = value.shape
+
+    with torch.no_grad():
+        Watcher(module, note).run(example)
+    return found
 
 
 def _undo(

@@ -109,6 +109,30 @@ class Interpreter(fx.Interpreter):
         return mutable(args), mutable(kwargs)
 
 
+class Watcher(Interpreter):
+    """An interpreter that passes each node and its value to a callback as soon as the value is computed.
+
+    >>> from fxcore import trace
+    >>> Watcher(trace(lambda x: torch.exp(x) * 2), lambda node, value: print(node, float(value))).run(torch.zeros(()))
+    x 0.0
+    exp 1.0
+    mul 2.0
+    output 2.0
+    tensor(2.)
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, on_value: Callable[[fx.Node, Any], None], garbage_collect_values: bool = True
+    ) -> None:
+        super().__init__(module, garbage_collect_values)
+        self._on_value = on_value
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self._on_value(n, value)
+        return value
+
+
 def mutable(value: Any) -> Any:
     """Replace torch.fx's immutable lists and dicts in ``value`` by plain ones.
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
 from fxcore.analysis.verify import verify
 from fxcore.errors import UnknownNode
-from fxcore.int8.quantize import CannotQuantize, Inputs, quantize
+from fxcore.int8.quantize import CannotQuantize, quantize
 from fxcore.photos import calibration_rows
+from fxcore.tensors import Tensors
 
 # Least cosine similarity of each node's value to float32's, and how many layers are computed in int8. Weights are
 # random: errors grow with depth faster than they do in trained models, most of all through ReLU6 and no shortcut, and
@@ -29,7 +30,7 @@ TABLE = [
 ]
 
 
-def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Inputs]]:
+def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Tensors]]:
     """An extractor over random weights whose batch norms know the scale of what they see, and photographs for it.
 
     Freshly made batch norms do not: in MobileNet v2 everything fades to 1e-30, which int8 has no number for.
@@ -50,7 +51,7 @@ def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Inpu
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[Extractor, list[Inputs]]:
+def small() -> tuple[Extractor, list[Tensors]]:
     return make("resnet18", ["C2", "C3"], 4)
 
 
@@ -67,7 +68,7 @@ def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> 
 
 
 @pytest.mark.exhaustive
-def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[Inputs]]) -> None:
+def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[Tensors]]) -> None:
     """The first layer's error, against the value of a module that ends there; and the order."""
     extractor, rows = small
     first = build_extractor(
@@ -84,7 +85,7 @@ def test_the_report_is_what_the_int8_module_loses(small: tuple[Extractor, list[I
 
 
 @pytest.mark.exhaustive
-def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> None:
+def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Tensors]]) -> None:
     """By node, by path, by the batch norm or activation that is fused into a layer, and a function by its name."""
     extractor, rows = small
     every = [layer.name for layer in quantize(extractor.module, rows).layers]
@@ -103,7 +104,7 @@ def test_layers_can_be_kept_in_float(small: tuple[Extractor, list[Inputs]]) -> N
 
 
 @pytest.mark.exhaustive
-def test_the_original_and_other_threads_notice_nothing(small: tuple[Extractor, list[Inputs]]) -> None:
+def test_the_original_and_other_threads_notice_nothing(small: tuple[Extractor, list[Tensors]]) -> None:
     """Nothing is traced again, which would patch nn.Module for every thread."""
     extractor, rows = small
     state = {key: value.clone() for key, value in extractor.module.state_dict().items()}
@@ -149,7 +150,7 @@ def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
 
     torch.manual_seed(0)
     model = Net().eval()
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(trace(model, leaf_modules=[Branch]), rows)
     assert "branch.conv" in {layer.name for layer in found.layers}
     assert verify(model, found.module, rows[0]).cosine > 0.99
@@ -174,7 +175,7 @@ def test_transposed_convolutions_stay_in_float(engine: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.backends.quantized, "engine", engine)
     torch.manual_seed(0)
     model = Upsampled().eval()
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(trace(model), rows)
     assert {layer.name for layer in found.layers} == {"conv"}
     assert verify(model, found.module, rows[0]).cosine > 0.99
@@ -197,7 +198,7 @@ def test_products_of_many_groups_do_not_overflow(
     model = nn.Sequential(nn.Conv2d(3, 128, 1), kind(128, 128, 3, padding=1, groups=128, bias=False)).eval()
     for weights in model.parameters():
         nn.init.constant_(weights, 1.0)
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 0.1 + 0.9,) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8) * 0.1 + 0.9,) for _ in range(4)]
     found = quantize(trace(model), rows)
     assert len(found.layers) == 2
     assert verify(model, found.module, rows[0]).relative < 0.02
@@ -224,7 +225,7 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
 
     torch.manual_seed(0)
     model = Net().eval()
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(trace(model), rows)
     assert [layer.name for layer in found.layers] == ["first"]
     assert verify(model, found.module, rows[0]).cosine > 0.99
@@ -234,7 +235,7 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
 def test_prelu_stays_float(activation: nn.Module) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), activation).eval()
-    rows: list[Inputs] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
+    rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
     assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
 
 
@@ -245,7 +246,7 @@ def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Mod
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), before, activation, nn.Conv2d(8, 4, 1)).eval()
     for weights in model.parameters():
         nn.init.normal_(weights, std=0.2)
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8) * 8 - 3,) for _ in range(4)]
     found = quantize(trace(model), rows, keep="2")
     assert verify(model, found.module, rows[0]).relative < 0.03
 
@@ -262,7 +263,7 @@ def test_relu6_leaves_all_steps_to_the_values_from_0_to_6(by_a_function: bool) -
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), Function() if by_a_function else nn.ReLU6()).eval()
     nn.init.constant_(model[1].weight, 100.0)
-    rows: list[Inputs] = [(torch.randn(1, 3, 16, 16),) for _ in range(8)]
+    rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(8)]
     with torch.no_grad():
         assert model[:2](rows[0][0]).max() > 100
         found = quantize(trace(model), rows)
@@ -281,13 +282,13 @@ def test_products_of_all_eight_bits_do_not_overflow() -> None:
         nn.Conv2d(3, 128, 1), nn.Tanh(), nn.AvgPool2d(1), nn.Conv2d(128, 128, 3, padding=1, groups=128, bias=False)
     ).eval()
     nn.init.constant_(model[3].weight, 1.0)
-    rows: list[Inputs] = [(torch.rand(1, 3, 8, 8) * 9,) for _ in range(4)]
+    rows: list[Tensors] = [(torch.rand(1, 3, 8, 8) * 9,) for _ in range(4)]
     found = quantize(trace(model), rows)
     assert "3" in {layer.name for layer in found.layers}
     assert verify(model, found.module, rows[0]).relative < 0.03
 
 
-def test_what_cannot_be_quantized(small: tuple[Extractor, list[Inputs]]) -> None:
+def test_what_cannot_be_quantized(small: tuple[Extractor, list[Tensors]]) -> None:
     with pytest.raises(CannotQuantize, match="images to calibrate on"):
         quantize(small[0].module, [])
 
