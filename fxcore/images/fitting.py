@@ -98,15 +98,17 @@ class FittedPreprocessing(Preprocessing):
         return resized
 
 
-class Stretched(FittedPreprocessing):
-    """Preprocessing that resizes every image to exactly ``size`` (height and width)."""
+class _OneSize(FittedPreprocessing):
+    """Preprocessing that brings every image to ``size`` (height and width) by the method ``fit``."""
+
+    fit: Fit
 
     def __init__(self, own: Preprocessing, size: tuple[int, int]) -> None:
         super().__init__(own)
         self._size = size
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "resize_size": list(self._size), "fit": "stretch"}
+        return {**super().describe(), "resize_size": list(self._size), "fit": self.fit}
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         return self._size
@@ -115,7 +117,13 @@ class Stretched(FittedPreprocessing):
         return self._size
 
 
-class Padded(FittedPreprocessing):
+class Stretched(_OneSize):
+    """Preprocessing that resizes every image to exactly ``size`` (height and width)."""
+
+    fit = "stretch"
+
+
+class Padded(_OneSize):
     """Preprocessing that resizes every image to fit into ``size`` (height and width), centres it, and pads it with the
     mean colour.
 
@@ -127,22 +135,11 @@ class Padded(FittedPreprocessing):
     tensor([0.0000, 2.2489, 2.2489, 0.0000])
     """
 
-    def __init__(self, own: Preprocessing, size: tuple[int, int]) -> None:
-        super().__init__(own)
-        self._size = size
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "resize_size": list(self._size), "fit": "pad"}
-
-    def output_size(self, height: int, width: int) -> tuple[int, int]:
-        return self._size
+    fit = "pad"
 
     def largest_size(self, height: int, width: int) -> tuple[int, int]:
         scale = min(self._size[0] / height, self._size[1] / width)
         return _scaled(height, scale, self._size[0]), _scaled(width, scale, self._size[1])
-
-    def nominal_size(self) -> tuple[int, int]:
-        return self._size
 
     def placement(self, height: int, width: int) -> Placement:
         resized = self.largest_size(height, width)
@@ -152,12 +149,16 @@ class Padded(FittedPreprocessing):
     def valid_box(self, height: int, width: int) -> tuple[int, int, int, int]:
         """Return x1, y1, x2, y2 of an image of that size, in pixels of the input."""
         resized = self.largest_size(height, width)
-        top, left = ((side - part) // 2 for side, part in zip(self._size, resized, strict=True))
+        top, left = self._corner(*resized)
         return left, top, left + resized[1], top + resized[0]
+
+    def _corner(self, height: int, width: int) -> tuple[int, int]:
+        """Return the row and column of the input at which a resized image begins."""
+        return (self._size[0] - height) // 2, (self._size[1] - width) // 2
 
     def _placed(self, resized: Tensor) -> Tensor:
         height, width = resized.shape[-2:]
-        top, left = (self._size[0] - height) // 2, (self._size[1] - width) // 2
+        top, left = self._corner(height, width)
         # In float32, so that normalising turns it into zeros.
         mean = torch.tensor(self.mean, dtype=resized.dtype)[:, None, None]
         filled = mean.expand(len(resized), *self._size).clone()  # a model of one channel has a single mean
