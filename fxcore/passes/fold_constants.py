@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
-from fxcore.tracing.dispatch_modes import DispatchMode
+from fxcore.tracing.dispatch_modes import DispatchMode, written_arguments
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
 from fxcore.tracing.names import operation_name
@@ -90,9 +90,7 @@ class _Watch(DispatchMode):
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        targets = [named.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-        self.written |= self.given.intersection(_memory(targets))
+        self.written |= self.given.intersection(_memory(written_arguments(func, args, kwargs)))
         if self.written or torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError(f"{func} is random or writes to its arguments")
         return func(*args, **(kwargs or {}))

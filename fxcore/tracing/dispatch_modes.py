@@ -7,7 +7,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxcore.nesting import tensors_in
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors among the arguments of a call that the operator ``func`` writes to.
+
+    >>> import torch
+    >>> x = torch.zeros(2)
+    >>> [tensor is x for tensor in written_arguments(torch.ops.aten.add_.Tensor, (x, 1), {})]
+    [True]
+    """
+    schema = getattr(func, "_schema", None)  # higher-order operators have none
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **(kwargs or {})}
+    return tensors_in([given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write])
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

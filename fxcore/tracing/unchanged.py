@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxcore.nesting import tensors_in
 from fxcore.tracing.attributes import Attributes
-from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode
+from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode, written_arguments
 
 
 class StateGuard(DispatchMode):
@@ -34,12 +33,8 @@ class StateGuard(DispatchMode):
 
     def _overwritten(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Return the parameters and buffers, or views of them, that a call of the operator ``func`` writes to."""
-        schema = getattr(func, "_schema", None)  # higher-order operators have none
-        if schema is None or not schema.is_mutable:
-            return []
-        given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-        targets = [given.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        return [tensor for tensor in tensors_in(targets) if tensor.untyped_storage()._cdata in self._state]
+        written = written_arguments(func, args, kwargs)
+        return [tensor for tensor in written if tensor.untyped_storage()._cdata in self._state]
 
     def _save(self, tensor: Tensor) -> None:
         place = tensor.untyped_storage()._cdata
