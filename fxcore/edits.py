@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxcore.errors import FxError
 from fxcore.graph.axes.row_axes import UNKNOWN, row_axes
-from fxcore.graph.cut import Part, identifier
+from fxcore.graph.cut import Part, unused_identifier
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import dtype_name
 from fxcore.tracing.names import PATH
@@ -154,12 +154,8 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
         readers = list(value.users)
         factors = []
         for what in ("scale", "shift"):
-            name = identifier(f"{edited.name}_{what}")
-            while name in taken:
-                name += "_"
-            taken.add(name)
             with graph.inserting_after(last):
-                last = graph.placeholder(name)
+                last = graph.placeholder(unused_identifier(f"{edited.name}_{what}", taken))
             factors.append(last)
         inputs = graph.find_nodes(op="placeholder")
         scale, shift = factors

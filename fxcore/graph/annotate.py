@@ -124,9 +124,7 @@ def annotate(
             numbers[node] = value
 
     def write(node: fx.Node, value: Any) -> None:
-        node.meta["value"] = value
-        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in tensors_in(value))
-        node.meta["carries"] = bool(node.meta["memory"])
+        _note_value(node, value)
         node.meta.pop(ORDERS, None)  # those of another size
         target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         node.meta["patches"] = patches_of(node, value, target)
@@ -147,6 +145,12 @@ def annotate(
             node.meta["value"] = torch.empty_like(value, device="meta")
 
 
+def _note_value(node: fx.Node, value: Any) -> None:
+    node.meta["value"] = value
+    node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in tensors_in(value))
+    node.meta["carries"] = bool(node.meta["memory"])
+
+
 def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Run ``module`` on copies of ``inputs`` and set ``value``, ``memory``, ``carries`` and ``mutates`` in each node's
     ``meta`` (see :func:`annotate`).
@@ -159,14 +163,8 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     >>> [n.meta["mutates"] for n in model.graph.nodes]
     [[], [], [0], []]
     """
-
-    def write(node: fx.Node, value: Any) -> None:
-        node.meta["value"] = value
-        node.meta["memory"] = frozenset(t.untyped_storage()._cdata for t in tensors_in(value))
-        node.meta["carries"] = bool(node.meta["memory"])
-
     with torch.no_grad():
-        _Recorder(module, write).run(*map_tensors(torch.clone, list(inputs)))
+        _Recorder(module, _note_value).run(*map_tensors(torch.clone, list(inputs)))
 
 
 def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:

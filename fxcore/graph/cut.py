@@ -119,19 +119,25 @@ def cut(
 
 def _placeholder(graph: fx.Graph, key: str, node: fx.Node, taken: set[str]) -> fx.Node:
     """Add a placeholder for ``node``, named ``key`` as a valid identifier."""
-    name = identifier(key)
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    made = graph.placeholder(name)
+    made = graph.placeholder(unused_identifier(key, taken))
     made.meta = {k: v for k, v in node.meta.items() if k != "mutates"}
     return made
 
 
-def identifier(name: str) -> str:
-    """Convert ``name`` to a valid Python identifier."""
+def unused_identifier(name: str, taken: set[str]) -> str:
+    """Convert ``name`` to a valid Python identifier that is not in ``taken``, and add it.
+
+    >>> taken = {"layer1_0"}
+    >>> unused_identifier("layer1.0", taken), unused_identifier("0", taken), sorted(taken)
+    ('layer1_0_', '_0', ['_0', 'layer1_0', 'layer1_0_'])
+    """
     name = re.sub(r"\W", "_", name, flags=re.ASCII)
-    return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
+    if not name or name[0].isdigit() or keyword.iskeyword(name):
+        name = f"_{name}"
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
 
 
 class _Flow:
