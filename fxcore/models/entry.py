@@ -1,17 +1,15 @@
 """Entries of the catalog: models that can be built by name, with their weights and preprocessing.
 
-The model's library builds it. This module adds *weightless* building, in which parameters take no memory and nothing is
-downloaded. Each source of models has a subclass of :class:`ModelEntry`.
+The model's library builds it, with weights, or *weightless*: parameters take no memory, and nothing is downloaded.
+Each source of models has a subclass of :class:`ModelEntry`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -23,9 +21,9 @@ from torch import nn
 from fxcore.errors import UnknownWeights
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.images.sizes import ImageSize
-from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
+from fxcore.models.weightless import BUILD_LOCK, weightless
 from fxcore.quiet import quiet
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
@@ -34,12 +32,6 @@ RANDOM = "random"
 
 _LISTED = 6
 """Maximum number of names that the error for unknown weights lists; beyond that it suggests similar names."""
-
-_assigning = threading.local()
-"""``on`` is True in a thread while that thread registers loaded parameters."""
-
-BUILD_LOCK = threading.RLock()
-"""Held while ``nn.Module`` is patched or the global random generator is seeded."""
 
 
 @dataclass(frozen=True)
@@ -299,72 +291,3 @@ class ModelEntry(ABC):
     def _structure(self, weights: str) -> dict[str, Any]:
         """Return the builder arguments for the structure of ``weights``."""
         return {}
-
-
-@contextlib.contextmanager
-def assigning(own: StateDict) -> Iterator[None]:
-    """Make modules in this thread assign tensors of state dicts instead of copying values, within the block.
-
-    Tensors that equal those of ``own`` are replaced by those of ``own``.
-    """
-    thread = threading.get_ident()
-    load = nn.Module.load_state_dict
-
-    def assign(module: nn.Module, state: StateDict, strict: bool = True, assign: bool = False) -> Any:
-        if threading.get_ident() != thread:
-            return load(module, state, strict, assign)
-        shared = {key: _same(tensor, own.get(key)) for key, tensor in state.items()}
-        _assigning.on = True
-        try:
-            return load(module, shared, strict, True)
-        finally:
-            _assigning.on = False
-
-    nn.Module.load_state_dict = assign  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.load_state_dict = load  # type: ignore[method-assign]
-
-
-def _same(tensor: Any, own: torch.Tensor | None) -> Any:
-    """Return ``own`` if it equals ``tensor``, else ``tensor``."""
-    return own if own is not None and isinstance(tensor, torch.Tensor) and torch.equal(tensor, own) else tensor
-
-
-_ON_META = "fxcore_on_meta"
-"""Attribute of a parameter: its copy on the meta device."""
-
-
-@contextlib.contextmanager
-def weightless() -> Iterator[None]:
-    """Put parameters and batch statistics on the meta device when modules of this thread register them in the block.
-
-    ``torch.device("meta")`` would do so for all tensors, but RegNet reads a computed tensor while it is built, and
-    index buffers are structure, not weights: MaxViT's become constants in its graph. Batch statistics must be on the
-    same device as the parameters, because SSDlite runs its backbone while it is built.
-    """
-    thread = threading.get_ident()
-    register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
-
-    def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        ours = threading.get_ident() == thread and not getattr(_assigning, "on", False)
-        if param is not None and ours and not param.is_meta:
-            if not hasattr(param, _ON_META):  # one that several modules share stays one
-                setattr(param, _ON_META, nn.Parameter(param.to("meta"), requires_grad=param.requires_grad))
-            param = getattr(param, _ON_META)
-        register_parameter(module, name, param)
-
-    def buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-        statistic = isinstance(module, (*BATCH_NORMS, *INSTANCE_NORMS))
-        if tensor is not None and statistic and threading.get_ident() == thread:
-            tensor = tensor.to("meta")
-        register_buffer(module, name, tensor, persistent)
-
-    nn.Module.register_parameter = parameter  # type: ignore[assignment, method-assign]
-    nn.Module.register_buffer = buffer  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
-        nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]

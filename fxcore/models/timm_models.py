@@ -24,9 +24,10 @@ from fxcore.copies import narrowed
 from fxcore.errors import UnknownModel, Unsupported
 from fxcore.images.sizes import ImageSize
 from fxcore.images.timm_preprocessing import TimmPreprocessing
-from fxcore.models.entry import BUILD_LOCK, RANDOM, FeatureMap, ModelEntry, WeightsInfo, assigning, weightless
+from fxcore.models.entry import RANDOM, FeatureMap, ModelEntry, WeightsInfo
 from fxcore.models.hub import HubWeights
 from fxcore.models.state_dicts import damaged, misfit
+from fxcore.models.weightless import BUILD_LOCK, assigning, weightless
 from fxcore.quiet import quiet
 
 PREFIX = "timm."

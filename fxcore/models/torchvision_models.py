@@ -24,9 +24,10 @@ from fxcore.images.preprocessing import (
 )
 from fxcore.images.sizes import ImageSize
 from fxcore.models import torch_ao
-from fxcore.models.entry import BUILD_LOCK, RANDOM, ModelEntry, Task, WeightsInfo, weightless
+from fxcore.models.entry import RANDOM, ModelEntry, Task, WeightsInfo
 from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.state_dicts import StateDict, misfit, read_cached
+from fxcore.models.weightless import BUILD_LOCK, weightless
 from fxcore.quiet import quiet
 
 _SUBMODULE_TASKS: dict[str, Task] = {

@@ -17,7 +17,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
 from fxcore.memory import give_back
-from fxcore.models.entry import weightless
+from fxcore.models.weightless import weightless
 from fxcore.tracing.parts import DetectorParts, FlowParts
 from tests.fxcore.model_list import ALL, FAMILIES, FIXED_SIZE, LARGE, OF_FAMILIES, SMALL, SWEPT, each, filled
 
