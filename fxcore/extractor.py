@@ -26,7 +26,7 @@ from fxcore.graph.tokens.token_grid import TokenGrid, prefix_tokens, token_grid
 from fxcore.passes.base import APPLIED
 from fxcore.passes.functionalize import functionalize
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
-from fxcore.tracing.frozen import made_constants
+from fxcore.tracing.constants import made_constants
 from fxcore.tracing.graph_module import GraphModule
 from fxcore.tracing.interpreter import on_device
 from fxcore.tracing.names import PATH
@@ -122,7 +122,7 @@ class Extractor:
         graphs = [one.graph for one in (self.module, self.front, self.part) if one is not None]
         return sum(len(graph.nodes) for graph in graphs)
 
-    def entered(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def inputs_from(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Compute the extractor's inputs from ``inputs`` of the model.
 
         These are the values of the nodes that it starts at, and example factors for its edits.

@@ -20,8 +20,8 @@ from fxcore.errors import FxError, summarize
 from fxcore.nesting import map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
+from fxcore.tracing.constants import FROZEN
 from fxcore.tracing.dispatch_modes import LenientMode
-from fxcore.tracing.frozen import FROZEN
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import public_name
 

@@ -46,11 +46,6 @@ def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
 
 
-def holds_int8(module: nn.Module) -> bool:
-    """Return whether ``module`` has torch's int8 layers, whose packed weights only torch can read."""
-    return any(type(part).__module__.startswith("torch.ao.nn.") for part in module.modules())
-
-
 def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Load, and delete, the file of :func:`save_module`.
 

@@ -7,9 +7,9 @@ import json
 import zipfile
 from collections.abc import Mapping
 
-from fxcore.backends.process import holds_int8
 from fxcore.errors import FxError
 from fxcore.exports.subject import CannotExport, Subject
+from fxcore.int8.layers import holds_int8
 
 
 class UnknownFormat(FxError):

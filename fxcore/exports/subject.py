@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import flat
-from fxcore.backends.process import holds_int8
 from fxcore.edits import EditedNode
 from fxcore.errors import BadTensor, FxError, summarize
 from fxcore.extractor import Extractor, OutputInfo
@@ -18,8 +17,9 @@ from fxcore.graph.annotate import observe
 from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.axes.row_axes import UNKNOWN
 from fxcore.images.preprocessing import Preprocessing
+from fxcore.int8.layers import holds_int8
 from fxcore.passes.base import applied, fork
-from fxcore.photos import check_rows, photos
+from fxcore.photos import input_rows, photos
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.interpreter import Inputs, positional, require_graph
 from fxcore.tracing.names import public_name
@@ -101,11 +101,11 @@ def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None) -> 
 
     def photographs() -> tuple[Tensor, ...]:
         """Return two photographs as inputs of the graph's size, in the extractor's dtype."""
-        rows = check_rows(preprocessing or own, graph.inputs, photos()[:2], graph.input_size)
+        rows = input_rows(preprocessing or own, graph.inputs, photos()[:2], graph.input_size)
         batch = tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
         if preprocessing is None:
             batch = tuple(nn.functional.interpolate(images, graph.input_size) for images in batch)
-        return extractor.entered(batch)
+        return extractor.inputs_from(batch)
 
     about: dict[str, Any] = {
         "weights": graph.weights,

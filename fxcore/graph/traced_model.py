@@ -13,7 +13,7 @@ from fxcore.graph.tokens.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import FeatureMap, ModelEntry
 from fxcore.passes.zero_memory import zero_memory
-from fxcore.tracing.frozen import made_constants
+from fxcore.tracing.constants import made_constants
 from fxcore.tracing.names import names
 from fxcore.tracing.parts import UntraceablePart, trace_model
 

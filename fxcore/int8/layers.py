@@ -90,3 +90,8 @@ def is_relu6(module: fx.GraphModule, node: fx.Node) -> bool:
 def class_of(module: fx.GraphModule, node: fx.Node) -> type:
     """Return the class of the module that a node calls; for other nodes, the class of ``module``."""
     return type(module.get_submodule(str(node.target))) if node.op == "call_module" else type(module)
+
+
+def holds_int8(module: nn.Module) -> bool:
+    """Return whether ``module`` has torch's int8 layers, whose packed weights only torch can read."""
+    return any(type(part).__module__.startswith("torch.ao.nn.") for part in module.modules())

@@ -43,7 +43,7 @@ def photos() -> list[PIL.Image.Image]:
     return [open_image(file.read_bytes()) for file in files()]
 
 
-def check_rows(
+def input_rows(
     preprocessing: Preprocessing, inputs: Sequence[TensorSpec], images: Sequence[PIL.Image.Image], size: tuple[int, int]
 ) -> list[tuple[Tensor, ...]]:
     """Preprocess each image to a model's inputs with one row, all of the same shape.
@@ -84,7 +84,7 @@ def calibration_rows(
     folder: Path | None = None,
     count: int = 32,
 ) -> list[tuple[Tensor, ...]]:
-    """Return photographs as int8 calibration inputs with one row each; see :func:`check_rows`.
+    """Return photographs as int8 calibration inputs with one row each; see :func:`input_rows`.
 
     Args:
         folder: folder of photographs; by default the four photographs here, mirrored and cropped.
@@ -101,7 +101,7 @@ def calibration_rows(
     (3, torch.Size([1, 3, 224, 224]))
     """
     if folder is None:
-        return check_rows(preprocessing, inputs, augmented(photos(), count)[:count], size)
+        return input_rows(preprocessing, inputs, augmented(photos(), count)[:count], size)
     rows: list[tuple[Tensor, ...]] = []
     try:
         found = _files(folder)
@@ -111,7 +111,7 @@ def calibration_rows(
         if len(rows) == count:
             break
         try:  # one at a time: a folder of large photographs would take gigabytes
-            rows += check_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
+            rows += input_rows(preprocessing, inputs, [open_image(file.read_bytes())], size)
         except (OSError, FxError) as error:
             log.warning("%s is not used for calibration: %s", file, error)
     if not rows:

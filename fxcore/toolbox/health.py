@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.nesting import map_tensors, tensors_in
+from fxcore.tracing.constants import frozen
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
-from fxcore.tracing.frozen import frozen
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.names import operation_name, public_name
 

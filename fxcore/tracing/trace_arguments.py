@@ -61,7 +61,7 @@ def check_root(root: Any) -> None:
     )
 
 
-def leaves(given: Any) -> tuple[LeafModule, ...]:
+def checked_leaf_modules(given: Any) -> tuple[LeafModule, ...]:
     """Check ``leaf_modules``, and return its classes, paths and patterns.
 
     Raises:

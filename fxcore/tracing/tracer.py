@@ -23,8 +23,8 @@ from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
+from fxcore.tracing.constants import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
-from fxcore.tracing.frozen import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, rename_self, shown_name
@@ -37,8 +37,8 @@ from fxcore.tracing.trace_arguments import (
     check_functions,
     check_patterns,
     check_root,
+    checked_leaf_modules,
     default_leaf_modules,
-    leaves,
 )
 from fxcore.tracing.writes import mutated_argument, settle_writes, viewed
 from fxcore.wrappers import check_python, unwrap_parts, unwrapped
@@ -201,8 +201,8 @@ def trace(
             change where they are defined.
         concrete_args: values of arguments to fix in the graph; the result does not have these arguments.
 
-    Tensors that ``root`` creates without inputs become constants of the graph (:func:`fxcore.tracing.frozen.frozen`);
-    a :class:`fxcore.tracing.frozen.FrozenDraw` warning reports random ones.
+    Tensors that ``root`` creates without inputs become constants of the graph, see
+    :func:`fxcore.tracing.constants.frozen`; a :class:`fxcore.tracing.constants.FrozenDraw` warning reports random ones.
 
     Returns:
         A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output``.
@@ -314,10 +314,10 @@ def record(
     Returns:
         The graph, and the module that it refers to: ``root`` itself, or a copy with the same parts if ``root`` has
         hooks or its own ``__call__``. Constants of the graph become attributes of this module
-        (:func:`fxcore.tracing.frozen.made_constants`).
+        (:func:`fxcore.tracing.constants.made_constants`).
     """
     check_root(root)
-    given = leaves(leaf_modules)
+    given = checked_leaf_modules(leaf_modules)
     check_functions(leaf_functions)
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from fxcore.errors import NotTraceable
-from fxcore.tracing.frozen import StateWrite
+from fxcore.tracing.constants import StateWrite
 from fxcore.tracing.names import shown_name
 from fxcore.tracing.proxies import TracedKey, TracedWrite
 

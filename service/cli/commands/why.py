@@ -106,7 +106,7 @@ def _cam(
         except UnneededInput:
             continue
         behind = build_extractor(graph, module, graph.resolve([of]), inputs=begin)
-        values = behind.entered((pixels,))
+        values = behind.inputs_from((pixels,))
         found = gradients(behind.module, values, 0, index).values
         [info] = build_extractor(graph, module, graph.resolve([name])).outputs
         maps, slopes = (positions(one, info.layout, info.tokens) for one in (values[0], found))

@@ -14,7 +14,7 @@ from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
 from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
-from fxcore.photos import NoPhotographs, calibration_rows, check_rows, photos
+from fxcore.photos import NoPhotographs, calibration_rows, input_rows, photos
 from service.engine.description import Description
 from service.engine.runtime.candidate import MIN_COSINE, TOLERANCE
 from service.problems import ExtractorFailed
@@ -147,8 +147,8 @@ def check_photographs(
 ) -> list[Inputs]:
     """Return the shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
     size = description.preprocessing.nominal_size()
-    rows = check_rows(description.preprocessing, extractor.graph.inputs, photos()[:count], size)
-    return [extractor.entered(tuple(x.to(device, description.dtype) for x in row)) for row in rows]
+    rows = input_rows(description.preprocessing, extractor.graph.inputs, photos()[:count], size)
+    return [extractor.inputs_from(tuple(x.to(device, description.dtype) for x in row)) for row in rows]
 
 
 def calibration_of(description: Description, extractor: Extractor, folder: Path | None) -> list[Inputs]:
@@ -161,7 +161,7 @@ def calibration_of(description: Description, extractor: Extractor, folder: Path 
     size = description.preprocessing.nominal_size()
     try:
         rows = calibration_rows(description.preprocessing, extractor.graph.inputs, size, folder, count)
-        return [extractor.entered(row) for row in rows]
+        return [extractor.inputs_from(row) for row in rows]
     except NoPhotographs as error:
         said = f"int8 cannot be calibrated: {error.detail}"
         raise ExtractorFailed(said, problem={"error": error.detail}) from error

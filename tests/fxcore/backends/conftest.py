@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
-from fxcore.photos import check_rows, photos
+from fxcore.photos import input_rows, photos
 
 Build = Callable[..., Extractor]
 
@@ -34,7 +34,7 @@ def extractor() -> Build:
 def batch() -> torch.Tensor:
     """Four photographs, preprocessed ``[4, 3, 224, 224]``."""
     graph = model_graph("resnet18")
-    rows = check_rows(graph.preprocessing, graph.inputs, photos(), (224, 224))
+    rows = input_rows(graph.preprocessing, graph.inputs, photos(), (224, 224))
     return torch.cat([row[0] for row in rows])
 
 

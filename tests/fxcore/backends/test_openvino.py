@@ -18,7 +18,7 @@ from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Lowered, LoweringFailed, Options, residents
 from fxcore.backends.artifacts import prune
 from fxcore.backends.ir import converted
-from fxcore.photos import augmented, check_rows, photos
+from fxcore.photos import augmented, input_rows, photos
 from tests.fxcore.backends.conftest import Build
 
 pytest.importorskip("openvino")
@@ -309,7 +309,7 @@ def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) ->
     pytest.importorskip("nncf")
     plain = extractor("resnet18", "layer2")
     graph = plain.graph
-    rows = check_rows(graph.preprocessing, graph.inputs, augmented(photos(), 8), (224, 224))
+    rows = input_rows(graph.preprocessing, graph.inputs, augmented(photos(), 8), (224, 224))
     options = Options(threads=2, precision="int8", cache=artifacts, calibration=rows)
     lowered = OPENVINO.lower(plain.module, (batch[:2],), options)
     found = verify(plain.module, lowered, batch)

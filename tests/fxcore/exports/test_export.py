@@ -27,7 +27,7 @@ from fxcore.analysis.verify import verify
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
 from fxcore.int8.quantize import quantize
 from fxcore.models.user_models import UserModel, user_entry
-from fxcore.photos import calibration_rows, check_rows, photos
+from fxcore.photos import calibration_rows, input_rows, photos
 from fxcore.transforms import apply_transforms
 
 # What each format needs to be loaded; ``inputs`` is a tuple of tensors and ``file`` what was downloaded.
@@ -74,8 +74,8 @@ def make(name: str, nodes: dict[str, str]) -> Extractor:
 
 def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
     graph = extractor.graph
-    made = check_rows(graph.preprocessing, graph.inputs, photos()[-rows:], graph.input_size)
-    return extractor.entered(tuple(torch.cat(parts) for parts in zip(*made, strict=True)))
+    made = input_rows(graph.preprocessing, graph.inputs, photos()[-rows:], graph.input_size)
+    return extractor.inputs_from(tuple(torch.cat(parts) for parts in zip(*made, strict=True)))
 
 
 def check(

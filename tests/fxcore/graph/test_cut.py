@@ -66,7 +66,7 @@ def test_two_halves_are_the_whole(name: str) -> None:
         for node in random.Random(name).sample(floating[:-1], min(3, len(floating) - 1)):
             half = closed(graph, model, node, wanted)
             if half is not None:
-                found = half.module(*half.entered(given))["end"]
+                found = half.module(*half.inputs_from(given))["end"]
                 assert torch.dist(found, whole) <= 1e-6 * whole.norm(), [spec.node for spec in half.inputs]
 
 
@@ -88,7 +88,7 @@ def test_a_lowered_half_ends_as_the_whole_does(name: str, node: str, tmp_path: P
     given = images(graph, 3)
     with torch.no_grad():
         whole = build_extractor(graph, model, {"end": end}).module(*given)["end"]
-        inner = half.entered(given)
+        inner = half.inputs_from(given)
         lowered = BACKENDS["openvino"].lower(half.module, tuple(v[:2] for v in inner), Options(cache=tmp_path))
         found = lowered(*inner)["end"]
     assert torch.dist(found, whole) <= 1e-4 * whole.norm()

@@ -17,7 +17,7 @@ from torch import nn
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, photos
 from fxcore.backends import BACKENDS, Options
 from fxcore.backends.processor import adds_int8_products_exactly
-from fxcore.photos import augmented, calibration_rows, check_rows
+from fxcore.photos import augmented, calibration_rows, input_rows
 
 NAME = "efficientnet_lite0"
 
@@ -37,7 +37,7 @@ def extractor_of(model: nn.Module, node: str) -> Extractor:
 
 def rows(images: list[PIL.Image.Image]) -> torch.Tensor:
     graph = model_graph(NAME)
-    return torch.cat([row[0] for row in check_rows(graph.preprocessing, graph.inputs, images, graph.input_size)])
+    return torch.cat([row[0] for row in input_rows(graph.preprocessing, graph.inputs, images, graph.input_size)])
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxcore import ModelEntry, check_health, model_graph, trace
 from fxcore.errors import NotTraceable
-from fxcore.tracing.frozen import FrozenDraw, frozen
+from fxcore.tracing.constants import FrozenDraw, frozen
 from fxcore.transforms import fuse_conv_bn
 
 HERE = Path(__file__).name
