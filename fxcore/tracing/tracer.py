@@ -326,6 +326,7 @@ def record(
     untraceable: dict[str, str] = {}
     before = Attributes(root if isinstance(root, nn.Module) else nn.Module())
     constants: set[str] = set()
+    failed: tuple[Exception, str] | None = None
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
             traced, paths = root, {module: path for path, module in (original or nn.Module()).named_modules()}
@@ -333,6 +334,8 @@ def record(
                 traced, inner = entry(root)
                 paths |= {root: "", inner: ""}
             tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
+            # Only if it must be, as it adds nodes: tensors cannot be indexed by traced sizes, as in ``self.pos[:, :n]``.
+            tracer.proxy_buffer_attributes = failed is not None
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
@@ -340,6 +343,11 @@ def record(
                 break
             except Exception as error:
                 path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
+                held = any(True for _ in root.buffers()) if isinstance(root, nn.Module) else False
+                if failed is None and held and not isinstance(error, StateWrite):
+                    failed = error, path
+                    continue
+                (error, path), failed = failed or (error, path), None
                 explained = explain(error, root, path)
                 if AUTO not in given or not path or path in untraceable:
                     raise explained from error

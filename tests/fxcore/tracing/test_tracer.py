@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torchvision import ops
 from torchvision.models.feature_extraction import NodePathTracer, get_graph_node_names
 
+import fxcore
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import ModelGraph, trace_graph
@@ -373,6 +374,42 @@ def test_a_part_called_self_does_not_hide_the_module() -> None:
     assert torch.equal(module(x), model(x))
     assert torch.equal(out_of_place(module)(x), model(x))
     assert names(module.graph) == ["x", "self", "output", "add"]
+
+
+class Embedding(nn.Module):
+    """Cuts its tables to the length of its input, as in the text models of Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.position = nn.Embedding(50, 8), nn.Embedding(64, 8)
+        self.register_buffer("places", torch.arange(64)[None], persistent=False)
+        self.register_buffer("table", torch.rand(1, 64, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = self.places[:, : ids.shape[1]]
+        total: Tensor = self.word(ids) + self.position(places) + self.table[:, : ids.size(1)]
+        return total
+
+
+def test_buffers_are_cut_to_the_size_of_an_input() -> None:
+    model = nn.Sequential(Embedding(), nn.LayerNorm(8)).eval()
+    module = trace(model)
+    for length in (5, 9):
+        ids = torch.randint(50, (3, length))
+        assert torch.equal(module(ids), model(ids))
+    parts = fxcore.create_extractor(model, ["0.word", "1"], torch.randint(50, (2, 5)))
+    assert torch.equal(parts(ids)["0.word"], model[0].word(ids))
+    assert torch.equal(parts(ids)["1"], model(ids))
+    assert not trace(nn.Sequential(nn.BatchNorm2d(3), Scaled())).graph.find_nodes(op="get_attr")  # torchvision's names
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul(self.scale[:2].sum().item())
 
 
 def test_graphs_are_not_shared_with_the_tracer() -> None:
