@@ -1,12 +1,14 @@
 """Export to a Python package with the graph's generated code, its layers, and the weights as safetensors.
 
-The package imports torch and safetensors (and torchvision, if the graph calls a function of it), but not this library.
+The package imports torch and safetensors, and the packages of the functions and layers that the graph calls, but not
+this library.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -82,7 +84,7 @@ def _place(root: nn.Module, path: str, value: nn.Module | torch.Tensor) -> None:
 
 _README = """# {title}
 
-Made by fxserve; runs without it. Needs torch, safetensors{torchvision}.
+Made by fxserve; runs without it. Needs {packages}.
 
 ```python
 import torch
@@ -180,13 +182,12 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         forward=_indented(forward),
         assemble=ASSEMBLE,
     )
-    ast.parse(source)
     scales = {edit["scale"] for edit in about["edits"]}
     types, preprocessing = [x.dtype for x in subject.examples()], about["preprocessing"]
     readme = _README.format(
         title=title,
         package=package,
-        torchvision=", torchvision" if any("torchvision" in line for line in imports) else "",
+        packages=", ".join(_packages(source)),
         call=", ".join(
             f"torch.{'ones' if i.name in scales else 'zeros'}"
             f"({[1, *i.usual] if i.usual else [d or 1 for d in i.shape]}{_dtype(t)})"
@@ -209,6 +210,18 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         "extractor.json": description_json(subject),
         "README.md": readme.encode(),
     }
+
+
+def _packages(source: str) -> list[str]:
+    """Return the packages that the code imports besides Python's own, torch and safetensors first."""
+    found: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).split(".")[0])
+    first = ["torch", "safetensors"]
+    return first + sorted(found - sys.stdlib_module_names - {*first})
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -193,3 +195,22 @@ def test_named_tuples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module = create_extractor(Net(Sized(Size(3, 4))), ["leaf"], x, leaf_modules=[Sized])
     with pytest.raises(CannotExport, match="has 'size', which is neither a plain value nor"):
         export_folder(module, tmp_path / "refused", example_inputs=(x,))
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "needed"),
+    [
+        ("squeezenet1_1", ["features.2"], "torch, safetensors"),
+        ("swin_t", ["features.1"], "torch, safetensors, torchvision"),
+        ("timm.swin_tiny_patch4_window7_224", ["layers.0"], "torch, safetensors, timm"),
+    ],
+)
+def test_the_folder_says_which_packages_it_needs(name: str, nodes: list[str], needed: str, tmp_path: Path) -> None:
+    """They are those that its code imports."""
+    graph = model_graph(name)
+    extractor = build_extractor(graph, load_model(graph.entry, "random"), graph.resolve(nodes))
+    export_folder(extractor, tmp_path / "package")
+    assert f"Needs {needed}.\n" in (tmp_path / "package" / "README.md").read_text()
+    code = (tmp_path / "package" / "module.py").read_text()
+    imported = {match.split(".")[0] for match in re.findall(r"^(?:from|import) (\S+)", code, re.MULTILINE)}
+    assert imported - sys.stdlib_module_names == set(needed.split(", "))
