@@ -129,7 +129,7 @@ def export(
     if calibration and format != "openvino":
         raise CannotExport(f"calibration is for openvino only, not for {format}", format=format)
     try:
-        subject = subject_of(extractor, example_inputs, preprocessing)
+        subject = subject_of(extractor, example_inputs, preprocessing, any_size=format == "fx")
     except CannotExport as error:
         raise CannotExport(error.detail, format=format) from None
     require_float(subject, format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,12 +73,17 @@ class Subject:
 
 
 def subject_of(
-    source: Extractor | fx.GraphModule, example_inputs: Inputs | None, preprocessing: Preprocessing | None = None
+    source: Extractor | fx.GraphModule,
+    example_inputs: Inputs | None,
+    preprocessing: Preprocessing | None = None,
+    *,
+    any_size: bool = True,
 ) -> Subject:
     """Return the subject of an export.
 
     Args:
         example_inputs, preprocessing: see :func:`fxcore.exports.export`.
+        any_size: whether the file takes maps of any size that the graph takes, not only of the usual one.
 
     Raises:
         NotAGraph: ``source`` is neither an extractor nor a graph module.
@@ -86,14 +91,14 @@ def subject_of(
         CannotExport: the module takes or returns values other than tensors.
     """
     if isinstance(source, Extractor):
-        return _of_extractor(source, preprocessing)
+        return _of_extractor(source, preprocessing, any_size)
     require_graph(source)
     if example_inputs is None:
         raise BadTensor("pass example_inputs, as in example_inputs=(x,): they are needed to export a graph module")
     return _of_module(source, positional(source, example_inputs))
 
 
-def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None) -> Subject:
+def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any_size: bool) -> Subject:
     graph = extractor.graph
     own = graph.preprocessing
     if preprocessing is None and (not own.fixed_size or own.nominal_size() == graph.input_size):
@@ -102,25 +107,35 @@ def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None) -> 
     def photographs() -> tuple[Tensor, ...]:
         """Return two photographs as inputs of the graph's size, in the extractor's dtype."""
         rows = input_rows(preprocessing or own, graph.inputs, photos()[:2], graph.input_size)
-        batch = tuple(torch.cat(parts).to(extractor.dtype) for parts in zip(*rows, strict=True))
-        if preprocessing is None:
-            batch = tuple(nn.functional.interpolate(images, graph.input_size) for images in batch)
-        return extractor.inputs_from(batch)
+        batch = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+        # The weights' own preprocessing may give another size.
+        sized = [nn.functional.interpolate(x, (*x.shape[2:-2], *graph.input_size)) for x in batch]
+        return extractor.inputs_from(tuple(x.to(extractor.dtype) for x in sized))
 
     about: dict[str, Any] = {
         "weights": graph.weights,
         "fingerprint": graph.fingerprint,
         "preprocessing": preprocessing.describe() if preprocessing is not None and extractor.part is None else None,
     }
-    factors, outputs = _factors(extractor), extractor.outputs
+    factors, own_inputs, outputs = _factors(extractor), extractor.inputs, extractor.outputs
+    if not any_size:
+        own_inputs, outputs = _of_usual_size(extractor)
     scales, shifts = factors[::2], factors[1::2]
     about["edits"] = [
         {"node": node.name, "scale": scale.name, "shift": shift.name}
         for node, scale, shift in zip(extractor.edited, scales, shifts, strict=True)
     ]
     windows = {scale.name: node.rows for node, scale in zip(extractor.edited, scales, strict=True) if node.rows > 1}
-    inputs = (*extractor.inputs, *factors)
+    inputs = (*own_inputs, *factors)
     return Subject(graph.entry.name, extractor.module, extractor.dtype, inputs, outputs, about, photographs, windows)
+
+
+def _of_usual_size(extractor: Extractor) -> tuple[tuple[TensorSpec, ...], list[OutputInfo]]:
+    """Return the inputs and outputs with the sizes that they have for an image of the graph's size."""
+    rows = [spec.usual or tuple(size or 1 for size in spec.shape[1:]) for spec in extractor.inputs]
+    values = extractor.values_at(rows)
+    inputs = tuple(replace(spec, shape=(None, *row)) for spec, row in zip(extractor.inputs, rows, strict=True))
+    return inputs, [replace(o, shape=[*o.shape[:1], *values[o.node][0][1:]]) for o in extractor.outputs]
 
 
 def _factors(extractor: Extractor) -> list[TensorSpec]:

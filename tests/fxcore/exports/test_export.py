@@ -25,6 +25,7 @@ from torchvision.ops import Conv2dNormActivation
 from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
 from fxcore.analysis.verify import verify
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
+from fxcore.exports.subject import subject_of
 from fxcore.int8.quantize import quantize
 from fxcore.models.user_models import UserModel, user_entry
 from fxcore.photos import calibration_rows, input_rows, photos
@@ -213,6 +214,29 @@ def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
     request.infer([openvino.Tensor(bits, openvino.Shape(bits.shape), openvino.Type.bf16)])
     values = torch.from_numpy(request.output_tensors[0].data.copy()).view(torch.bfloat16)
     assert verify(exact.module, lambda x: {"classifier": values.float()}, inputs).cosine > 0.99
+
+
+@pytest.mark.parametrize(
+    ("name", "node", "inputs", "shape"),
+    [
+        ("lraspp_mobilenet_v3_large", "C2", None, (2, 3, 64, 96)),  # its weights' preprocessing fixes no size
+        ("r3d_18", "C2", None, (2, 3, 16, 64, 96)),
+        ("squeezenet1_1", "features.5", ["features.2"], (2, 64, 15, 23)),
+    ],
+)
+def test_files_of_one_size_are_of_the_graphs(
+    name: str, node: str, inputs: list[str] | None, shape: tuple[int, ...]
+) -> None:
+    graph = model_graph(name).at(64, 96)
+    model = load_model(graph.entry, "random")
+    starts = graph.resolve(inputs) if inputs else None
+    extractor = build_extractor(graph, model, graph.resolve({node: "out"}), inputs=starts)
+    subject = subject_of(extractor, None, any_size=False)
+    (x,) = subject.examples()
+    about = subject.description()
+    assert about["inputs"][0]["shape"] == [None, *shape[1:]] == [None, *x.shape[1:]]
+    with torch.no_grad():
+        assert about["outputs"][0]["shape"] == [None, *extractor.module(x)["out"].shape[1:]]
 
 
 @pytest.mark.exhaustive

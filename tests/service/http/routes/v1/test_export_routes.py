@@ -91,17 +91,28 @@ def test_files_take_inputs_of_the_extractors_size(client, tmp_path, format, mode
         client.post(f"/v1/extractors/{made['id']}/features", content=body, headers=headers).content
     )[key]
     data = client.get(f"/v1/extractors/{made['id']}/export", params={"format": format}).content
+    about = given = returned = None
     if format == "torch_export":
         found = torch.export.load(io.BytesIO(data)).module()(x)[key]
     elif format == "onnx":
         session = onnxruntime.InferenceSession(data)
         found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+        about = json.loads(session.get_modelmeta().custom_metadata_map["fxserve"])
+        given, returned = session.get_inputs()[0].shape, session.get_outputs()[0].shape
     else:
         zipfile.ZipFile(io.BytesIO(data)).extractall(tmp_path)
         compiled = openvino.Core().compile_model(
             next(tmp_path.rglob("model.xml")), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
         )
         found = torch.from_numpy(compiled(x.numpy())[0])
+        about = json.loads((tmp_path / "extractor.json").read_text())
+        given, returned = (
+            [d.get_length() if d.is_static else None for d in port.partial_shape]
+            for port in compiled.inputs + compiled.outputs
+        )
+    if about is not None:
+        assert about["inputs"][0]["shape"] == [None, *given[1:]] == [None, *shape]
+        assert about["outputs"][0]["shape"] == [None, *returned[1:]] == [None, *expected.shape[1:]]
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
