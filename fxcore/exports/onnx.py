@@ -1,4 +1,7 @@
-"""Export to ONNX with a dynamic number of rows, and verify the file with onnxruntime if it is installed."""
+"""Export to ONNX with a dynamic number of rows, and verify the file with onnxruntime if it is installed.
+
+onnxruntime does not run bfloat16; such files are checked for being valid only.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fxcore.analysis.verify import verify
+from fxcore.errors import summarize
 from fxcore.exports.captured import Captured
 from fxcore.exports.program import exported, rows_of
 from fxcore.exports.subject import CannotExport
 from fxcore.quiet import quiet
+from fxcore.tensors import dtype_name
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
@@ -21,7 +26,7 @@ def export_onnx(extractor: Captured) -> bytes:
     """Return the bytes of an ``.onnx`` file whose outputs are named by the extractor's keys.
 
     Raises:
-        CannotExport: onnxruntime's outputs differ from the extractor's.
+        CannotExport: onnxruntime's outputs differ from the extractor's, or the file is not valid ONNX.
     """
     from onnx_ir.passes.common import NameFixPass
 
@@ -43,7 +48,23 @@ def export_onnx(extractor: Captured) -> bytes:
     data: bytes = proto.SerializeToString()
     if importlib.util.find_spec("onnxruntime") is not None and extractor.inputs[0].dtype != torch.bfloat16:
         _check(extractor, data)
+    else:
+        _validate(extractor, data)
     return data
+
+
+def _validate(extractor: Captured, data: bytes) -> None:
+    """Check that the file is valid ONNX, whose operators do not all have bfloat16, without running it."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(data, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CannotExport(
+            f"{extractor.model} cannot be valid ONNX in {dtype_name(extractor.inputs[0].dtype)}: {summarize(error)}; "
+            "export an extractor in float32",
+            format="onnx",
+        ) from None
 
 
 def _check(extractor: Captured, data: bytes) -> None:

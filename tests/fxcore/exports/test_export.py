@@ -216,6 +216,16 @@ def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
     assert verify(exact.module, lambda x: {"classifier": values.float()}, inputs).cosine > 0.99
 
 
+@pytest.mark.exhaustive
+def test_a_file_that_is_not_valid_onnx_is_refused() -> None:
+    """Convolutions of ONNX had no bfloat16 before its version 22; onnxruntime does not load such a file."""
+    graph = model_graph("squeezenet1_1")
+    model = load_model(graph.entry, "random").bfloat16()
+    extractor = build_extractor(graph, model, graph.resolve(["features.2"]), torch.bfloat16)
+    with pytest.raises(CannotExport, match=r"valid ONNX in bfloat16: .*Conv.* export an extractor in float32"):
+        export(extractor, "onnx")
+
+
 @pytest.mark.parametrize(
     ("name", "node", "inputs", "shape"),
     [
