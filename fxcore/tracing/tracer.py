@@ -334,7 +334,7 @@ def record(
                 traced, inner = entry(root)
                 paths |= {root: "", inner: ""}
             tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
-            # Only if it must be, as it adds nodes: tensors cannot be indexed by traced sizes, as in ``self.pos[:, :n]``.
+            # Only if needed, as it adds nodes: tensors cannot be indexed by traced sizes, as in ``self.pos[:, :n]``.
             tracer.proxy_buffer_attributes = failed is not None
             try:
                 with tracer.factories:
