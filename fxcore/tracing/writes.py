@@ -271,23 +271,44 @@ def home(function: Any) -> str:
 
 def _is_list(value: Any) -> bool:
     """Return whether ``value`` is a list or tuple, or a node known to return one: adding to it allocates no tensors."""
-    if not isinstance(value, fx.Node):
-        return isinstance(value, (list, tuple))
-    if value.target is operator.getitem:
-        return isinstance(value.args[1], slice) and _is_list(value.args[0])
-    name = operation_name(value)
-    return name in _LISTS or (value.target in (operator.add, operator.mul) and any(map(_is_list, value.args)))
+    # Without recursion, because sums may be nested deeply, and visiting each node once, because a sum may contain
+    # another one along many paths.
+    pending, seen = [value], set[fx.Node]()
+    while pending:
+        one = pending.pop()
+        if not isinstance(one, fx.Node):
+            if isinstance(one, (list, tuple)):
+                return True
+        elif one not in seen:
+            seen.add(one)
+            if one.target is operator.getitem:
+                pending += [one.args[0]] if isinstance(one.args[1], slice) else []
+            elif operation_name(one) in _LISTS:
+                return True
+            elif one.target in (operator.add, operator.mul):
+                pending += one.args
+    return False
 
 
 def is_number(node: fx.Node) -> bool:
     """Return whether the value of ``node`` is a size, or computed only from sizes, and so has no storage."""
-    if "carries" in node.meta:
-        return not node.meta["carries"]
-    name = operation_name(node)
-    if name in _SIZES or (node.target is getattr and node.args[1] in _SIZES):
-        return True
-    arithmetic = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
-    return arithmetic and bool(node.all_input_nodes) and all(map(is_number, node.all_input_nodes))
+    pending, seen = [node], set[fx.Node]()  # as in _is_list
+    while pending:
+        one = pending.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        if "carries" in one.meta:
+            if one.meta["carries"]:
+                return False
+            continue
+        if operation_name(one) in _SIZES or (one.target is getattr and one.args[1] in _SIZES):
+            continue
+        arithmetic = getattr(one.target, "__module__", None) in ("_operator", "builtins", "math")
+        if not arithmetic or not one.all_input_nodes:
+            return False
+        pending += one.all_input_nodes
+    return True
 
 
 def _first(node: fx.Node) -> fx.Node | None:

@@ -233,3 +233,25 @@ def storages(value: Any) -> set[int]:
     if isinstance(value, Tensor):
         return {value.untyped_storage().data_ptr()}
     return set(itertools.chain.from_iterable(map(storages, value))) if isinstance(value, (list, tuple)) else set()
+
+
+class Gated(nn.Module):
+    """Along ``2**40`` paths the last sum contains the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(40):
+            x = x + x * torch.sigmoid(-x)
+        return x
+
+
+class Deep(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1200):
+            x = x + torch.sin(x)
+        return x
+
+
+@pytest.mark.parametrize("model", [Gated(), Deep()], ids=["gated", "deep"])
+def test_sums_may_be_nested_deeply(model: nn.Module) -> None:
+    x = torch.randn(2, 3)
+    assert torch.equal(trace(model.eval())(x), model(x))
