@@ -18,6 +18,7 @@ from service.client.base import (
     BaseExtractor,
     attribution_query,
     feature_query,
+    token_indices,
 )
 from service.client.images import Part, split_call
 
@@ -80,7 +81,7 @@ class AsyncClient(BaseClient):
             name=name,
             precision=precision,
             backend=backend,
-            transforms=list(transforms),
+            transforms=transforms,
             image_size=image_size,
             fit=fit,
             inputs=inputs,
@@ -190,7 +191,7 @@ class AsyncExtractor(BaseExtractor):
         For arguments and errors see :meth:`service.client.Extractor.__call__`.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        chosen = None if tokens is None else list(tokens)
+        chosen = token_indices(tokens)
         parts = await asyncio.to_thread(
             split_call,
             images,

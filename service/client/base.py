@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,8 +42,8 @@ class BaseClient(ABC):
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError(f"the server's URL must begin with http:// or https://, not {url!r}")
-        if timeout <= 0 or retries < 0 or concurrency < 1:
-            raise ValueError("timeout must be positive, retries at least 0 and concurrency at least 1")
+        if not 0 < timeout < math.inf or retries < 0 or concurrency < 1:
+            raise ValueError("timeout must be positive and finite, retries at least 0 and concurrency at least 1")
         self.url = url.rstrip("/")
         self.retry_policy = RetryPolicy(timeout, retries)
         self.concurrency = concurrency
@@ -100,6 +101,19 @@ class BaseExtractor:
         if pool != "none" or project is not None or not bytes_per_image:
             return MAX_ROWS
         return max(1, min(MAX_ROWS, int(MAX_RESPONSE_BYTES / bytes_per_image)))
+
+
+def token_indices(tokens: Iterable[int] | None) -> list[int] | None:
+    """List the tokens of a call.
+
+    Raises:
+        TypeError: they are not indices. A text would be one index per digit.
+    """
+    if tokens is None:
+        return None
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Iterable):
+        raise TypeError(f"tokens must be a list of indices, such as [0, 57], not {tokens!r}")
+    return list(tokens)
 
 
 def feature_query(

@@ -20,6 +20,7 @@ from service.client.base import (
     BaseExtractor,
     attribution_query,
     feature_query,
+    token_indices,
 )
 from service.client.images import Part, split_call
 
@@ -104,7 +105,7 @@ class Client(BaseClient):
             name=name,
             precision=precision,
             backend=backend,
-            transforms=list(transforms),
+            transforms=transforms,
             image_size=image_size,
             fit=fit,
             inputs=inputs,
@@ -256,7 +257,7 @@ class Extractor(BaseExtractor):
             FxserveError: the server could not be reached or did not answer in time.
         """
         one_by_one = not self.one_size or preprocess == "none"
-        chosen = None if tokens is None else list(tokens)
+        chosen = token_indices(tokens)
         parts = split_call(
             images, self.rows(pool, project, chosen), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
         )

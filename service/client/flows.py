@@ -193,12 +193,18 @@ def delete(path: str, retry_policy: RetryPolicy) -> Flow[None]:
 
 def model_path(model: str, *rest: str) -> str:
     """Return the URL path of a model or of a resource below it. The name is percent-encoded."""
-    return "/".join(["/v1/models", quote(model, safe=""), *rest])
+    return "/".join(["/v1/models", _quoted(model), *rest])
 
 
 def extractor_path(id_or_name: str, *rest: str) -> str:
     """Return the URL path of an extractor or of a resource below it. The name is percent-encoded."""
-    return "/".join(["/v1/extractors", quote(id_or_name, safe=""), *rest])
+    return "/".join(["/v1/extractors", _quoted(id_or_name), *rest])
+
+
+def _quoted(name: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a string, not {name!r}")
+    return quote(name, safe="")
 
 
 def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
@@ -314,23 +320,37 @@ def _rows_that_fit(rows: int, problem: TooLarge) -> int:
 
 
 def _json(response: Response) -> Any:
-    return json.loads(response.content.tobytes())
+    """Decode a successful response.
+
+    Raises:
+        ConnectionFailed: it is not JSON, so it is not from fxserve but perhaps from a proxy.
+    """
+    try:
+        return json.loads(response.content.tobytes())
+    except ValueError as error:
+        raise ConnectionFailed(
+            f"the response is not JSON: is it fxserve that answers at this address? It begins with {_start(response)!r}"
+        ) from error
 
 
 def _problem(response: Response) -> Problem:
     request_id = response.headers.get("x-request-id")
     try:
-        document = _json(response)
+        document = json.loads(response.content.tobytes())
     except ValueError:
         document = None
     if not isinstance(document, dict):  # from a proxy, not from fxserve
         document = {
             "title": "Not a problem document",
-            "detail": response.content[:200].tobytes().decode("utf-8", "replace"),
+            "detail": _start(response),
         }
     if response.status < 400 and (location := response.headers.get("location")):
         document["detail"] = f"the server redirects to {location}; give the client that server's address"
     return problem_of(response.status, document, request_id)
+
+
+def _start(response: Response) -> str:
+    return response.content[:200].tobytes().decode("utf-8", "replace")
 
 
 def _retry_after(response: Response) -> float | None:
@@ -351,17 +371,26 @@ def _retry_after(response: Response) -> float | None:
 
 
 def extractor_spec(
-    model: str, nodes: Sequence[str] | Mapping[str, str], *, inputs: Sequence[str] | None = None, **options: Any
+    model: str,
+    nodes: Sequence[str] | Mapping[str, str],
+    *,
+    inputs: Sequence[str] | None = None,
+    transforms: Sequence[str | Mapping[str, Any]] | None = None,
+    image_size: int | Sequence[int] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return the request body that creates an extractor.
 
     Options that are None, and a default ``fit``, are omitted.
     """
+    options["transforms"] = None if transforms is None else _listed(transforms)
+    options["image_size"] = tensors.to_array(image_size).tolist()  # NumPy's integers are not JSON
     named = dict(nodes) if isinstance(nodes, Mapping) else _listed(nodes)
     given = {k: v for k, v in options.items() if v is not None and (k, v) != ("fit", "crop")}
     begin = {} if inputs is None else {"inputs": _listed(inputs)}
     return {"model": model, "return_nodes": named, **given, **begin}
 
 
-def _listed(names: Sequence[str]) -> list[str]:
-    return [names] if isinstance(names, str) else list(names)
+def _listed(given: Any) -> list[Any]:
+    """List names or transforms; a single one is a list of one."""
+    return [given] if isinstance(given, str | Mapping) else list(given)

@@ -136,7 +136,7 @@ def split_call(
     if len(given) > 1:
         raise ValueError("give one of boxes, points and masks")
     field, given_lists = given[0] if given else ("", None)
-    edits = [_edit(edit) for edit in edits]
+    edits = [_edit(edit) for edit in _each_edit(edits)]
     encoded = bool(given or edits)
     if isinstance(images, Mapping):
         if encoded:
@@ -193,18 +193,29 @@ def _with_regions(parts: list[Part], regions: Regions, start: int, first_region:
     return with_regions
 
 
+def _each_edit(edits: Any) -> Iterable[Any]:
+    """Return the edits one by one; a single one may stand for a list of one, and None for none."""
+    return [edits] if isinstance(edits, Mapping) else edits or ()
+
+
 def _edit(edit: Mapping[str, Any]) -> dict[str, Any]:
     """Convert an edit to JSON form.
 
     Raises:
         TypeError: it is not an edit.
+        ValueError: a number is not finite; JSON lacks such numbers.
     """
     if not isinstance(edit, Mapping):
         raise TypeError(
             f'an edit must be a mapping such as {{"node": "layer2", "scale": 0}}, not {type(edit).__name__}'
         )
-    lists = {name: to_array(value).tolist() for name, value in edit.items() if name != "node" and value is not None}
-    return {"node": edit.get("node"), **lists}
+    arrays = {name: to_array(value) for name, value in edit.items() if name != "node" and value is not None}
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"an edit's {name} must be finite, not {array.tolist()}")
+    if "images" in arrays and arrays["images"].ndim != 1:
+        raise TypeError(f"an edit's images must be a list of indices, such as [0], not {edit['images']!r}")
+    return {"node": edit.get("node"), **{name: array.tolist() for name, array in arrays.items()}}
 
 
 def _with_edits(parts: list[Part], edits: Sequence[Mapping[str, Any]], start: int) -> list[Part]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def lists(field: str, given: Any) -> list[list[Any]]:
     try:
         if field == "masks":
             return [[_mask(mask) for mask in of_image] for of_image in given]
-        return [[[float(value) for value in one] for one in of_image] for of_image in given]
+        numbers = [[[float(value) for value in one] for one in of_image] for of_image in given]
     except (TypeError, ValueError) as error:
         shown = {
             "boxes": "boxes [x1, y1, x2, y2]",
@@ -48,6 +49,11 @@ def lists(field: str, given: Any) -> list[list[Any]]:
             "masks": "masks: arrays [height, width], PIL images, PNG files, or COCO's run lengths",
         }
         raise ValueError(f"{field} must be, for each image, a list of {shown[field]}") from error
+    for image, of_image in enumerate(numbers):
+        for index, one in enumerate(of_image):
+            if not all(map(math.isfinite, one)):  # JSON lacks such numbers
+                raise ValueError(f"image {image}: {field} must be finite, but number {index} is {one}")
+    return numbers
 
 
 def _mask(mask: Any) -> Any:

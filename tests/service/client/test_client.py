@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -12,8 +13,8 @@ import pytest
 import safetensors.numpy
 import torch
 
-from service.client import exceptions, flows
-from service.client.base import BaseExtractor
+from service.client import Client, exceptions, flows
+from service.client.base import BaseExtractor, token_indices
 from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
 from service.client.images import split_call
 from service.client.tensors import Assembly
@@ -208,6 +209,43 @@ def test_a_single_name_is_a_list_of_one():
     spec = flows.extractor_spec("resnet18", "C5", inputs="layer2", name=None, fit="crop")
     assert spec == {"model": "resnet18", "return_nodes": ["C5"], "inputs": ["layer2"]}
     assert "inputs" not in flows.extractor_spec("resnet18", {"C5": "late"})
+    single = {"name": "remove", "params": {"nodes": "dropout"}}
+    for given, listed in (("attention_maps", ["attention_maps"]), (single, [single]), ((), []), ([single], [single])):
+        assert flows.extractor_spec("vit_b_16", "norm", transforms=given)["transforms"] == listed
+
+
+@pytest.mark.parametrize("size", [np.int64(64), np.array([64, 96]), [np.int32(64), 96], (64, 96), torch.Size((64, 96))])
+def test_sizes_may_be_numbers_of_numpy(size):
+    sent = json.loads(json.dumps(flows.extractor_spec("resnet18", "C5", image_size=size)))
+    assert sent["image_size"] == (64 if np.ndim(size) == 0 else [64, 96])
+
+
+@pytest.mark.parametrize("tokens", ["10", b"10", 10])
+def test_tokens_are_a_list(tokens):
+    """The text ``10`` would be the tokens 1 and 0."""
+    with pytest.raises(TypeError, match=r"tokens must be a list of indices, such as \[0, 57\], not"):
+        token_indices(tokens)
+    assert token_indices(range(10, 12)) == [10, 11]
+
+
+@pytest.mark.parametrize("timeout", [0, math.inf, math.nan])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match="timeout must be positive and finite"):
+        Client("http://127.0.0.1:1", timeout=timeout)
+
+
+def test_names_are_strings():
+    for path in (flows.model_path, flows.extractor_path):
+        with pytest.raises(TypeError, match="a name must be a string, not None"):
+            path(None)
+
+
+def test_a_page_of_another_server_is_no_response():
+    page = Response(200, httpx.Headers(), np.frombuffer(b"<h1>Sign in</h1>", np.uint8))
+    _, error = steps(flows.fetch("/v1/models", RetryPolicy(9, 1)), [page])
+    assert isinstance(error, exceptions.ConnectionFailed)
+    assert "is it fxserve" in str(error)
+    assert "Sign in" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -290,6 +328,25 @@ def test_the_images_of_edits_are_those_of_each_request():
         split_call([b"image"] * 6, 4, MB, edits=[{"node": "layer3", "images": [6]}])
     with pytest.raises(ValueError, match="edits need image files"):
         split_call(np.zeros((2, 3, 8, 8), np.float32), 4, MB, edits=edits)
+
+
+def test_a_single_edit_is_a_list_of_one():
+    edit = {"node": "layer2", "scale": 0}
+    assert [split_call([b"image"], 4, MB, edits=given)[0].edits for given in (edit, [edit])] == [[edit]] * 2
+    assert split_call([b"image"], 4, MB, edits=None)[0].edits == ()
+
+
+@pytest.mark.parametrize(
+    ("edit", "error"),
+    [
+        ({"scale": math.nan}, "scale must be finite, not nan"),
+        ({"shift": [0, math.inf]}, r"shift must be finite, not \[0.0, inf\]"),
+        ({"images": 0}, r"images must be a list of indices, such as \[0\], not 0"),
+    ],
+)
+def test_what_is_no_edit(edit, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        split_call([b"image"], 4, MB, edits=[{"node": "layer2", **edit}])
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(None, 1), ([0], 16), (range(100), 7)])

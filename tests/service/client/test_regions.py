@@ -19,3 +19,8 @@ def test_masks_of_all_modes_are_png_files(mode):
     sent = PIL.Image.open(io.BytesIO(base64.b64decode(regions._mask(mask))))
     assert sent.format == "PNG"
     assert np.array_equal(np.asarray(sent) != 0, inside)
+
+
+def test_numbers_are_finite():
+    with pytest.raises(ValueError, match=r"image 1: boxes must be finite, but number 0 is \[0.0, 0.0, nan, 9.0\]"):
+        regions.lists("boxes", [[], [[0, 0, float("nan"), 9]]])
