@@ -12,15 +12,18 @@ const MOST_VALUES = 65536
 
 /** @param {Statistics} found @param {string} title */
 export function statisticsView(found, title) {
+  const finite = found.min <= found.max // or there is no finite value, and those of all begin at infinities
+  /** @param {number} value */
+  const ofFinite = (value) => (finite ? short(value) : "none")
   /** @type {Array<[string, string]>} */
   const rows = [
-    ["Minimum", short(found.min)], ["Maximum", short(found.max)], ["Mean", short(found.mean)],
-    ["Std deviation", short(found.deviation)], ["Zeros", `${(100 * found.zeros).toFixed(1)} %`],
+    ["Minimum", ofFinite(found.min)], ["Maximum", ofFinite(found.max)], ["Mean", ofFinite(found.mean)],
+    ["Std deviation", ofFinite(found.deviation)], ["Zeros", `${(100 * found.zeros).toFixed(1)} %`],
     ["NaN or infinite", found.notFinite ? String(found.notFinite) : "none"],
   ]
   const numbers = h("dl", { class: "numbers" }, ...rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))))
   if (found.notFinite) numbers.classList.add("bad")
-  return h("section", { "aria-label": title }, h("h3", {}, title), histogram(found), numbers)
+  return h("section", { "aria-label": title }, h("h3", {}, title), finite ? histogram(found) : null, numbers)
 }
 
 /** @param {Statistics} found */
@@ -52,6 +55,7 @@ export async function valuesView({ slot, shape }, names = []) {
 /** The largest values, each with a bar from zero. @param {Float32Array} values @param {string[]} names @param {number} [most] */
 function bars(values, names, most = 12) {
   const order = [...values.keys()].filter((i) => Number.isFinite(values[i])).sort((a, b) => values[b] - values[a]).slice(0, most)
+  if (!order.length) return h("p", { class: "note" }, "None of its values is finite.")
   const low = Math.min(0, ...order.map((i) => values[i])), high = Math.max(0, ...order.map((i) => values[i]))
   return h("ol", { class: names.length ? "bars named plain-list" : "bars plain-list" }, ...order.map((i) => h("li", {},
     h("span", { class: "dim" }, String(i)), bar(values[i], low, high), h("span", {}, short(values[i])), names.length ? h("span", {}, names[i]) : null)))

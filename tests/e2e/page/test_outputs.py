@@ -71,6 +71,20 @@ def test_the_largest_values_of_a_vector_are_in_order_with_bars_from_zero(open_se
 
 
 @pytest.mark.exhaustive
+def test_values_of_which_none_is_finite_have_no_least_and_no_largest(open_server, visit):
+    page = visit(open_server.url).go()
+    terms = """async (values) => {
+        const { statistics } = await import("/page/maps.js")
+        const { statisticsView } = await import("/page/statistics.js")
+        const view = statisticsView(statistics(new Float32Array(values)), "All values")
+        const shown = [...view.querySelectorAll("dd")].map((term) => term.textContent)
+        return [...shown, view.querySelectorAll("svg").length]
+    }"""
+    assert page.evaluate(terms, [float("nan"), float("inf")]) == ["none", "none", "none", "none", "0.0 %", "2", 0]
+    assert page.evaluate(terms, [1, float("inf")])[:2] == ["1", "1"]
+
+
+@pytest.mark.exhaustive
 def test_the_heading_gives_the_shape_of_the_output_and_says_what_flops_are_for(open_server, visit):
     page = visit(open_server.url).go(f"m={DETECTOR}&w=random&n=P5")
     page.wait_for_selector(TILES)
