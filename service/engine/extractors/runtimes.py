@@ -158,7 +158,9 @@ class Runtimes:
         """Free the memory of a deleted extractor. In-flight requests finish normally."""
         record.deleted = True
         if record.build is not None and not record.waiting:
-            _give_up(record, record.build)
+            # Not a failure: a request that holds the record, but does not wait for it yet, builds it again.
+            record.build.cancel()
+            record.build = None
         self._release(record, None if self._others(record) else "deleted")
 
     def close(self) -> None:
@@ -196,5 +198,5 @@ class Runtimes:
 def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:
     build.cancel()
     record.build = None
-    said = f"extractor {record.id} was deleted, or the service closed, before it was built"
+    said = f"the service closed before extractor {record.id} was built"
     record.fail(ExtractorFailed(said, problem={"error": said}))

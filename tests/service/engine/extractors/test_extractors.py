@@ -1,6 +1,7 @@
 """Extractors' life: made once, named, failed, built again, deleted."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,36 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
         assert running.models.loaded_weights() == set()
         watched.open.set()
         assert (await task).images == 3
+
+
+async def test_deleting_before_it_is_built_lets_requests_finish(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait for the build, and those that hold the extractor and do not yet."""
+    async with engine() as running:
+        expected = await running.features(await built(running, nodes=["features.3"]), jpegs)
+        await running.extractors.delete(running.records.list()[0].id)
+        gate = threading.Event()
+
+        def held(*args: Any) -> Any:
+            assert gate.wait(PATIENCE)
+            return load_model(*args)
+
+        monkeypatch.setattr("service.engine.memory.weights.load_model", held)
+        for waits in (True, False):
+            gate.clear()
+            creating = asyncio.create_task(running.extractor(spec(nodes=["features.3"]), PATIENCE if waits else 0.0))
+            while not running.records.list():
+                await asyncio.sleep(0.01)
+            [record] = running.records.list()
+            await asyncio.sleep(0)  # it returns, or begins to wait
+            await running.extractors.delete(record.id)
+            gate.set()
+            assert (await creating)[0] is record
+            assert record.failure is None
+            given = await running.features(record, jpegs)
+            for key, value in expected.outputs.items():
+                assert value.equal(given.outputs[key])
 
 
 async def test_a_failed_build_is_tried_again_after_its_back_off(
