@@ -26,6 +26,8 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from service.observability.metric_files import allocate_files
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 SHARED_DIR = "PROMETHEUS_MULTIPROC_DIR"
@@ -50,8 +52,10 @@ class Metrics:
         self.shared_dir = os.environ.get(SHARED_DIR)
         if self.shared_dir is None:
             ProcessCollector(registry=registry)
-        elif values.ValueClass is values.MutexValue:  # prometheus_client was imported before the variable was set
-            values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
+        else:
+            allocate_files()
+            if values.ValueClass is values.MutexValue:  # prometheus_client was imported before the variable was set
+                values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"fxserve_{name}", text, labels, registry=registry, multiprocess_mode="livesum")

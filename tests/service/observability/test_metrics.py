@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.app import _sample
@@ -135,3 +136,36 @@ def test_gauges_are_updated_again_after_a_failure(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records].count(
         "the metrics of this process could not be updated; it is tried again"
     ) == 2
+
+
+COUNTING = """
+import asyncio, os, sys
+from service.observability.metrics import Metrics
+metrics = Metrics()
+with open(os.path.join(sys.argv[1], "filler"), "wb", buffering=0) as filler:
+    try:
+        while filler.write(bytes(4096)):
+            pass
+    except OSError:
+        pass
+for number in range(300):
+    metrics.batch_failures.labels(f"{number:0100}").inc()
+    metrics.batch_size.observe(number)
+print(metrics.text().decode().count("fxserve_batch_failures_total{"))
+"""
+
+
+@pytest.mark.parametrize(("size", "counted"), [("2m", 300), ("64k", 0)])
+def test_a_full_disk_ends_no_process(tmp_path, size, counted):
+    """It may be full before the files of the metrics are made, or become so afterwards."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", tmp_path], capture_output=True).returncode:
+        pytest.skip("needs the permission to mount a file system")
+    try:
+        command = [sys.executable, "-c", COUNTING, str(tmp_path)]
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == counted
+    assert ("lacks what this process counts" in run.stderr) == (counted == 0)
