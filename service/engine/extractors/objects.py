@@ -169,6 +169,10 @@ def _create_file(target: Path, part: Path, data: bytes) -> None:
             if error.errno not in _NO_LINKS:
                 raise
             target.open("xb").close()
-            part.replace(target)
+            try:
+                part.replace(target)
+            except OSError:
+                target.unlink(missing_ok=True)
+                raise
     finally:
         part.unlink(missing_ok=True)

@@ -44,6 +44,9 @@ _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
+_DAMAGED = {"id": "", "token": "damaged"}
+"""The content of a damaged name object: no extractor has that id, so the name can be claimed."""
+
 
 class Stored(BaseModel, frozen=True):
     """An extractor in the store.
@@ -310,10 +313,16 @@ class Store:
             raise StoreFull(kind, count, limit)
 
     def _entry(self, name: str) -> dict[str, Any] | None:
-        entry = self._objects.read(f"names/{name}.json")
-        if entry is not None and not (isinstance(entry.get("id"), str) and isinstance(entry.get("token"), str)):
-            raise DamagedObject(f"names/{name}.json in {self.url} cannot be used: it lacks an id or a token")
-        return entry
+        """Return the id that has ``name``, and the token of that; None if nobody has it."""
+        try:
+            entry = self._objects.read(f"names/{name}.json")
+        except DamagedObject as damaged:
+            if isinstance(damaged.__cause__, NewerVersion):
+                raise
+            return _DAMAGED
+        if entry is None or (isinstance(entry.get("id"), str) and isinstance(entry.get("token"), str)):
+            return entry
+        return _DAMAGED
 
     def _free(self, name: str, id: str) -> None:
         """Take ``name`` from ``id``, unless another extractor has it.
@@ -334,7 +343,7 @@ class Store:
             self._objects.remove(mark)
             return
         other = self._objects.read(mark)
-        if other is not None and time.time() - other["made"] > _DEAD_SECONDS:
+        if other is not None and abs(time.time() - other["made"]) > _DEAD_SECONDS:
             self._objects.remove(mark)
         time.sleep(0.05)
 

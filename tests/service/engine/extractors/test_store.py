@@ -298,6 +298,23 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
         assert store.find(IDS[1]) == IDS[1]
 
 
+@pytest.mark.parametrize("content", [b"{", b"", b'{"version": 2, "id": 3}', b'{"version": 3}'])
+def test_a_damaged_name_can_be_given_again(url: str, content: bytes) -> None:
+    store = opened(url)
+    put(store, IDS[0])
+    put(store, IDS[1])
+    assert store.claim("mine", IDS[0], lambda *_: False) == IDS[0]
+    files, root = _files(url)
+    files.pipe_file(f"{root}/names/mine.json", content)
+    if b"3}" in content and b"id" not in content:  # a newer version's: not ours to replace
+        with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
+            store.claim("mine", IDS[1], lambda *_: False)
+        return
+    assert store.find("mine") is None
+    assert opened(url).claim("mine", IDS[1], lambda *_: False) == IDS[1]
+    assert store.find("mine") == IDS[1]
+
+
 def test_a_store_that_is_gone_is_unavailable_and_not_empty(url: str) -> None:
     store = opened(url)
     put(store, IDS[0])
