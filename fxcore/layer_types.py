@@ -19,9 +19,9 @@ POOLS = (
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def set_in_place(module: nn.Module | None) -> bool:
-    """Return whether ``module`` overwrites its input because its attribute ``inplace`` says so.
+def has_inplace_setting(module: nn.Module | None) -> bool:
+    """Return whether ``module`` overwrites its input, and would not with ``inplace = False``.
 
-    In TorchScript the attribute is a constant and cannot be set.
+    TorchScript fixes the attribute when it compiles a module.
     """
     return getattr(module, "inplace", None) is True and not isinstance(module, torch.jit.ScriptModule)

@@ -1,6 +1,6 @@
 """Build modules without memory for their parameters, and load state dicts without copying them.
 
-Both patch methods of ``nn.Module`` for calls of the thread that builds; others' calls pass straight through.
+Both patch methods of ``nn.Module`` for calls of the thread that builds; calls of other threads are not affected.
 """
 
 from __future__ import annotations

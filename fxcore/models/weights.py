@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from fxcore.errors import BadArgument, BadTensor, summarize
-from fxcore.layer_types import set_in_place
+from fxcore.layer_types import has_inplace_setting
 from fxcore.models.entry import RANDOM, ModelEntry, WeightsInfo
 from fxcore.models.state_dicts import FILE_PREFIX, read_file
 
@@ -86,7 +86,7 @@ def _frozen(model: nn.Module) -> nn.Module:
     model.eval().requires_grad_(False)
     for module in model.modules():
         # An in-place ReLU would overwrite a tensor that an extractor returns.
-        if set_in_place(module):
+        if has_inplace_setting(module):
             module.inplace = False  # type: ignore[assignment]
     return model
 

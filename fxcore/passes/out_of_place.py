@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from fxcore.copies import shallow_copy
-from fxcore.layer_types import set_in_place
+from fxcore.layer_types import has_inplace_setting
 from fxcore.passes.base import add, transform
 from fxcore.passes.functionalize import functionalize
 
@@ -49,7 +49,7 @@ def _pure_module(module: nn.Module) -> nn.Module:
     if isinstance(module, fx.GraphModule):
         return module  # its graph would have to be rewritten too; no model has one inside
     children = {name: child and _pure_module(child) for name, child in module._modules.items()}
-    in_place = set_in_place(module)
+    in_place = has_inplace_setting(module)
     if not in_place and all(child is module._modules[name] for name, child in children.items()):
         return module
     made = shallow_copy(module)

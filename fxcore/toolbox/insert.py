@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform, add, erase_dead, transform
-from fxcore.toolbox.replace import named_function, overwritten, redirect_readers
+from fxcore.toolbox.replace import alias_readers, named_function, overwritten, redirect_readers
 from fxcore.tracing.names import PATH, public_name
 
 
@@ -46,6 +46,8 @@ def insert_after(
 ) -> int:
     """Apply ``function`` to a node's value before the nodes after it read it.
 
+    Nodes that later read the value that an in-place node overwrites read the new one, too.
+
     Args:
         node: public or fx name.
         function: a function of one argument, a module, or the name of an activation function. A module is set to
@@ -54,7 +56,8 @@ def insert_after(
         name: last part of the new node's name, which follows that of ``node``; by default the function's name.
 
     Raises:
-        CannotTransform: there is no such node, or nothing would read the new value.
+        CannotTransform: there is no such node, nothing would read the new value, or other nodes read the old one
+            through views.
 
     >>> import torch
     >>> from torch import fx
@@ -66,7 +69,13 @@ def insert_after(
     base = overwritten(module, found)
     if base is not None and found.target is not operator.setitem:  # it returns nothing to read
         base.replace_all_uses_with(found, delete_user_cb=lambda user: user > found, propagate_meta=False)
+    if alias_readers(module, found):
+        raise CannotTransform(
+            f"{node!r} overwrites memory that other nodes read later through views; use wrap", transform="insert_after"
+        )
     readers = [user for user in found.users if outputs or user.op != "output"]
+    if not found.users:
+        raise CannotTransform(f"nothing reads {node!r}", transform="insert_after")
     if not readers:
         raise CannotTransform(
             f"only the output reads {node!r}, and its value stays the same; set outputs to change it",

@@ -28,17 +28,33 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        parts = [vars(part) for part in model.modules()]
-        self._modules = [(held, dict(held)) for held in parts]
-        # Modules and tensors that a forward registers stay, since graphs refer to them.
-        plain = [value for held in parts for key, value in held.items() if not is_copied(key)]
+        self._modules = [(vars(part), dict(vars(part))) for part in model.modules()]
+        self._state = [
+            (name, state, dict(state))
+            for name, part in model.named_modules()
+            for state in (part._parameters, part._buffers)
+            if isinstance(state, dict)  # TorchScript's are not
+        ]
+        plain = [value for held, _ in self._modules for key, value in held.items() if not is_copied(key)]
         self._containers = {id(held): (held, _copied(held)) for value in plain for held in _containers(value)}
 
+    def assigned(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names of parameters and buffers that are others now, and these."""
+        for name, state, before in self._state:
+            for key, value in before.items():
+                if state.get(key) is not value:
+                    yield f"{name}.{key}".lstrip("."), state.get(key)
+
     def restore(self, kept: Collection[str] = ()) -> None:
-        """Restore all attributes and contents, except new attributes with a name in ``kept``."""
+        """Restore all attributes and contents, except new attributes with a name in ``kept``.
+
+        Modules, parameters and buffers that the forward registered stay, since graphs refer to them.
+        """
         for held, before in self._modules:
             new = {key: value for key, value in held.items() if key in kept and key not in before}
             _restore(held, {**before, **new})
+        for _, state, before in self._state:
+            state.update(before)
         for held, before in self._containers.values():
             _restore(held, before)
 
@@ -67,10 +83,15 @@ def _restore(held: Any, before: Any) -> None:
     elif isinstance(held, set):
         held &= before
         held |= before
-    else:
-        for key in held.keys() - before.keys():
-            del held[key]
+    elif held.keys() == before.keys() and list(held) == list(before):
         held.update(before)
+    else:
+        for key in list(held):
+            if key not in before:
+                del held[key]
+        for key, value in before.items():  # in their order, by which caches drop the oldest
+            held.pop(key, None)
+            held[key] = value
 
 
 def _identities(held: Any) -> list[Any]:

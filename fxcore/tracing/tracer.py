@@ -25,7 +25,7 @@ from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.constants import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
-from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
+from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, rename_self, shown_name
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
@@ -148,7 +148,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             StateWrite: ``base`` is a parameter or buffer, or a view of one.
         """
         source = viewed(base)
-        if source.op == "get_attr" and (name := self.factories.kept_in(attribute(self.root, str(source.target)))):
+        if source.op == "get_attr" and (name := self.factories.kept_in(_untraced(self.root, str(source.target)))):
             raise StateWrite(name)
 
     def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
@@ -168,6 +168,16 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if number is not None:
             self._latest[base] = number
         return name
+
+
+def _untraced(root: nn.Module, path: str) -> Tensor:
+    """Return a parameter, buffer or constant. While a module is traced, ``getattr`` returns proxies for them."""
+    *parts, name = path.split(".")
+    for part in parts:
+        root = cast(nn.Module, root._modules[part])
+    value: Any = root._parameters.get(name)
+    value = root._buffers.get(name) if value is None else value
+    return cast(Tensor, vars(root)[name] if value is None else value)
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
@@ -324,21 +334,25 @@ def record(
     check_patterns(root, patterns)
     concrete = check_arguments(root, concrete_args)
     untraceable: dict[str, str] = {}
-    before = Attributes(root if isinstance(root, nn.Module) else nn.Module())
     constants: set[str] = set()
     failed: tuple[Exception, str] | None = None
     while True:
         with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
+            before = Attributes(root if isinstance(root, nn.Module) else nn.Module())
             traced, paths = root, {module: path for path, module in (original or nn.Module()).named_modules()}
             if isinstance(root, nn.Module) and called_otherwise(root):
                 traced, inner = entry(root)
                 paths |= {root: "", inner: ""}
             tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
-            # Only if needed, as it adds nodes: tensors cannot be indexed by traced sizes, as in ``self.pos[:, :n]``.
+            # Only after a failure, because it adds nodes: a tensor cannot be indexed by a traced size, as in
+            # ``self.pos[:, :n]``, but a proxy can.
             tracer.proxy_buffer_attributes = failed is not None
             try:
                 with tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
+                for name, value in before.assigned():
+                    if isinstance(value, fx.Proxy) or tracer.proxy_buffer_attributes:
+                        raise StateWrite(name)
                 constants = {str(node.target) for node in graph.find_nodes(op="get_attr")}
                 break
             except Exception as error:

@@ -44,8 +44,8 @@ class StateGuard(DispatchMode):
 
 
 class Unchanged(LenientMode, StateGuard):
-    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``, and to
-    its plain attributes.
+    """A dispatch mode that undoes, on exit, this thread's writes to the parameters and buffers of ``model``, and any
+    thread's to its plain attributes.
 
     Models write to them in eval mode too: an embedding with ``max_norm`` scales the rows that it looks up.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.layer_types import DROPOUTS, set_in_place
+from fxcore.layer_types import DROPOUTS
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.names import operation_name
@@ -90,7 +90,7 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
     if first is None:
         return None
     if node.op == "call_module":
-        in_place = set_in_place(modules.get(str(node.target)))
+        in_place = getattr(modules.get(str(node.target)), "inplace", None) is True
     elif node.op == "call_method":
         in_place = _is_in_place_name(str(node.target))
     elif node.op == "call_function":

@@ -27,7 +27,7 @@ class CompiledLimits(NamedTuple):
 
     Attributes:
         usual: extractors beyond it that were not used for :data:`BUSY_SECONDS` are evicted, and another is upgraded in
-            the background only if there is such a one.
+            the background only if one of those can make room.
         most: extractors beyond it that have no request in flight are evicted. Both evict the least recently used first.
     """
 

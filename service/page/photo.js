@@ -44,7 +44,7 @@ async function sample(name) {
 /** @param {string} name @param {Blob} data @returns {Promise<Photo>} */
 async function opened(name, data) {
   const bitmap = await createImageBitmap(data).catch(() => null)
-  // Files whose names do not tell have no type here, or one of no image; the service tells by their bytes.
+  // Browsers derive the type from the suffix of the file; the service recognises the format by the bytes.
   return { name, type: data.type.startsWith("image/") ? data.type : "image/*", data, bitmap }
 }
 

@@ -12,7 +12,7 @@ const MOST_VALUES = 65536
 
 /** @param {Statistics} found @param {string} title */
 export function statisticsView(found, title) {
-  const finite = found.min <= found.max // or there is no finite value, and those of all begin at infinities
+  const finite = found.min <= found.max // without finite values, they keep their initial ±Infinity
   /** @param {number} value */
   const ofFinite = (value) => (finite ? short(value) : "none")
   /** @type {Array<[string, string]>} */

@@ -41,7 +41,7 @@ class BackgroundTask:
         self._function = function
 
     def run(self) -> BaseException | None:
-        """Run it, set its result or exception on ``future``, and return the exception."""
+        """Run it, set its result or exception on ``future``, and return the exception, or None."""
         if not self.future.set_running_or_notify_cancel():
             return None
         try:

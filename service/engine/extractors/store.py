@@ -313,7 +313,10 @@ class Store:
             raise StoreFull(kind, count, limit)
 
     def _entry(self, name: str) -> dict[str, Any] | None:
-        """Return the id that has ``name``, and the token of that; None if nobody has it."""
+        """Return the object of ``name``, an ``id`` and a ``token``; None if there is none.
+
+        It is :data:`_DAMAGED` if it cannot be used.
+        """
         try:
             entry = self._objects.read(f"names/{name}.json")
         except DamagedObject as damaged:

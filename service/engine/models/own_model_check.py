@@ -17,7 +17,7 @@ from fxcore.copies import private_copy
 from fxcore.errors import summarize
 from fxcore.extractor import whole_module
 from fxcore.graph.model_graph import ModelGraph
-from fxcore.layer_types import set_in_place
+from fxcore.layer_types import has_inplace_setting
 from fxcore.models.user_models import BadUserModel, UserEntry
 from fxcore.nesting import tensors_in
 from fxcore.passes.effects import is_random
@@ -144,6 +144,6 @@ def _computes_without_values(module: nn.Module, images: list[Tensor]) -> bool:
 def _out_of_place(module: nn.Module) -> nn.Module:
     made = private_copy(module)
     for part in made.modules():
-        if set_in_place(part):
+        if has_inplace_setting(part):
             part.inplace = False  # type: ignore[assignment]
     return made

@@ -139,7 +139,7 @@ def _wrong(place: str, column: str, given: object) -> FxError:
 def _absolute(folder: str, path: str) -> str:
     if is_url(path):
         return path
-    if is_url(folder):
+    if is_url(folder) and not os.path.isabs(path):
         scheme, _, rest = folder.partition("://")
         return f"{scheme}://{posixpath.normpath(posixpath.join(rest, path))}"
     return os.path.normpath(os.path.join(folder, path))

@@ -19,8 +19,8 @@ from service.offline.runners import ExtractorInfo, Rows
 FILE = "spec.json"
 
 _TOLERANCE = 3e-4
-"""Maximum difference relative to an output's mean or standard deviation in float32. Backends differ by at most half of
-it, because they may differ from eager by 1e-4 of the norm; weights that were trained further differ by more."""
+"""Maximum difference relative to an output's mean or standard deviation in float32. Backends usually differ by less,
+because they may differ from eager by 1e-4 of the norm; weights that were trained further differ by more."""
 
 _COARSE_TOLERANCE = 0.02
 """The same for outputs in any other precision, in which backends and machines round differently."""

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
+from fxcore.passes.base import CannotTransform
 from fxcore.transforms import (
     applied,
     decompose,
     insert_after,
     op,
     out_of_place,
+    remove,
     replace_activation,
     replace_module,
     replace_op,
@@ -194,3 +196,31 @@ def test_a_write_within_a_match_goes_with_it() -> None:
     replaced = replace_pattern(module, lambda a: torch.sigmoid(op("relu_")(a)), lambda a: torch.tanh(a))
     assert torch.equal(replaced(x), torch.tanh(x - 0.5))
     assert "relu_" not in replaced.code
+
+
+def test_a_value_is_not_inserted_where_views_keep_the_old_one() -> None:
+    def compute(x: Tensor) -> Tensor:
+        y = x - 0.5
+        part = y.view(2, 2)
+        y.relu_()
+        return part.sum() + y
+
+    with pytest.raises(CannotTransform, match="read later through views; use wrap"):
+        insert_after(trace(compute), "relu_", torch.exp)
+    with pytest.raises(CannotTransform, match="nothing reads 'neg'"):
+        insert_after(trace(lambda x: (x.neg(), x)[1]), "neg", torch.exp, outputs=True)
+
+
+def test_a_write_of_torchscript_stays() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act, self.same = torch.jit.script(nn.ReLU(inplace=True)), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x - 0.5
+            self.same(self.act(y))
+            return y
+
+    x = torch.randn(50)
+    assert torch.equal(remove(trace(Net().eval()))(x), F.relu(x - 0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -82,6 +84,28 @@ def test_traces_in_both_modes_start_afresh() -> None:
     record(model.eval(), leaf_modules="auto")
     assert model[1].length is None
     assert not hasattr(model[1], "scale")
+
+
+def test_traces_of_one_model_at_a_time_leave_nothing_in_it() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(Cached):
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            inside.set()
+            go_on.wait(10)
+            return made
+
+    model = Waiting({}).eval()
+    threads = [threading.Thread(target=fxcore.trace, args=(model,)) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(60)
+    threads[1].start()
+    time.sleep(0.2)  # until the second waits for the first
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert model.held == {}
 
 
 class Final(dict[str, int]):

@@ -403,6 +403,33 @@ def test_buffers_are_cut_to_the_size_of_an_input() -> None:
     assert not trace(nn.Sequential(nn.BatchNorm2d(3), Scaled())).graph.find_nodes(op="get_attr")  # torchvision's names
 
 
+class Counting(nn.Module):
+    """Cuts a table to the length of its input, and counts its calls in a buffer."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("table", torch.rand(1, 64))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.table[:, : x.shape[1]]
+        if self.in_place:
+            self.calls.add_(1)
+        else:
+            self.calls = self.calls + 1
+        return y + self.calls
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_buffers_that_are_cut_and_written_to_are_refused(in_place: bool) -> None:
+    model = Counting(in_place).eval()
+    with pytest.raises(NotTraceable):
+        trace(model)
+    assert model(torch.zeros(2, 4)).shape == (2, 4)
+    assert torch.equal(model.calls, torch.ones(1))
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -30,8 +30,11 @@ client = Client(f"http://127.0.0.1:{server.server_port}", timeout=5)
 ports = [client.models(), client.models()]
 reading, writing = os.pipe()
 if os.fork() == 0:
-    os.write(writing, json.dumps([client.models(), client.models()]).encode())
-    os._exit(0)
+    try:
+        os.write(writing, json.dumps([client.models(), client.models()]).encode())
+    finally:
+        os._exit(0)
+os.close(writing)
 print(json.dumps([ports + [client.models()], json.loads(os.read(reading, 4096))]))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -15,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from service.app import _sample
 from service.engine import Engine
-from service.observability.metrics import SHARED_DIR
+from service.observability import metric_files
+from service.observability.metrics import SHARED_DIR, _AllProcesses
 from service.settings import Settings
 
 DASHBOARD = Path(__file__).parents[3] / ".deploy/grafana/dashboards/fxserve.json"
@@ -169,3 +171,15 @@ def test_a_full_disk_ends_no_process(tmp_path, size, counted):
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) == counted
     assert ("lacks what this process counts" in run.stderr) == (counted == 0)
+
+
+def test_metrics_for_which_there_is_no_room_stay_in_memory(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    file = metric_files._Allocated(str(tmp_path / "counter_1.db"))
+    file.write_value("key", 3.0, 0.0)
+    assert file.read_value("key")[0] == 3
+    assert "No space left on device" in caplog.text
+    assert list(_AllProcesses(tmp_path).collect()) == []

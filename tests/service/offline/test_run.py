@@ -290,6 +290,7 @@ def test_weights_of_the_same_name_that_were_trained_further_are_noticed(
 ) -> None:
     root, out = folder(2), tmp_path / "out"
     settings = SETTINGS.model_copy(update={"weights_dir": tmp_path})
+    torch.manual_seed(0)
     model = squeezenet1_1()
     torch.save(model.state_dict(), tmp_path / "mine.pth")
     extract(job(out, root, spec={"weights": "file:mine.pth"}), settings)

@@ -186,11 +186,12 @@ async def test_deleting_before_it_is_built_lets_requests_finish(
             while not running.records.list():
                 await asyncio.sleep(0.01)
             [record] = running.records.list()
-            await asyncio.sleep(0)  # it returns, or begins to wait
+            await until(lambda: record.waiting if waits else creating.done())  # noqa: B023
             await running.extractors.delete(record.id)
             gate.set()
             assert (await creating)[0] is record
             assert record.failure is None
+            assert record.state == "ready" or not waits
             given = await running.features(record, jpegs)
             for key, value in expected.outputs.items():
                 assert value.equal(given.outputs[key])
