@@ -252,11 +252,7 @@ class Engine:
         """
         record, created = await self.extractors.get(spec, build, keep, trace_in)
         if record.build is not None and wait > 0:
-            record.waiting += 1  # so that deleting it lets this request finish
-            try:
-                await asyncio.wait({record.build}, timeout=wait)
-            finally:
-                record.waiting -= 1
+            await asyncio.wait({record.build}, timeout=wait)
         return record, created
 
     async def profile(self, runtime: Runtime) -> Measured:
