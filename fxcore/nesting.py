@@ -8,9 +8,10 @@ torch's pytree module is private; without it, only lists, tuples and mappings ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 
 try:
@@ -69,3 +70,9 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         copies = [map_tensors(function, inner) for inner in value]
         return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)  # namedtuple or not
     return function(value) if isinstance(value, Tensor) else value
+
+
+def clones(inputs: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the inputs of a call with copies of all tensors in them, for modules that may write to their inputs."""
+    copies: tuple[Any, ...] = map_tensors(torch.clone, tuple(inputs))
+    return copies

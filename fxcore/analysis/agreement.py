@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
 from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
-from fxcore.nesting import map_tensors, tensors_in
+from fxcore.nesting import clones, map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
 from fxcore.tracing.constants import FROZEN
@@ -83,13 +83,13 @@ def check_graph(
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
     with _deterministic(), _memory_set(traced):
         with _watched(module, seen):
-            expected = module(*_copies(inputs))
+            expected = module(*clones(inputs))
         if any("forward" in vars(part) for part in module.modules()):
             # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
         runner = _Comparing(traced, seen, targets, uncertain)
         try:
-            found = runner.run(*_copies(inputs))
+            found = runner.run(*clones(inputs))
         except Exception as error:
             raise GraphDiffers(f"the graph of {name} cannot run where the module can: {summarize(error)}") from error
     first = runner.first or next((path for path, left in seen.items() if left), None)
@@ -168,7 +168,7 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     batches = (inputs, [x[_FIVE] for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
     runs = [Interpreter(traced) for _ in batches]
     for run, given in zip(runs, batches, strict=True):
-        run.args_iter = iter(_copies(given))
+        run.args_iter = iter(clones(given))
     state: dict[fx.Node, str] = {}
     with _deterministic(), _memory_set(traced):
         for node in traced.graph.nodes:
@@ -207,7 +207,7 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
     uncertain = _uncertain(traced)
     runs = [Interpreter(traced) for _ in range(2)]
     for run in runs:
-        run.args_iter = iter(_copies(inputs))
+        run.args_iter = iter(clones(inputs))
     with _deterministic(), _memory_set(traced):
         for node in traced.graph.nodes:
             if node.op == "output":
@@ -326,10 +326,6 @@ def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
         if drawn or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _copies(inputs: Sequence[Any]) -> list[Any]:
-    return list(map_tensors(torch.clone, list(inputs)))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import BadArgument
-from fxcore.nesting import map_tensors, tensors_in
+from fxcore.nesting import clones, tensors_in
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.names import public_name
@@ -118,8 +118,8 @@ class Profiler:
         with torch.no_grad():
             self._watcher.begin(counts)
             # Copy the inputs, since the module may write to them.
-            self._watcher.run(*map_tensors(torch.clone, self._inputs))
-            inputs = map_tensors(torch.clone, self._inputs)
+            self._watcher.run(*clones(self._inputs))
+            inputs = clones(self._inputs)
             _wait(self._device)
             start = time.perf_counter()
             self._module(*inputs)

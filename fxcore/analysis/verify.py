@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import FxError, finite
-from fxcore.nesting import map_tensors, members
+from fxcore.nesting import clones, members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Watcher, positional
 from fxcore.tracing.names import public_name
@@ -135,9 +135,9 @@ def verify(
     with torch.no_grad():
         # Pass copies of the inputs, since a module may write to them.
         with explain_mismatch(original, arguments):
-            expected = flat(original(*_copies(arguments)))
+            expected = flat(original(*clones(arguments)))
         with explain_mismatch(transformed, arguments):
-            values = flat(transformed(*_copies(arguments)))
+            values = flat(transformed(*clones(arguments)))
         speedup = _speedup(original, transformed, arguments, runs) if runs else None
     if list(expected) != list(values):
         missing = next((k for k in [*expected, *values] if (k in expected) != (k in values)), None)
@@ -223,8 +223,8 @@ def _first_divergence(
             different.add(name)
 
     with torch.no_grad():
-        Watcher(original, keep).run(*_copies(inputs))
-        Watcher(transformed, compare).run(*_copies(inputs))
+        Watcher(original, keep).run(*clones(inputs))
+        Watcher(transformed, compare).run(*clones(inputs))
     return next((name for n in original.graph.nodes if (name := public_name(n)) in different), None)
 
 
@@ -303,7 +303,7 @@ def _speedup(
     # Alternate, so that other load affects both.
     for _ in range(runs):
         for function, taken in zip((original, transformed), times, strict=True):
-            arguments = _copies(inputs)
+            arguments = clones(inputs)
             _wait(arguments)
             start = time.perf_counter()
             function(*arguments)
@@ -319,8 +319,3 @@ def _wait(inputs: tuple[Any, ...]) -> None:
     """
     for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def _copies(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    copies: tuple[Any, ...] = map_tensors(torch.clone, inputs)
-    return copies

@@ -17,7 +17,7 @@ from fxcore.graph.axes import layout
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
-from fxcore.nesting import map_tensors, tensors_in
+from fxcore.nesting import clones, map_tensors, tensors_in
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Watcher, on_device
 
@@ -164,7 +164,7 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     [[], [], [0], []]
     """
     with torch.no_grad():
-        _Recorder(module, _note_value).run(*map_tensors(torch.clone, list(inputs)))
+        _Recorder(module, _note_value).run(*clones(inputs))
 
 
 def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -21,7 +21,7 @@ from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
 from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
 from fxcore.tracing.names import name_nodes, public_name
-from fxcore.tracing.writes import mutated_argument
+from fxcore.tracing.writes import overwritten
 from fxcore.wrappers import check_python
 
 #: key in ``GraphModule.meta`` of the passes that a module went through
@@ -317,14 +317,9 @@ def erase_dead(module: fx.GraphModule, *nodes: fx.Node) -> None:
         node = waiting.pop()
         if node.users or node.op in ("placeholder", "output") or node._erased:
             continue
-        inputs = [n for n in node.all_input_nodes if not _writes(module, n)]
+        inputs = [n for n in node.all_input_nodes if not n.meta.get("mutates") and overwritten(module, n) is None]
         module.graph.erase_node(node)
         waiting += inputs
-
-
-def _writes(module: fx.GraphModule, node: fx.Node) -> bool:
-    called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
-    return bool(node.meta.get("mutates")) or mutated_argument(node, called) is not None
 
 
 def source_of(node: fx.Node) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.tracing.names import operation_name
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, mutated_argument
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, overwritten
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
@@ -139,8 +139,7 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
         return True
     if node.op not in ("call_module", "call_function", "call_method") or node.meta.get("mutates"):
         return False
-    modules = {str(node.target): called_module(module, node)} if node.op == "call_module" else {}
-    if mutated_argument(node, modules) is not None or is_random(module, node) or "out" in node.kwargs:
+    if overwritten(module, node) is not None or is_random(module, node) or "out" in node.kwargs:
         return False
     if train_mode(module, node) is not None:  # batch normalisation, which updates its statistics
         return False

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.nesting import map_tensors, tensors_in
+from fxcore.nesting import clones, tensors_in
 from fxcore.tracing.constants import frozen
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
@@ -111,7 +111,7 @@ def check_health(module: fx.GraphModule, inputs: Inputs, *, limit: float | None 
     arguments = positional(module, inputs)
     watcher = _Watcher(module, limit)
     with explain_mismatch(module, arguments), torch.no_grad():
-        watcher.run(*map_tensors(torch.clone, arguments))  # the module may write to its inputs
+        watcher.run(*clones(arguments))  # the module may write to its inputs
     nodes = list(watcher.found.values())
     bad = next((n for n, h in watcher.found.items() if h.nan or h.inf), None)
     return Health(

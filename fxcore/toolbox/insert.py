@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform, add, erase_dead, transform
-from fxcore.toolbox.replace import alias_readers, named_function, overwritten, redirect_readers
+from fxcore.toolbox.replace import alias_readers, named_function, redirect_readers
 from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.writes import overwritten
 
 
 def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:

@@ -15,9 +15,9 @@ from torch import fx, nn
 from fxcore.errors import FxError
 from fxcore.passes.base import erase_dead, transform
 from fxcore.toolbox.insert import AppendingTracer, rewrite
-from fxcore.toolbox.replace import alias_readers, overwritten
+from fxcore.toolbox.replace import alias_readers
 from fxcore.tracing.tracer import record
-from fxcore.tracing.writes import memory_of
+from fxcore.tracing.writes import memory_of, overwritten
 
 
 class BadPattern(FxError):

@@ -20,7 +20,7 @@ from fxcore.passes.base import (
     source_of,
     transform,
 )
-from fxcore.tracing.writes import is_number, memory_of, mutated_argument
+from fxcore.tracing.writes import is_number, memory_of, overwritten
 
 
 def identity(x: Tensor) -> Tensor:
@@ -282,12 +282,6 @@ def alias_readers(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     memory = memory_of(module.graph, dict(module.named_modules()))
     aliases = [m for m in memory if m < node and m is not base and not memory[base].isdisjoint(memory[m])]
     return [user for m in aliases for user in m.users if user > node and not is_number(user)]
-
-
-def overwritten(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Return the node whose value ``node`` overwrites, or None."""
-    called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
-    return mutated_argument(node, called)
 
 
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:

@@ -83,6 +83,12 @@ def written(base: Tensor, index: Any, value: Any) -> Tensor:
     return copy
 
 
+def overwritten(module: nn.Module, node: fx.Node) -> fx.Node | None:
+    """Return the node whose value ``node``, of a graph over ``module``, overwrites; None if there is none."""
+    called = {str(node.target): module.get_submodule(str(node.target))} if node.op == "call_module" else {}
+    return mutated_argument(node, called)
+
+
 def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
     """Return the node whose value ``node`` overwrites, judging by name and arguments (``add_``, ``inplace=True``), or
     None."""
