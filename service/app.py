@@ -7,8 +7,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,13 @@ log = logging.getLogger("fxserve")
 
 _SAMPLE_SECONDS = 2.0
 
+# Routes are matched in this order: the most frequently requested come first.
+_HOT_ROUTES = [*features.routes, *attributions.routes, *embeddings.routes, *inference.routes]
+_ROUTERS = [
+    module.router
+    for module in (models, statistics, extractors, operations, transforms, exports, discovery, repository, page)
+]
+
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
 ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). Every GET route also answers
 HEAD."""
@@ -72,6 +79,27 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     metrics = Metrics()
     traces = traces_type()() if settings.tracing else None
     state = State(settings, Engine(settings, metrics), metrics, traces)
+    app = FastAPI(
+        title="fxserve",
+        version="1",
+        description=DESCRIPTION,
+        lifespan=_lifespan(state, keys),
+        docs_url=None,  # FastAPI's pages load their scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,  # redirects would go to any Host sent by the client
+        # fxserve has its own; probing for FastAPI's is slow
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.fxserve = state
+    problem_responses.install(app)
+    routes = _add_routes(app)
+    _add_middleware(app, state, keys, routes)
+    openapi.install(app, routes, _HOT_ROUTES)
+    return app
+
+
+def _lifespan(state: State, keys: Keys | None) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """Return the context manager in which the application serves requests."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -80,7 +108,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         # Signal handlers can be set only in the main thread.
         if keys is not None and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
-        sampling = asyncio.create_task(_sample(state.engine)) if metrics.shared_dir is not None else None
+        sampling = asyncio.create_task(_sample(state.engine)) if state.metrics.shared_dir is not None else None
         async with ended_when_device_lost(state.engine):
             try:
                 with drained_on_signals(state.engine):
@@ -89,38 +117,25 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 if sampling is not None:
                     sampling.cancel()
                 await state.engine.close()
-                if traces is not None:
-                    await asyncio.to_thread(traces.close)
+                if state.traces is not None:
+                    await asyncio.to_thread(state.traces.close)
 
-    app = FastAPI(
-        title="fxserve",
-        version="1",
-        description=DESCRIPTION,
-        lifespan=lifespan,
-        docs_url=None,  # FastAPI's pages load their scripts from other hosts
-        redoc_url=None,
-        redirect_slashes=False,  # redirects would go to any Host sent by the client
-        telemetry={
-            "tracing": False,
-            "metrics": False,
-            "logs": False,
-        },  # fxserve has its own; probing for FastAPI's is slow
-    )
-    app.state.fxserve = state
-    problem_responses.install(app)
+    return lifespan
+
+
+def _add_routes(app: FastAPI) -> DeclaredRoutes:
+    """Add all routes, and return what they declare."""
     document = next(route for route in app.routes if isinstance(route, Route) and route.path == app.openapi_url)
     declares("open")(document.endpoint)
-    # Routes are matched in this order: the most frequently requested come first.
-    hot_routes = [*features.routes, *attributions.routes, *embeddings.routes, *inference.routes]
-    app.router.routes[:0] = hot_routes
-    routers = [
-        module.router
-        for module in (models, statistics, extractors, operations, transforms, exports, discovery, repository, page)
-    ]
-    for router in routers:
+    app.router.routes[:0] = _HOT_ROUTES
+    for router in _ROUTERS:
         app.include_router(router)
-    routes = DeclaredRoutes((*hot_routes, document, *chain.from_iterable(router.routes for router in routers)))
-    # The middleware added last is the outermost.
+    return DeclaredRoutes((*_HOT_ROUTES, document, *chain.from_iterable(router.routes for router in _ROUTERS)))
+
+
+def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: DeclaredRoutes) -> None:
+    """Add the middleware, the innermost first."""
+    settings = state.settings
     app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,
@@ -157,9 +172,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
                 "X-Request-ID",
             ),
         )
-    app.add_middleware(RequestContext, metrics=metrics, policies=POLICIES, traces=traces)
-    openapi.install(app, routes, hot_routes)
-    return app
+    app.add_middleware(RequestContext, metrics=state.metrics, policies=POLICIES, traces=state.traces)
 
 
 async def _sample(engine: Engine) -> None:
