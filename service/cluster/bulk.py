@@ -47,7 +47,8 @@ from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.run import add_images, check_reduce, check_regions, count, prepare
-from service.offline.runners import ExtractorInfo, LocalRunner, RowLayout, Rows
+from service.offline.runners.local import LocalRunner
+from service.offline.runners.runner import ExtractorInfo, RowLayout, Rows
 from service.offline.statistics.reducer import Reduction
 from service.offline.statistics.statistics import Statistics
 from service.problems import Problem

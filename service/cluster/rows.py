@@ -20,7 +20,7 @@ from service.offline.failures import driver_errors
 from service.offline.folder import Folder
 from service.offline.outputs.index import Index, regions_changed
 from service.offline.outputs.shards import PATH, arrow_column
-from service.offline.runners import Rows
+from service.offline.runners.runner import Rows
 from service.schemas.regions import KINDS, Kind
 
 ERROR = "error"

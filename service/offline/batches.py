@@ -14,7 +14,7 @@ import PIL.Image
 from fxcore.errors import BadImage
 from service.engine.threads import compute_with
 from service.offline.inputs.sources import Reader, Source
-from service.offline.runners import Rows, Runner, Unreadable, is_image_error
+from service.offline.runners.runner import Rows, Runner, Unreadable, is_image_error
 
 _BATCH = 16
 """Images submitted to the runner together; the engine forms its own batches of them."""

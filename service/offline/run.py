@@ -25,7 +25,9 @@ from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import ERRORS, Writer, error_line
-from service.offline.runners import LocalRunner, RemoteRunner, Runner
+from service.offline.runners.local import LocalRunner
+from service.offline.runners.remote import RemoteRunner
+from service.offline.runners.runner import Runner
 from service.offline.statistics.files import check_installed
 from service.offline.statistics.reducer import Reducer, Reduction
 from service.offline.statistics.statistics import Statistics

@@ -14,7 +14,7 @@ from fxcore.tensors import dtype_name
 from service.engine import FeatureOptions
 from service.offline.atomic import UNFINISHED
 from service.offline.folder import Folder
-from service.offline.runners import ExtractorInfo, Rows
+from service.offline.runners.runner import ExtractorInfo, Rows
 
 FILE = "spec.json"
 

@@ -13,7 +13,7 @@ from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import ERRORS, error_line
-from service.offline.runners import RowLayout, Rows
+from service.offline.runners.runner import RowLayout, Rows
 from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
 

@@ -11,7 +11,7 @@ import torch
 from fxcore.errors import FxError
 from fxcore.statistics.output_statistics import OutputStatistics, by_channel
 from service.codecs.tensors import safetensors
-from service.offline.runners import RowLayout, Rows
+from service.offline.runners.runner import RowLayout, Rows
 
 _MAX_COVARIANCES = 512 * 1024**2
 """Maximum bytes of all covariances; a batch needs the same amount again."""

@@ -13,7 +13,7 @@ from service.offline.folder import Folder
 from service.offline.inputs.sources import Source
 from service.offline.outputs.index import Index
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.runners import RowLayout
+from service.offline.runners.runner import RowLayout
 from service.offline.statistics.reducer import Reduction
 from service.offline.statistics.statistics import Statistics
 

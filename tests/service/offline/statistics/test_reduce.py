@@ -21,7 +21,7 @@ from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.merge import merge
 from service.offline.outputs.index import Index
-from service.offline.runners import RowLayout
+from service.offline.runners.runner import RowLayout
 from service.offline.statistics.statistics import Statistics
 from tests.service.offline.conftest import SETTINGS, job, png, rows
 from tests.service.offline.test_run import errors

@@ -1,0 +1,1 @@
+"""Runners of extractors on batches of images, and what they share."""

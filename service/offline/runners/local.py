@@ -1,0 +1,101 @@
+"""Running an extractor on an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from fxcore.errors import FxError
+from service.choices import RegionPooling
+from service.codecs.requests import regions as body_regions
+from service.engine import Engine, ExtractorRecord, FeatureOptions
+from service.offline.inputs.sources import Regions
+from service.offline.runners.runner import (
+    ExtractorInfo,
+    Rows,
+    Unreadable,
+    add_regions,
+    is_image_error,
+    output_fields,
+    preprocessing_of,
+    resolved_spec,
+    row_layout_of,
+)
+from service.problems import Problem
+from service.schemas.specs import ExtractorSpec
+from service.settings import Settings
+
+_OWN_SETTINGS = frozenset(
+    {
+        *("device", "compute_threads", "decode_threads", "encode_threads", "build_threads"),
+        *("cache_dir", "calibration_dir", "models_dir", "weights_dir"),
+        *("preprocess", "max_pixels", "max_batch", "max_batch_bytes", "memory_budget", "max_nodes"),
+    }
+)
+"""The settings that apply to an offline run: device, threads, folders, preprocessing and sizes."""
+
+_LIMITS = {"max_inflight": 2**31, "max_inflight_bytes": 2**62, "max_response_bytes": 2**62}
+"""Effectively unlimited: these limits protect a service from its clients, and here the only client limits its own
+load."""
+
+
+class LocalRunner:
+    """Runs an extractor on an engine in this process.
+
+    Args:
+        settings: settings of the engine. Server settings, such as limits and the store of extractors, are ignored.
+        options: how to pool and cast the outputs.
+        images: number of images of the run; a faster backend is searched for if that saves time.
+        served_by: the backend that computed earlier rows; ``auto`` then means that one.
+    """
+
+    concurrency = 64
+
+    def __init__(self, settings: Settings, options: FeatureOptions, images: int, served_by: str | None) -> None:
+        fields = Settings.model_fields
+        changed: dict[str, Any] = {
+            name: fields[name].get_default(call_default_factory=True) for name in fields.keys() - _OWN_SETTINGS
+        }
+        changed |= {"lowering": False, "request_timeout": 7 * 86400.0, **_LIMITS}
+        self._engine = Engine(settings.model_copy(update=changed))
+        self._options = options
+        self._images = images
+        self._served_by = served_by
+        self._lowering = settings.lowering
+        self._record: ExtractorRecord | None = None
+
+    async def start(self, spec: ExtractorSpec) -> None:
+        await self._engine.start()
+        requested = spec.backend
+        if requested == "auto" and self._served_by is not None:
+            spec = spec.model_copy(update={"backend": self._served_by})
+        record, _ = await self._engine.extractor(spec)
+        runtime = await self._engine.runtimes.load(record)
+        if self._lowering:  # now, because switching backends during the run would round later rows differently
+            await self._engine.settle(runtime, self._images)
+        self._record, description = record, record.description
+        self.info = ExtractorInfo(
+            spec=resolved_spec(spec, requested, description.weights, description.return_nodes),
+            outputs=[output_fields(vars(info)) for info in runtime.outputs],
+            fingerprint=description.fingerprint,
+            backend=runtime.backend,
+            one_size=description.preprocessing.fixed_size and self._options.preprocess != "none",
+            images=preprocessing_of(self._options, self._engine.settings.preprocess),
+            layouts={info.key: row_layout_of(self._options, vars(info), info.prefix.count) for info in runtime.outputs},
+        )
+
+    async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
+        assert self._record is not None
+        try:
+            pool = cast(RegionPooling, self._options.pool)
+            given = None if regions is None else body_regions.given(pool, regions)
+            result = await self._engine.features(self._record, images, self._options, regions=given)
+            return add_regions(result.outputs, regions, self._options.pool)
+        except Exception as error:
+            if len(images) > 1 or not is_image_error(error):
+                raise
+            reason = error.detail if isinstance(error, FxError | Problem) else f"{type(error).__name__}: {error}"
+            raise Unreadable(reason.removeprefix("image 0: ")) from error
+
+    async def close(self) -> None:
+        await self._engine.close(0.0)

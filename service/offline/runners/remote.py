@@ -1,0 +1,198 @@
+"""Running an extractor on servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxcore.errors import FxError
+from service.client import AsyncClient, AsyncExtractor, exceptions
+from service.engine import FeatureOptions
+from service.offline.inputs.sources import Regions
+from service.offline.runners.runner import (
+    SERVER_IMAGE_ERRORS,
+    ExtractorInfo,
+    Rows,
+    Unreadable,
+    add_regions,
+    output_fields,
+    preprocessing_of,
+    resolved_spec,
+    row_layout_of,
+)
+from service.schemas.regions import KINDS
+from service.schemas.specs import ExtractorSpec
+
+_SERVER_TIMEOUT = 600.0
+"""Maximum seconds of a batch, including retries, or of a server being unreachable."""
+
+_MAX_RETRY_DELAY = 10.0
+"""Maximum seconds between two attempts to reach a server."""
+
+_MAX_TIMEOUTS = 3
+"""Number of timeouts after which a single image counts as unreadable."""
+
+# Errors that may not occur on another server, or later on the same one.
+_RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
+
+
+class _Server:
+    """One server and its state in this run.
+
+    After a request times out, the server gets one request at a time for the rest of the run, with half as many images
+    after each timeout. A single image that times out is retried, and counts as unreadable after :data:`_MAX_TIMEOUTS`
+    attempts; the next run into the folder tries it again.
+
+    Attributes:
+        in_flight: batches sent to it that are not answered yet.
+        retry_at: when to use it again after a failure, on the monotonic clock.
+    """
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.client = client
+        self.extractor: AsyncExtractor | None = None
+        self.in_flight = 0
+        self.retry_at = 0.0
+        self._max_images: int | None = None
+        self._one_request = asyncio.Lock()
+
+    async def features(
+        self, images: Sequence[bytes], regions: Sequence[Regions] | None, options: Mapping[str, Any]
+    ) -> Rows:
+        """Compute key → ``[len(images), ...]``, in several requests once one has timed out.
+
+        Raises:
+            FxserveError: the server failed or rejected a request.
+        """
+        assert self.extractor is not None
+        kind = KINDS.get(options["pool"])
+        field = kind.field if kind is not None else ""
+        if self._max_images is None:
+            try:
+                given: dict[str, Any] = {} if regions is None else {field: regions}
+                return await self.extractor(list(images), as_torch=True, **given, **options)
+            except exceptions.DeadlineExceeded:
+                self._max_images = self._max_images or max(1, len(images) // 2)
+        parts: list[Rows] = []
+        start = timeouts = 0
+        async with self._one_request:
+            while start < len(images):
+                some = list(images[start : start + self._max_images])
+                given = {} if regions is None else {field: regions[start : start + self._max_images]}
+                try:
+                    parts.append(await self.extractor(some, as_torch=True, **given, **options))
+                except exceptions.DeadlineExceeded:
+                    timeouts += len(some) == 1
+                    if timeouts == _MAX_TIMEOUTS or (timeouts and len(images) > 1):
+                        raise
+                    self._max_images = max(1, len(some) // 2)
+                else:
+                    start += len(some)
+        return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+class RemoteRunner:
+    """Runs an extractor on servers.
+
+    Each batch goes to the server with the fewest in flight; unreachable ones are skipped.
+
+    Args:
+        urls: base URLs of the servers.
+        api_key: API key for all of them.
+        options: how to pool and cast the outputs.
+    """
+
+    def __init__(self, urls: Sequence[str], api_key: str | None, options: FeatureOptions) -> None:
+        self._options = options
+        key = {"Authorization": f"Bearer {api_key}"} if api_key is not None else None
+        try:
+            clients = [AsyncClient(url, timeout=_SERVER_TIMEOUT, retries=10_000, headers=key) for url in urls]
+        except ValueError as error:
+            raise FxError(f"--server: {error}") from error
+        self._servers = [_Server(client) for client in clients]
+        self.concurrency = 64 * len(urls)
+
+    async def start(self, spec: ExtractorSpec) -> None:
+        """Build the extractor on every server.
+
+        Raises:
+            FxError: a server cannot build it, or servers differ in graph, weights or preprocessing.
+        """
+        extractors = await asyncio.gather(*(self._extractor(server.client, spec) for server in self._servers))
+        defaults = await asyncio.gather(
+            *(self._default_preprocess(server.client, spec.model) for server in self._servers)
+        )
+        infos = [self._info(spec, e.description, default) for e, default in zip(extractors, defaults, strict=True)]
+        first, first_url = infos[0], self._servers[0].client.url
+        for server, extractor, info in zip(self._servers, extractors, infos, strict=True):
+            if (info.spec, info.fingerprint) != (first.spec, first.fingerprint):
+                raise FxError(f"{server.client.url} and {first_url} build different extractors from {info.spec}")
+            if info.images != first.images:
+                raise FxError(
+                    f"{server.client.url} preprocesses images by {info.images}, but {first_url} by {first.images}"
+                )
+            server.extractor = extractor
+        self.info = first
+
+    async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
+        options = {name: value for name, value in self._options.named().items() if value is not None}
+        deadline = time.monotonic() + _SERVER_TIMEOUT
+        delay = 0.5
+        while True:
+            now = time.monotonic()
+            server = min(self._servers, key=lambda one: (max(one.retry_at, now), one.in_flight))
+            await asyncio.sleep(max(0.0, server.retry_at - now))
+            server.in_flight += 1
+            try:
+                rows = await server.features(images, regions, options)
+                if (kind := KINDS.get(self._options.pool)) is not None:
+                    rows.pop(kind.output, None)
+                return add_regions(rows, regions, self._options.pool)
+            except SERVER_IMAGE_ERRORS as error:
+                if len(images) > 1:
+                    raise
+                raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+            except exceptions.FxserveError as error:
+                if not isinstance(error, _RETRYABLE) or time.monotonic() + delay > deadline:
+                    raise FxError(f"{server.client.url}: {error}") from error
+                server.retry_at = time.monotonic() + delay
+                delay = min(2 * delay, _MAX_RETRY_DELAY)
+            finally:
+                server.in_flight -= 1
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.client.close()
+
+    async def _extractor(self, client: AsyncClient, spec: ExtractorSpec) -> AsyncExtractor:
+        fields = spec.model_dump(exclude={"model", "return_nodes", "name"})
+        try:
+            return await client.extractor(spec.model, spec.return_nodes, **fields)
+        except exceptions.FxserveError as error:
+            raise FxError(f"{client.url}: {error}") from error
+
+    async def _default_preprocess(self, client: AsyncClient, model: str) -> str:
+        try:
+            return str((await client.model(model))["default_preprocess"]["way"])
+        except exceptions.FxserveError as error:
+            raise FxError(f"{client.url}: {error}") from error
+
+    def _info(self, spec: ExtractorSpec, description: Mapping[str, Any], default: str) -> ExtractorInfo:
+        nodes = {output["key"]: output["node"] for output in description["outputs"]}
+        fixed = not any(size is None for output in description["outputs"] for size in output["shape"][1:])
+        return ExtractorInfo(
+            spec=resolved_spec(spec, spec.backend, description["weights"], nodes),
+            outputs=[output_fields(output) for output in description["outputs"]],
+            fingerprint=description["fingerprint"],
+            backend=None,
+            one_size=fixed and self._options.preprocess != "none",
+            images=preprocessing_of(self._options, default),
+            layouts={
+                output["key"]: row_layout_of(self._options, output, (output.get("prefix") or {}).get("count", 0))
+                for output in description["outputs"]
+            },
+        )
