@@ -335,7 +335,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_size: bool) -> OutputInfo:
     node = graph.by_name[name]
     value: Tensor = node.meta["value"]
-    made = returned_dtype(value.dtype, dtype)
+    made = returned_dtype(value.dtype, graph.entry.dtype, dtype)
     axes: str | None = node.meta.get("axes")
     shape = graph.shape_of(node) or []
     if axes and len(axes) == len(shape) and any_size:

@@ -25,19 +25,25 @@ RETURNED = frozenset(
 _QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
-def returned_dtype(made: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def returned_dtype(made: torch.dtype, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which an extractor returns a node's values.
 
     Args:
-        made: dtype of the values in a graph that is annotated in float32.
+        made: dtype of the values in a graph that is annotated in ``own``.
+        own: dtype of the model's parameters before they are cast. Values in another dtype are what the model's code
+            converts to that dtype, whatever its parameters have.
         dtype: dtype of the extractor's parameters. Quantized values are dequantized.
 
-    >>> returned_dtype(torch.float32, torch.bfloat16), returned_dtype(torch.quint8, torch.float32)
-    (torch.bfloat16, torch.float32)
+    >>> returned_dtype(torch.float32, torch.float32, torch.bfloat16)
+    torch.bfloat16
+    >>> returned_dtype(torch.float64, torch.float32, torch.bfloat16)
+    torch.float64
+    >>> returned_dtype(torch.quint8, torch.float32, torch.float32)
+    torch.float32
     """
     if made in _QUANTIZED:
         return torch.float32
-    return dtype if made.is_floating_point and made in RETURNED else made
+    return dtype if made == own else made
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def check_inputs(graph: ModelGraph, inputs: Mapping[str, str]) -> None:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    return returned_dtype(node.meta["value"].dtype, torch.float32).is_floating_point
+    return returned_dtype(node.meta["value"].dtype, torch.float32, torch.float32).is_floating_point
 
 
 def _spec(key: str, node: fx.Node, fixed: bool) -> TensorSpec:

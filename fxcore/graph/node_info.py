@@ -112,7 +112,7 @@ def is_extractable(node: fx.Node) -> bool:
     value = node.meta.get("value")
     if not isinstance(value, Tensor) or not node.meta.get("rows"):
         return False
-    return returned_dtype(value.dtype, torch.float32) in RETURNED
+    return returned_dtype(value.dtype, torch.float32, torch.float32) in RETURNED
 
 
 def target_name(node: fx.Node) -> str:

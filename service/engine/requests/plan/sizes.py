@@ -101,9 +101,8 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     known = runtime.row_sizes.get(shape)
     if known is None:
         values = runtime.extractor.values_at(shape)
-        per_value = {
-            node: (dims, returned_dtype(dtype, runtime.description.dtype)) for node, (dims, dtype) in values.items()
-        }
+        own, cast = runtime.description.entry.dtype, runtime.description.dtype
+        per_value = {node: (dims, returned_dtype(dtype, own, cast)) for node, (dims, dtype) in values.items()}
         outputs = {}
         for info in runtime.outputs:
             dims, dtype = per_value[info.node]

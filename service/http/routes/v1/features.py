@@ -237,8 +237,7 @@ def _negotiate(record: ExtractorRecord, options: FeatureOptions, accept: str | N
     if added in record.description.return_nodes:
         detail = f"pool={options.pool} adds an output {added!r}: give the extractor's output of that name another key"
         raise problems.DuplicateKey(detail, key=added)
-    floating = ("float32", "float16", "bfloat16")
-    dtypes = (options.dtype if options.dtype and o.dtype in floating else o.dtype for o in record.outputs)
+    dtypes = (options.dtype if options.dtype and "float" in o.dtype else o.dtype for o in record.outputs)
     reduced = options.one_shape or options.tokens is not None
     accepted = responses.negotiate(accept, tuple(dtypes), reduced)
     if accepted == heatmap.MEDIA_TYPE:

@@ -118,12 +118,12 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
         own, preprocessing = target.description, target.description.preprocessing
         graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
         part = ModelPart(graph, own.begins_at, own.return_nodes) if own.begins_at else None
-        outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.dtype)
+        outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.entry.dtype, own.dtype)
         if own.spec.fit == "pad":
             outputs.append(TensorMetadata(name=VALID_BOX, datatype="FP32", shape=[-1, 4]))
         return Tensors(inputs(own.inputs, preprocessing), outputs)
     graph = model_graph(target, target.structure())
-    outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype)
+    outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype, target.dtype)
     return Tensors(inputs(graph.inputs, graph.preprocessing), outputs)
 
 
@@ -145,7 +145,11 @@ def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[Te
 
 
 def _outputs(
-    graph: ModelGraph | ModelPart, preprocessing: Preprocessing, nodes: dict[str, str], dtype: torch.dtype
+    graph: ModelGraph | ModelPart,
+    preprocessing: Preprocessing,
+    nodes: dict[str, str],
+    own: torch.dtype,
+    dtype: torch.dtype,
 ) -> list[TensorMetadata]:
     usual, others = _shapes(graph, preprocessing)
     values = _values(graph, nodes, usual)
@@ -156,7 +160,7 @@ def _outputs(
     return [
         TensorMetadata(
             name=key,
-            datatype=V2_NAMES[returned_dtype(made, dtype)],
+            datatype=V2_NAMES[returned_dtype(made, own, dtype)],
             shape=[-1, *_common(shape, of_others[key][0])],
         )
         for key, (shape, made) in values.items()

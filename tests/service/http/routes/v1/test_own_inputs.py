@@ -85,6 +85,13 @@ class Summed(nn.Module):
         self.relu(x)
         return self.second(x.sum((2, 3)))
 
+class Converting(Net):
+    def forward(self, x):
+        x = self.first(x)
+        size = x.float().pow(2).mean(1, keepdim=True)
+        x = x * torch.rsqrt(size + 1e-6).to(x.dtype)
+        return self.second(x.double().cumsum(1).to(x.dtype))
+
 class PositionalOnly(Net):
     def forward(self, x, /, mask=None):
         return super().forward(x) if mask is None else x * mask
@@ -106,6 +113,8 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bfloat16": ("Net", {"dtype": "bfloat16"}),
     "float16": ("Net", {"dtype": "float16"}),
     "float64": ("Net", {"dtype": "float64"}),
+    "converting": ("Converting", {}),
+    "converting16": ("Converting", {"dtype": "bfloat16"}),
     "positional": ("PositionalOnly", {}),
     "keyword": ("KeywordOnly", {}),
 }
@@ -143,8 +152,13 @@ def node_of(client: Client, name: str) -> str:
 
 
 CHANNELS = {"grey": 1, "mlp": 1, "two": 2, "six": 6}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-V2 = {"bfloat16": "BF16", "float16": "FP16", "float64": "FP64"}
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "converting16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+V2 = {"bfloat16": "BF16", "converting16": "BF16", "float16": "FP16", "float64": "FP64"}
 
 
 @pytest.mark.parametrize("name", list(ARGUMENTS))
@@ -301,6 +315,44 @@ def test_photographs_have_no_six_channels(own: tuple[Client, ModuleType], photos
     refused = client.post(url, content=buffer.getvalue(), headers={"Content-Type": "application/x-npy"})
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
     assert "send float32 [N, 6, H, W]" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(("name", "own_dtype"), [("converting", torch.float32), ("converting16", torch.bfloat16)])
+def test_values_that_a_model_converts_have_the_dtype_that_is_described(
+    own: tuple[Client, ModuleType], name: str, own_dtype: torch.dtype
+) -> None:
+    client, module = own
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    model = reference(module, name)
+    with torch.no_grad():
+        first = model.first(x.to(own_dtype))
+        expected = {"first": first, "pow": first.float().pow(2)}
+        summed = first * torch.rsqrt(expected["pow"].mean(1, keepdim=True) + 1e-6).to(own_dtype)
+        expected["cumsum"] = summed.double().cumsum(1)
+    path = "/v1/extractors"
+    spec = {"model": name, "return_nodes": ["first", "pow", "cumsum"], "backend": "eager"}
+    made = client.post(f"{path}?wait=60", json=spec).json()
+    dtypes = {key: str(value.dtype).removeprefix("torch.") for key, value in expected.items()}
+    assert {output["key"]: output["dtype"] for output in made["outputs"]} == dtypes
+    sizes = {key: value[0].nbytes for key, value in expected.items()}
+    assert {output["key"]: output["bytes_per_image"] for output in made["outputs"]} == sizes
+    headers = {"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
+    response = client.post(f"{path}/{made['id']}/features", content=save({"x": x}), headers=headers)
+    found = load(response.content)
+    for key, value in expected.items():
+        assert found[key].dtype == value.dtype
+        torch.testing.assert_close(found[key], value)
+
+
+def test_numpy_has_no_bfloat16_whatever_the_values_have(
+    own: tuple[Client, ModuleType], photos: dict[str, bytes]
+) -> None:
+    client, _ = own
+    for query, status in (("nodes=cumsum", 200), ("nodes=cumsum&dtype=bfloat16", 406)):
+        headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
+        url = f"/v1/models/converting/features?{query}"
+        response = client.post(url, content=photos["chelsea"], headers=headers)
+        assert response.status_code == status, response.text[:500]
 
 
 def test_backends_and_precisions_of_other_dtypes(own: tuple[Client, ModuleType]) -> None:
