@@ -90,14 +90,12 @@ class AsyncClient(BaseClient):
 
     async def extractors(self) -> list[AsyncExtractor]:
         """List the server's extractors."""
-        found = (await self._run(flows.fetch("/v1/extractors", self.retry_policy)))["extractors"]
+        found = await self._run(flows.extractors(self.retry_policy))
         return [AsyncExtractor(self, description, None) for description in found]
 
     async def find(self, id_or_name: str) -> AsyncExtractor:
         """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
-        return AsyncExtractor(
-            self, await self._run(flows.fetch(flows.extractor_path(id_or_name), self.retry_policy)), None
-        )
+        return AsyncExtractor(self, await self._run(flows.extractor(id_or_name, self.retry_policy)), None)
 
     async def close(self) -> None:
         """Close the connections."""

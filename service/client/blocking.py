@@ -114,12 +114,12 @@ class Client(BaseClient):
 
     def extractors(self) -> list[Extractor]:
         """List the server's extractors."""
-        found = self._run(flows.fetch("/v1/extractors", self.retry_policy))["extractors"]
+        found = self._run(flows.extractors(self.retry_policy))
         return [Extractor(self, description, None) for description in found]
 
     def find(self, id_or_name: str) -> Extractor:
         """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
-        return Extractor(self, self._run(flows.fetch(flows.extractor_path(id_or_name), self.retry_policy)), None)
+        return Extractor(self, self._run(flows.extractor(id_or_name, self.retry_policy)), None)
 
     def close(self) -> None:
         """Close the connections."""

@@ -159,9 +159,11 @@ def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
     raise AssertionError("unreachable")
 
 
-def fetch(path: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] | None = None) -> Flow[Any]:
-    """GET ``path`` and decode its JSON."""
-    return _json((yield from exchange(Send("GET", path, query or {}), retry_policy)))
+def fetch(
+    path: str, field: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] | None = None
+) -> Flow[dict[str, Any]]:
+    """GET ``path`` and decode its JSON, an object with ``field``."""
+    return _object((yield from exchange(Send("GET", path, query or {}), retry_policy)), field)
 
 
 def models(
@@ -169,21 +171,30 @@ def models(
 ) -> Flow[list[dict[str, Any]]]:
     """List the models served, optionally only those for ``task``, with ``q`` in their name, or from ``source``."""
     query = {key: value for key, value in (("task", task), ("q", q), ("source", source)) if value is not None}
-    found: list[dict[str, Any]] = (yield from fetch("/v1/models", retry_policy, query))["models"]
+    found: list[dict[str, Any]] = (yield from fetch("/v1/models", "models", retry_policy, query))["models"]
     return found
 
 
 def model(name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
     """Describe one model."""
-    found: dict[str, Any] = yield from fetch(model_path(name), retry_policy)
-    return found
+    return (yield from fetch(model_path(name), "name", retry_policy))
 
 
 def nodes(name: str, weights: str, transforms: str | None, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
     """List the nodes of a model with ``weights``, including those that ``transforms`` adds."""
     query = {"weights": weights, **({"transforms": transforms} if transforms is not None else {})}
-    found: dict[str, Any] = yield from fetch(model_path(name, "nodes"), retry_policy, query)
+    return (yield from fetch(model_path(name, "nodes"), "eval_nodes", retry_policy, query))
+
+
+def extractors(retry_policy: RetryPolicy) -> Flow[list[dict[str, Any]]]:
+    """Describe all extractors."""
+    found: list[dict[str, Any]] = (yield from fetch("/v1/extractors", "extractors", retry_policy))["extractors"]
     return found
+
+
+def extractor(id_or_name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+    """Describe one extractor."""
+    return (yield from fetch(extractor_path(id_or_name), "fingerprint", retry_policy))
 
 
 def delete(path: str, retry_policy: RetryPolicy) -> Flow[None]:
@@ -220,8 +231,9 @@ def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPo
         left = max(0.0, deadline - time.monotonic())
         poll = min(left, _MAX_POLL_SECONDS)
         send = Send("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
-        response = yield from exchange(send, RetryPolicy(max(retry_policy.timeout, poll), retry_policy.retries))
-        description: dict[str, Any] = _json(response)
+        # The server begins to wait once it has resolved the nodes, for which it may have to trace the model.
+        response = yield from exchange(send, RetryPolicy(retry_policy.timeout + poll, retry_policy.retries))
+        description = _object(response, "state")
         if description["state"] == "ready":
             return description
         if time.monotonic() >= deadline:
@@ -274,6 +286,8 @@ def extract(
             raise
         rows = _rows_that_fit(part.rows, problem)
     else:
+        if response.headers.get("content-type") != tensors.MEDIA_TYPE:
+            raise _foreign(response, "safetensors")
         indices = None if part.regions is None else OUTPUTS[part.regions.field]
         yield Call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
         return
@@ -319,18 +333,26 @@ def _rows_that_fit(rows: int, problem: TooLarge) -> int:
     return max(1, min(fitting, rows // 2))
 
 
-def _json(response: Response) -> Any:
-    """Decode a successful response.
+def _object(response: Response, field: str) -> dict[str, Any]:
+    """Decode a successful response, a JSON object with ``field``.
 
     Raises:
-        ConnectionFailed: it is not JSON, so it is not from fxserve but perhaps from a proxy.
+        ConnectionFailed: it is something else.
     """
     try:
-        return json.loads(response.content.tobytes())
+        document = json.loads(response.content.tobytes())
     except ValueError as error:
-        raise ConnectionFailed(
-            f"the response is not JSON: is it fxserve that answers at this address? It begins with {_start(response)!r}"
-        ) from error
+        raise _foreign(response, "JSON") from error
+    if not isinstance(document, dict) or field not in document:
+        raise _foreign(response, f"an object with {field!r}")
+    return document
+
+
+def _foreign(response: Response, wanted: str) -> ConnectionFailed:
+    """Build the error for a successful response that is not from fxserve but perhaps from a proxy."""
+    return ConnectionFailed(
+        f"the response is not {wanted}: is it fxserve that answers at this address? It begins with {_start(response)!r}"
+    )
 
 
 def _problem(response: Response) -> Problem:

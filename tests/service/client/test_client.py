@@ -89,6 +89,10 @@ def refusal(status, slug="", retry_after=None, **extra):
 OK = Response(200, httpx.Headers(), np.frombuffer(b"{}", np.uint8))
 
 
+def features(**arrays):
+    return Response(200, httpx.Headers({"content-type": "application/x-safetensors"}), content(**arrays))
+
+
 REF = ExtractorRef("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
 
 
@@ -241,11 +245,37 @@ def test_names_are_strings():
 
 
 def test_a_page_of_another_server_is_no_response():
-    page = Response(200, httpx.Headers(), np.frombuffer(b"<h1>Sign in</h1>", np.uint8))
-    _, error = steps(flows.fetch("/v1/models", RetryPolicy(9, 1)), [page])
-    assert isinstance(error, exceptions.ConnectionFailed)
-    assert "is it fxserve" in str(error)
-    assert "Sign in" in str(error)
+    page = Response(200, httpx.Headers({"content-type": "text/html"}), np.frombuffer(b"<h1>Sign in</h1>", np.uint8))
+    _, error = steps(flows.model("resnet18", RetryPolicy(9, 1)), [page])
+    for found in (error, asked(REF, [page])[1]):
+        assert isinstance(found, exceptions.ConnectionFailed)
+        assert "is it fxserve" in str(found)
+        assert "Sign in" in str(found)
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"object": "list", "data": []}'])
+def test_the_json_of_another_server_is_no_response(body):
+    """The second is what servers of language models answer for the list of their models."""
+    answer = Response(200, httpx.Headers(), np.frombuffer(body, np.uint8))
+    retry_policy = RetryPolicy(9, 1)
+    for flow in (
+        flows.models(None, None, None, retry_policy),
+        flows.model("resnet18", retry_policy),
+        flows.nodes("resnet18", "DEFAULT", None, retry_policy),
+        flows.extractors(retry_policy),
+        flows.extractor("x", retry_policy),
+        flows.create_extractor(REF.spec, 9, retry_policy),
+    ):
+        _, error = steps(flow, [answer])
+        assert isinstance(error, exceptions.ConnectionFailed)
+        assert "is it fxserve" in str(error)
+
+
+def test_the_server_has_its_time_to_answer_besides_the_time_that_a_build_is_waited_for():
+    """It resolves the nodes before it waits, which takes seconds for a model that it has not traced."""
+    taken, description = steps(flows.create_extractor(REF.spec, 300, RetryPolicy(5, 0)), [described()])
+    assert description["state"] == "ready"
+    assert taken[0].timeout >= float(taken[0].query["wait"]) + 5
 
 
 @pytest.mark.parametrize(
@@ -262,8 +292,7 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
     too_large = refusal(413, "response-too-large", bytes=800, limit=250)
     assembly = Assembly(8)
     responses = [too_large] + [
-        Response(200, httpx.Headers(), content(a=np.arange(first, min(first + 2, 8), dtype=np.float32)))
-        for first in range(0, 8, 2)
+        features(a=np.arange(first, min(first + 2, 8), dtype=np.float32)) for first in range(0, 8, 2)
     ]
     taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), responses)
     assert sum(isinstance(step, Send) for step in taken) == 5
@@ -287,17 +316,17 @@ def asked(ref, responses):
 
 
 def test_what_the_server_does_not_know_is_made_again():
-    features, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(REF.spec).encode())
-    value = Response(200, httpx.Headers(), content(a=np.ones(1, np.float32)))
+    asking, making = ("/v1/extractors/x/features", b"image"), ("/v1/extractors", json.dumps(REF.spec).encode())
+    value = features(a=np.ones(1, np.float32))
     sent, result = asked(REF, [UNKNOWN, described(), UNKNOWN, described(), value])
-    assert sent == [features, making, features, making, features]
+    assert sent == [asking, making, asking, making, asking]
     assert result["a"].tolist() == [1]
     sent, error = asked(REF, [UNKNOWN, described()] * 20)
     assert isinstance(error, exceptions.UnknownExtractor)
     assert len(sent) == 33
     sent, error = asked(ExtractorRef("x", "f", None), [UNKNOWN])
     assert isinstance(error, exceptions.UnknownExtractor)
-    assert sent == [features]
+    assert sent == [asking]
 
 
 @pytest.mark.parametrize("other", [{"id": "y"}, {"fingerprint": "g"}])
