@@ -233,7 +233,13 @@ def build_extractor(
     if inputs:
         given = {key: by_name[name] for key, name in inputs.items()}
         front = _module(graph, model, pruned(whole, given.values()), given)
-        kept = cut(whole, given, wanted.values(), scales=_scales(graph, model, whole, given.values()))
+        kept = cut(
+            whole,
+            given,
+            wanted.values(),
+            scales=_scales(graph, model, whole, given.values()),
+            dtypes=(graph.entry.dtype, dtype),
+        )
     else:
         kept = pruned(whole, wanted.values())
     insert_edits(kept, edited, by_name)

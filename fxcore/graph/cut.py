@@ -71,6 +71,7 @@ def cut(
     wanted: Collection[fx.Node],
     closing: Callable[[fx.Node], bool] = lambda node: True,
     scales: Mapping[fx.Node, Scale] | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Part:
     """Copy the nodes between ``given`` and ``wanted``, with a placeholder for each node in ``given``, in order.
 
@@ -81,6 +82,8 @@ def cut(
         wanted: nodes to end at.
         closing: whether a node may be suggested to close an open cut.
         scales: scales of the quantized nodes in ``given``; by default those of their annotations.
+        dtypes: the dtype that a model is annotated in and the one that it runs in, if the part's inputs have the
+            latter. Inputs for values that the model converts to another dtype are then converted to it.
 
     Raises:
         OpenCut: ``wanted`` depends on an input of ``whole`` by a path that avoids ``given``.
@@ -101,7 +104,7 @@ def cut(
     taken: set[str] = set()
     for key, node in given.items():
         part.kept[node] = _placeholder(part.graph, key, node, taken)
-    numbers = _Numbers(part, given.values())
+    numbers = _Numbers(part, given.values(), dtypes)
     for node in given.values():
         value = node.meta["value"]
         if node.meta.get("rows", 1) > 1:
@@ -111,6 +114,8 @@ def cut(
             part.kept[node] = part.graph.call_function(
                 torch.quantize_per_tensor, (part.kept[node], scale, zero, value.dtype)
             )
+        elif dtypes is not None and value.dtype != dtypes[0]:
+            part.kept[node] = part.graph.call_method("to", (part.kept[node], value.dtype))
     for node in whole.nodes:
         if node in needed and node not in flow.ends:
             part.kept[node] = part.graph.node_copy(node, lambda n: numbers.of(n) if n in flow.numbers else part.kept[n])
@@ -246,10 +251,14 @@ class _Numbers:
     Args:
         part: the part to add the computing nodes to.
         given: the start nodes of the part, which has their placeholders.
+        dtypes: see :func:`cut`.
     """
 
-    def __init__(self, part: Part, given: Iterable[fx.Node]) -> None:
+    def __init__(
+        self, part: Part, given: Iterable[fx.Node], dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    ) -> None:
         self._part = part
+        self._dtypes = dtypes
         self._inputs = {node: part.kept[node] for node in given}
         self._found: dict[fx.Node, Any] = {}
 
@@ -274,12 +283,12 @@ class _Numbers:
         return self._rows(one)
 
     def _dtype(self, one: torch.dtype) -> Any:
-        """Return the dtype of a start node that has ``one``, since the part may run in another floating-point dtype
-        than the annotated one."""
+        """Return the dtype of a start node that has ``one``, or the dtype that the part runs in if it is annotated in
+        ``one``, since that may be another floating-point dtype than the annotated one."""
         for node, taken in self._inputs.items():
             if one.is_floating_point and node.meta["value"].dtype == one:
                 return self._part.graph.call_function(getattr, (taken, "dtype"))
-        return one
+        return self._dtypes[1] if self._dtypes is not None and one == self._dtypes[0] else one
 
     def _rows(self, one: int) -> fx.Node:
         """Return a number that is ``one`` in the annotated run and grows with the number of rows.

@@ -189,6 +189,30 @@ def test_the_dtype_of_the_module_s_inputs_is_that_of_the_part() -> None:
     assert_same(module, half.module, ["mark"], torch.randn(2, 3, 32, 32, dtype=torch.bfloat16))
 
 
+class Accumulated(Layers):
+    """``mark`` has values in float64, whatever dtype the parameters have, and so has ``mark2``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mark(self.conv(x).double())
+        return self.end(self.point(self.mark2(h.cumsum(1)).to(x.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_are_converted_as_the_model_converts_their_values(dtype: torch.dtype) -> None:
+    """Requests send inputs in the dtype of the parameters."""
+    module = Accumulated().to(dtype)
+    graph = described(Accumulated(), "accumulated")
+    nodes = {"mark2": "mark2", "end": "end"}
+    half = fxcore.build_extractor(graph, module, nodes, dtype, inputs={"mark": "mark"})
+    assert [output.dtype for output in half.outputs] == ["float64", str(dtype).removeprefix("torch.")]
+    given = torch.randn(2, 4, 32, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with torch.no_grad():
+        found = half.module(given)
+        second = given.double().cumsum(1).sigmoid()
+        expected = {"mark2": second, "end": module.end(module.point(second.to(dtype)))}
+    torch.testing.assert_close(found, expected)
+
+
 class SequenceFirst(Layers):
     def forward(self, x: Tensor) -> Tensor:
         n = x.shape[0]
