@@ -21,6 +21,7 @@ from service.client.base import (
     token_indices,
 )
 from service.client.images import Part, split_call
+from service.client.responses import Receiver
 
 Result = TypeVar("Result")
 
@@ -135,7 +136,7 @@ class AsyncClient(BaseClient):
         )
         response = await self._http.send(request, stream=True)
         try:
-            receiver = flows.Receiver(response)
+            receiver = Receiver(response)
             async for chunk in response.aiter_raw():
                 receiver.feed(chunk)
         finally:

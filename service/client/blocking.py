@@ -23,6 +23,7 @@ from service.client.base import (
     token_indices,
 )
 from service.client.images import Part, split_call
+from service.client.responses import Receiver
 
 Result = TypeVar("Result")
 
@@ -163,7 +164,7 @@ class Client(BaseClient):
         )
         response = http.send(request, stream=True)
         try:
-            receiver = flows.Receiver(response)
+            receiver = Receiver(response)
             for chunk in response.iter_raw():
                 receiver.feed(chunk)
         finally:

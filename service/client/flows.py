@@ -7,18 +7,13 @@ its own result. The clients differ only in how they perform the steps.
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
-import numpy as np
-from numpy.typing import NDArray
 
 from service.client import tensors
 from service.client.exceptions import (
@@ -26,17 +21,15 @@ from service.client.exceptions import (
     ExtractorChanged,
     ImageProblem,
     ImageTooLarge,
-    Problem,
     TimedOut,
     TooLarge,
     UnknownExtractor,
-    problem_of,
 )
 from service.client.images import Part
+from service.client.responses import Response, json_object, problem_in, retry_after, unexpected
 from service.schemas.regions import KINDS
 
 Result = TypeVar("Result")
-Buffer = NDArray[np.uint8]
 
 DEFAULT_WAIT = 300.0
 """Seconds to wait for an extractor; its weights may have to be downloaded first."""
@@ -81,40 +74,8 @@ class Call:
     function: Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Response:
-    """The response to a :class:`Send`; ``content`` is its body."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: Buffer
-
-
 Step = Send | Sleep | Call
 Flow = Generator[Step, Any, Result]
-
-
-class Receiver:
-    """Collects a response body into one buffer. Arrays decoded from it are views."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        self._response = response
-        self._content: Buffer = np.empty(int(response.headers.get("content-length", 0)), np.uint8)
-        self._filled = 0
-
-    def feed(self, chunk: bytes) -> None:
-        """Append the next chunk of the body."""
-        end = self._filled + len(chunk)
-        if end > len(self._content):  # no Content-Length: the body is chunked
-            larger = np.empty(max(end, 2 * len(self._content)), np.uint8)
-            larger[: self._filled] = self._content[: self._filled]
-            self._content = larger
-        self._content[self._filled : end] = np.frombuffer(chunk, np.uint8)
-        self._filled = end
-
-    def response(self) -> Response:
-        """Return the complete response; call it after the last :meth:`feed`."""
-        return Response(self._response.status_code, self._response.headers, self._content[: self._filled])
 
 
 @dataclass(frozen=True)
@@ -151,8 +112,8 @@ def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
             raise ConnectionFailed(f"{send.method} {send.path}: {error or type(error).__name__}") from error
         if response.status < 300:
             return response
-        problem = _problem(response)
-        delay = _retry_after(response)
+        problem = problem_in(response)
+        delay = retry_after(response)
         if delay is None or attempt == retry_policy.retries or time.monotonic() + delay >= deadline:
             raise problem
         yield Sleep(delay)
@@ -163,7 +124,7 @@ def fetch(
     path: str, field: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] | None = None
 ) -> Flow[dict[str, Any]]:
     """GET ``path`` and decode its JSON, an object with ``field``."""
-    return _object((yield from exchange(Send("GET", path, query or {}), retry_policy)), field)
+    return json_object((yield from exchange(Send("GET", path, query or {}), retry_policy)), field)
 
 
 def models(
@@ -233,7 +194,7 @@ def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPo
         send = Send("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
         # The server begins to wait once it has resolved the nodes, for which it may have to trace the model.
         response = yield from exchange(send, RetryPolicy(retry_policy.timeout + poll, retry_policy.retries))
-        description = _object(response, "state")
+        description = json_object(response, "state")
         if description["state"] == "ready":
             return description
         if time.monotonic() >= deadline:
@@ -287,7 +248,7 @@ def extract(
         rows = _rows_that_fit(part.rows, problem)
     else:
         if response.headers.get("content-type") != tensors.MEDIA_TYPE:
-            raise _foreign(response, "safetensors")
+            raise unexpected(response, "safetensors")
         indices = None if part.regions is None else OUTPUTS[part.regions.field]
         yield Call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
         return
@@ -331,65 +292,6 @@ def _rows_that_fit(rows: int, problem: TooLarge) -> int:
     size, limit = problem.extra.get("bytes"), problem.extra.get("limit")
     fitting = rows * limit // size if isinstance(size, int) and isinstance(limit, int) and size > 0 else rows
     return max(1, min(fitting, rows // 2))
-
-
-def _object(response: Response, field: str) -> dict[str, Any]:
-    """Decode a successful response, a JSON object with ``field``.
-
-    Raises:
-        ConnectionFailed: it is something else.
-    """
-    try:
-        document = json.loads(response.content.tobytes())
-    except ValueError as error:
-        raise _foreign(response, "JSON") from error
-    if not isinstance(document, dict) or field not in document:
-        raise _foreign(response, f"an object with {field!r}")
-    return document
-
-
-def _foreign(response: Response, wanted: str) -> ConnectionFailed:
-    """Build the error for a successful response that is not from fxserve but perhaps from a proxy."""
-    return ConnectionFailed(
-        f"the response is not {wanted}: is it fxserve that answers at this address? It begins with {_start(response)!r}"
-    )
-
-
-def _problem(response: Response) -> Problem:
-    request_id = response.headers.get("x-request-id")
-    try:
-        document = json.loads(response.content.tobytes())
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):  # from a proxy, not from fxserve
-        document = {
-            "title": "Not a problem document",
-            "detail": _start(response),
-        }
-    if response.status < 400 and (location := response.headers.get("location")):
-        document["detail"] = f"the server redirects to {location}; give the client that server's address"
-    return problem_of(response.status, document, request_id)
-
-
-def _start(response: Response) -> str:
-    return response.content[:200].tobytes().decode("utf-8", "replace")
-
-
-def _retry_after(response: Response) -> float | None:
-    """Return the seconds to wait before a retry, or None for no retry.
-
-    The delay has jitter, so that clients do not all return at once.
-    """
-    value = response.headers.get("retry-after", "").strip()
-    if response.status not in (429, 503) or not value:
-        return None
-    try:
-        seconds = (
-            float(value) if value.isdigit() else (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-        )
-    except (TypeError, ValueError):
-        return None
-    return max(0.0, seconds) * random.uniform(1.0, 1.25)
 
 
 def extractor_spec(

@@ -15,8 +15,9 @@ import torch
 
 from service.client import Client, exceptions, flows
 from service.client.base import BaseExtractor, token_indices
-from service.client.flows import Call, ExtractorRef, Response, RetryPolicy, Send, Sleep
+from service.client.flows import Call, ExtractorRef, RetryPolicy, Send, Sleep
 from service.client.images import split_call
+from service.client.responses import Response
 from service.client.tensors import Assembly
 from service.problems import Problem
 from service.schemas.problem_examples import EXAMPLES
