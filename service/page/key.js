@@ -6,6 +6,8 @@ const NAME = "fxserve-key"
 
 /** @type {Promise<void> | null} */
 let asking = null
+/** Whether a request waits for the key that is asked for. */
+let needed = false
 
 /** @returns {string | null} */
 export function storedKey() {
@@ -16,24 +18,32 @@ export function storedKey() {
 export function showKeyButton() {
   const button = byId("key-button")
   button.hidden = false
-  button.onclick = () => askForKey("").then(() => location.reload())
+  button.onclick = () => askForKey("", false).then(() => location.reload())
 }
 
 /**
  * Ask for a key, once for however many requests wait for it.
  * @param {string} reason why the last one was refused
+ * @param {boolean} [waits] whether a request waits for it; else the dialog can be left without one
  */
-export function askForKey(reason) {
+export function askForKey(reason, waits = true) {
+  needed ||= waits
   asking ??= new Promise((resolve) => {
     const dialog = /** @type {HTMLDialogElement} */ (byId("key-dialog"))
     const form = /** @type {HTMLFormElement} */ (byId("key-form"))
     const input = /** @type {HTMLInputElement} */ (form.elements.namedItem("key"))
     byId("key-reason").textContent = reason
     input.value = ""
-    dialog.oncancel = (event) => event.preventDefault() // nothing works without a key
+    // Browsers close a dialog at the second Escape, whatever is prevented at the first.
+    dialog.onclose = () => {
+      if (dialog.open) return
+      if (asking && needed) dialog.showModal()
+      else asking = null
+    }
     form.onsubmit = () => {
       sessionStorage.setItem(NAME, input.value.trim())
       asking = null
+      needed = false
       showKeyButton()
       resolve()
     }
