@@ -206,7 +206,7 @@ export class Inspector {
 
   /** @param {unknown} error @param {import("./photo.js").Photo} photo */
   #fail(error, photo) {
-    const bad = error instanceof Problem && error.type.endsWith("/bad-image")
+    const bad = error instanceof Problem && /\/(bad-image|image-too-large)$/.test(error.type)
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
           ["Remove this one", () => this.remove(photo)])

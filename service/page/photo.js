@@ -69,7 +69,7 @@ export async function take(files) {
   for (const file of files) {
     const title = file.name || "photo"
     const photo = await opened(title, file)
-    const why = photo.bitmap || SERVER_ONLY.test(file.type) ? "" : UNKNOWN.find(([form]) => form.test(title) || form.test(file.type))?.[1] ?? "is not an image, or is damaged"
+    const why = photo.bitmap || SERVER_ONLY.test(`${file.type} ${title}`) ? "" : UNKNOWN.find(([form]) => form.test(title) || form.test(file.type))?.[1] ?? "is not an image, or is damaged"
     if (why) refused.push(`${title} ${why}.`)
     if (why) continue
     const name = `own-${[...crypto.getRandomValues(new Uint32Array(2))].map((part) => part.toString(36)).join("")}`
@@ -89,7 +89,7 @@ export async function forget(photo) {
 }
 
 /** Images that the service reads and browsers do not show. */
-const SERVER_ONLY = /tiff/
+const SERVER_ONLY = /tiff|jp2|jpx|portable|\.(jp2|j2k|p[bgpn]m)$/i
 /** Why other files cannot be taken. @type {Array<[RegExp, string]>} */
 const UNKNOWN = [
   [/hei[cf]/i, "is HEIC, which cannot be read here: export it as JPEG"],

@@ -147,6 +147,16 @@ def test_another_photo_can_be_chosen_where_the_server_cannot_read_one(open_serve
     PIL.Image.fromarray(np.zeros((90, 120, 3), dtype=np.uint8)).save(buffer, "TIFF")
     page.set_input_files("input[type=file]", {"name": "f.tiff", "mimeType": "image/tiff", "buffer": buffer.getvalue()})
     shown(page, "features.3", "f.tiff")
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(np.zeros((90, 120, 3), dtype=np.uint8)).save(buffer, "JPEG2000")
+    page.set_input_files("input[type=file]", {"name": "g.jp2", "mimeType": "", "buffer": buffer.getvalue()})
+    shown(page, "features.3", "g.jp2")
+    buffer = io.BytesIO()
+    PIL.Image.new("1", (8000, 6400)).save(buffer, "PNG")  # of more pixels than the server takes
+    page.set_input_files("input[type=file]", {"name": "h.png", "mimeType": "image/png", "buffer": buffer.getvalue()})
+    page.get_by_role("alert").filter(has_text="51200000 pixels").wait_for()
+    page.get_by_role("button", name="Remove this one").click()
+    shown(page, "features.3", "chelsea.jpg")
 
 
 @pytest.mark.exhaustive
