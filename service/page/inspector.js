@@ -140,6 +140,7 @@ export class Inspector {
         this.#other = other
         this.#answers = other?.answer ? [...answers, other.answer] : answers
         this.#answered = this.#requested
+        this.#offerOthers(model, this.#place) // another view may have been chosen before this model was known
         this.#times++
         clearTimeout(late)
         waiting.remove()

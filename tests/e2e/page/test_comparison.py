@@ -107,6 +107,21 @@ def test_two_models(open_server, visit):
 
 
 @pytest.mark.exhaustive
+def test_the_other_models_choices_stay_where_a_view_is_chosen_while_it_is_computed(open_server, visit):
+    page = visit(open_server.url).page
+    held = []
+    page.route("**/models/squeezenet1_1/features*", lambda route: held.append(route), times=1)
+    page.goto(f"{open_server.url}/#m=resnet18&n=C4&m2=squeezenet1_1")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Heat-map").click()
+    page.locator('.stage[aria-label^="Heat-map"]').wait_for()
+    until(page, "!document.querySelector('[aria-label=\"Weights to compare with\"]')")
+    held[0].continue_()
+    page.locator('.stage[aria-label*=" of squeezenet1_1 "]').wait_for()
+    page.get_by_label("Weights to compare with").wait_for()
+
+
+@pytest.mark.exhaustive
 def test_why_compares_a_class_by_number_only_where_that_means_the_same(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.7&v=why&w2=random")
     page.locator('.stage[aria-label^="Evidence for "]').nth(
