@@ -28,7 +28,7 @@ export async function channelsView(answer, by, chosen, same, go) {
   const order = select("Order", [["", "Most varied first"], ["strength", "Strongest first"], ["number", "By number"]], by ?? "", (s) => go({ s: s || null }))
   const count = answer.maps?.channels ?? 0
   const dead = (answer.variation ?? []).filter((/** @type {number} */ one) => one === 0).length
-  const jump = h("input", { type: "number", min: 0, max: count - 1, value: chosen, "aria-label": "Channel", onchange: () => go({ ch: Math.max(0, Math.min(count - 1, Number(jump.value) || 0)) }) })
+  const jump = h("input", { type: "number", min: 0, max: count - 1, value: chosen, "aria-label": "Channel", onchange: () => go({ ch: channelAt(answer, { ch: jump.value }) }) })
   return [
     h("div", { class: "row between" }, h("h3", {}, `${count} channels`), h("span", { class: "dim count" }, dead ? `${dead} constant` : ""), h("label", { class: "row dim count" }, "Channel", jump)),
     h("div", { class: "row" }, order, scales),
@@ -47,6 +47,12 @@ export function ordered({ maps, strength = new Float32Array(), variation = new F
   if (by === "number") return numbers
   const facts = by === "strength" ? strength : variation
   return numbers.sort((a, b) => facts[b] - facts[a])
+}
+
+/** The channel that the URL names, else the first in order. @param {Answer} answer @param {import("./place.js").Place} place */
+export function channelAt(answer, { ch, s }) {
+  const channel = Math.floor(Number(ch ?? ordered(answer, s)[0])) || 0
+  return Math.max(0, Math.min(channel, (answer.maps?.channels ?? 1) - 1))
 }
 
 /** @param {Answer} answer @param {string | undefined} by @param {boolean} same @param {number} chosen @param {(channel: number) => void} choose */

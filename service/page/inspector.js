@@ -3,7 +3,7 @@
 import { features } from "./answers.js"
 import { Problem } from "./api.js"
 import { attentionNodes, attentionView, headKnob } from "./attention.js"
-import { channelsView, ordered } from "./channels.js"
+import { channelAt, channelsView } from "./channels.js"
 import { acrossView, agreementSides, comparesModels, otherChoices, otherOutput, severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
 import { editsOf, knobsView, reaching } from "./edits.js"
@@ -91,7 +91,9 @@ export class Inspector {
     this.stop()
     const why = unanswerable(model, node, name)
     if (why) {
-      this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: "tensors.npy", type: "application/x-npy" }, null, {}) : "")
+      // An npy file holds one tensor without a name.
+      const suffix = model.inputs.length > 1 ? "safetensors" : "npy"
+      this.foot.replaceChildren(node?.extractable ? requestView(model, { node: name, transforms: [], id: null }, { name: `tensors.${suffix}`, type: `application/x-${suffix}` }, null, {}) : "")
       return this.#message(why)
     }
     if (!this.runs(model)) return this.#confirm(model)
@@ -138,9 +140,9 @@ export class Inspector {
         if (stop.signal.aborted) return
         this.#hasAttention = attention.names.length > 0
         this.#other = other
+        this.#offerOthers(model, this.#place) // another view may have been chosen before this model was known
         this.#answers = other?.answer ? [...answers, other.answer] : answers
         this.#answered = this.#requested
-        this.#offerOthers(model, this.#place) // another view may have been chosen before this model was known
         this.#times++
         clearTimeout(late)
         waiting.remove()
@@ -244,6 +246,7 @@ export class Inspector {
       } else rest = view === "why" ? await this.#evidence(model, place) : await this.#maps(view, place)
     } catch (error) {
       if (wanted !== this.#rendered || isStale(error)) return
+      this.#offer(request, first.photo, first)
       return this.#fail(error, first.photo)
     }
     if (this.#other && !this.#other.answer) blocks.append(this.#unanswered(this.#other))
@@ -274,7 +277,7 @@ export class Inspector {
   /** What of a node can be turned: what is looked at, then all of it. @param {string} view @param {string} node @param {number} heads of its attention */
   #knobs(view, node, heads) {
     const [{ maps }] = this.#answers
-    const { ch, at } = this.#place
+    const { at } = this.#place
     if (view === "attention") {
       const knob = this.#model && headKnob(this.#model, node, this.#place, heads)
       return knob ? [knob] : []
@@ -283,7 +286,7 @@ export class Inspector {
     if (!maps) return knobs
     const { row, column } = patchOf(at, maps)
     knobs.unshift({ text: `Position ${row}, ${column}`, edit: { node, box: [column, row, column + 1, row + 1] } })
-    const channel = Math.min(Number(ch ?? ordered(this.#answers[0], this.#place.s)[0]) || 0, maps.channels - 1)
+    const channel = channelAt(this.#answers[0], this.#place)
     if (view === "channels") knobs.unshift({ text: `Channel ${channel}`, edit: { node, channels: [channel] } })
     return knobs
   }
@@ -302,7 +305,7 @@ export class Inspector {
   /** @param {string} view @param {Place} place */
   async #maps(view, place) {
     const [first] = this.#answers
-    const channel = Math.min(Number(place.ch ?? ordered(first, place.s)[0]) || 0, (first.maps?.channels ?? 1) - 1)
+    const channel = channelAt(first, place)
     const other = this.#other?.answer
     if (view === "agreement" && other) return [await this.#stages(agreementSides(first, other)), h("p", { class: "dim" },
       `The cosine of both vectors at each position. ${CAVEAT}`)]

@@ -9,6 +9,7 @@ const WIDTH = 256
 
 /** @param {import("./colours.js").Range} range */
 export function legend({ low, high }) {
+  if (low > high) return h("div", { class: "scale-bar" }, h("span", {}, "no finite value"))
   const values = Float32Array.from({ length: WIDTH }, (_, i) => low + ((high - low) * i) / (WIDTH - 1))
   const zero = h("span", { class: "zero" }, "0")
   zero.style.setProperty("--at", `${(100 * -low) / (high - low)}%`)

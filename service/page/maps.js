@@ -18,6 +18,7 @@
  * @returns {Maps | null}
  */
 export function asMaps({ shape, data }, layout, tokens) {
+  if (!data.length) return null // as of no channels
   if (layout === "NCHW" && shape.length === 4) {
     const [, channels, height, width] = shape
     return { data: data.subarray(0, channels * height * width), channels, height, width }
@@ -65,7 +66,7 @@ export function statistics(values, bins = 48) {
     if (Number.isFinite(value)) counts[Math.min(bins - 1, Math.floor((value - min) * scale))]++
   const mean = finite ? sum / finite : NaN
   const deviation = Math.sqrt(Math.max(0, squares / finite - mean * mean))
-  return { count: values.length, min, max, mean, deviation, zeros: zeros / values.length,
+  return { count: values.length, min, max, mean, deviation, zeros: values.length && zeros / values.length,
            notFinite: values.length - finite, counts: [...counts] }
 }
 
@@ -76,24 +77,27 @@ export function channelOf(maps, channel) {
 }
 
 /**
- * The mean magnitude of each channel and the standard deviation over its positions; zero where it is not finite.
+ * The mean magnitude of each channel and the standard deviation over its positions, of the finite values; zero where there are none.
  * @param {Maps} maps
  */
 export function channelFacts(maps) {
   const size = maps.height * maps.width
   const strength = new Float32Array(maps.channels), variation = new Float32Array(maps.channels)
   for (let c = 0; c < maps.channels; c++) {
-    let magnitude = 0, sum = 0
+    let magnitude = 0, sum = 0, finite = 0
     for (let i = c * size; i < (c + 1) * size; i++) {
-      magnitude += Math.abs(maps.data[i])
-      sum += maps.data[i]
+      const value = maps.data[i]
+      if (!Number.isFinite(value)) continue
+      finite++
+      magnitude += Math.abs(value)
+      sum += value
     }
-    if (!Number.isFinite(magnitude)) continue
-    const mean = sum / size
+    if (!finite) continue
+    const mean = sum / finite
     let squares = 0
-    for (let i = c * size; i < (c + 1) * size; i++) squares += (maps.data[i] - mean) ** 2
-    strength[c] = magnitude / size
-    variation[c] = Math.sqrt(squares / size)
+    for (let i = c * size; i < (c + 1) * size; i++) if (Number.isFinite(maps.data[i])) squares += (maps.data[i] - mean) ** 2
+    strength[c] = magnitude / finite
+    variation[c] = Math.sqrt(squares / finite)
   }
   return { strength, variation }
 }

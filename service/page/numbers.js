@@ -14,7 +14,7 @@ export const flops = (value) => (value ? scaled(value, "FLOPs") : "FLOPs not cou
 export const parameters = (value) => `${scaled(value, "").trim()} parameters`
 
 /** @param {number} value */
-export const megabytes = (value) => (value < 1e6 ? `${(value / 1e3).toPrecision(3)} kB` : `${(value / 1e6).toPrecision(3)} MB`)
+export const megabytes = (value) => (value < 1e3 ? `${value} B` : value < 1e6 ? `${(value / 1e3).toPrecision(3)} kB` : `${(value / 1e6).toPrecision(3)} MB`)
 
 /** @param {number} value */
 export function short(value) {

@@ -9,7 +9,7 @@ const STEPS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRi
 /** The patch that the URL names, else the middle one. @param {string | undefined} at @param {Size} size @returns {Patch} */
 export function patchOf(at, { height, width }) {
   const [row, column] = (at ?? "").split(",").map(Number)
-  const known = at !== undefined && row >= 0 && row < height && column >= 0 && column < width
+  const known = at !== undefined && Number.isInteger(row) && Number.isInteger(column) && row >= 0 && row < height && column >= 0 && column < width
   return known ? { row, column } : { row: Math.floor(height / 2), column: Math.floor(width / 2) }
 }
 

@@ -25,8 +25,11 @@ export function categories(model) {
   return found
 }
 
-/** The node with a classifier's scores. @param {Model} model */
-export const scoresOf = (model) => (model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null)
+/** The node with a classifier's scores, one vector for each image; models of one's own count as classifiers and may end otherwise. @param {Model} model */
+export function scoresOf(model) {
+  const last = model.task === "classification" ? model.nodes.findLast((node) => node.extractable) : null
+  return last?.shape?.length === 2 ? last : null
+}
 
 /**
  * The number that a class of one model has in another; -1 where it has none. Numbers alone mean the same in weights of one model with equally

@@ -71,8 +71,14 @@ export function curl(request) {
   return `${make.join(" \\\n")}\n${features}`
 }
 
+/** How Python reads a file of tensors, by its media type; photos are sent as they are. @type {Record<string, {from: string, read: string}>} */
+const READERS = {
+  "application/x-npy": { from: "from numpy import load", read: "load" },
+  "application/x-safetensors": { from: "from safetensors.numpy import load_file", read: "load_file" },
+}
+
 /** @param {Request} request */
-export function pythonCode({ model, weights, nodes, transforms, query, edits, file, locked }) {
+export function pythonCode({ model, weights, nodes, transforms, query, edits, file, type, locked }) {
   const server = new URL(".", document.baseURI).toString().replace(/\/$/, "")
   const options = [
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
@@ -82,11 +88,13 @@ export function pythonCode({ model, weights, nodes, transforms, query, edits, fi
     query.fit ? `fit=${python(query.fit)}` : "",
   ].filter(Boolean)
   const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (query.tokens ? `, tokens=[${query.tokens}]` : "") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
-  return `${locked ? "import os\n\n" : ""}from service.client import Client
+  const reader = READERS[type]
+  const imports = [locked ? "import os\n\n" : "", reader ? `${reader.from}\n` : ""].join("")
+  return `${imports}from service.client import Client
 
 with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:
     extractor = client.extractor(${python(model)}, [${nodes.map(python).join(", ")}]${options.map((one) => `, ${one}`).join("")})
-    features = extractor(${python(file)}${how})
+    features = extractor(${reader ? `${reader.read}(${python(file)})` : python(file)}${how})
 for name, values in features.items():
     print(name, values.shape, values.dtype)
 `
