@@ -136,6 +136,6 @@ function weightText(model, { nodes, query }) {
 /** Only floating-point values are cast, and a lower precision is that of what would be float32. @param {string} dtype @param {Record<string, string>} query */
 function bytesOfValue(dtype, { dtype: cast, precision = "" }) {
   if (dtype === "bool") return 1
-  const half = (cast && dtype.includes("float")) || (precision.includes("float") && dtype === "float32")
+  const half = (cast && dtype.includes("float")) || (precision.endsWith("float16") && dtype === "float32")
   return half ? 2 : Number(/\d+$/.exec(dtype)) / 8
 }
