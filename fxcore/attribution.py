@@ -57,7 +57,8 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
     (tensor([1]), tensor([[2., 5.]]))
     """
     with torch.enable_grad():
-        given = [value.detach() for value in values]
+        # Autograd cannot keep values that were computed in inference mode.
+        given = [value.clone() if value.is_inference() else value.detach() for value in values]
         given[at] = given[at].clone().requires_grad_()
         [result] = back(*given).values()
         check_result(list(result.shape[1:]), target)

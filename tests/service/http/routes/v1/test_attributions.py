@@ -82,6 +82,20 @@ def test_the_largest_result_is_named_and_what_else_it_depends_on_is_found(
     torch.testing.assert_close(torch.tensor(output["data"]).view(1, 512, 7, 7), expected, rtol=1e-3, atol=1e-6)
 
 
+def test_values_are_attributed_beside_those_that_they_are_multiplied_by(client: Client) -> None:
+    """The front half computes both, without gradients, and autograd keeps the others."""
+    entry, at = get_model("timm.test_mambaout"), "stages.2.blocks.0.act"
+    query = f"weights=random&of=head.fc&target=7&at={at}&method=gradient"
+    response = asked(client, query, route=f"/v1/models/{entry.name}/attributions")
+    assert response.status_code == 200, response.text
+    reference, x = load_model(entry, "random").eval(), entry.preprocessing("random").image(photos.photos()[0])[None]
+    seen: dict[str, Tensor] = {}
+    with reference.get_submodule(at).register_forward_hook(lambda _, __, output: seen.update(value=output)):
+        scores = reference(x.requires_grad_())
+    [expected] = torch.autograd.grad(scores[0, 7], seen["value"])
+    torch.testing.assert_close(load(response.content)["attribution"], expected, rtol=1e-3, atol=1e-7)
+
+
 def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) -> None:
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C3"]}
     id = client.post("/v1/extractors", json=spec).json()["id"]
