@@ -28,6 +28,11 @@ def converted(module: nn.Module, example: Tensors, export: Export) -> Any:
         return _converted(module, example, export)
 
 
+def has_narrow(module: nn.Module, example: Tensors) -> bool:
+    """Return whether a tensor of ``module`` or ``example`` is bfloat16 or float16."""
+    return any(x.dtype in _NARROW for x in [*tensors_of(module), *example])
+
+
 def _copied(module: nn.Module, inputs: Tensors, outputs: Tensors) -> Tensors:
     """Copy the outputs of a module.
 
@@ -40,7 +45,7 @@ def _copied(module: nn.Module, inputs: Tensors, outputs: Tensors) -> Tensors:
 def _converted(module: nn.Module, example: Tensors, export: Export) -> Any:
     from fxcore.backends.openvino_package import openvino
 
-    if all(x.dtype not in _NARROW for x in [*tensors_of(module), *example]):
+    if not has_narrow(module, example):
         return openvino.convert_model(export(module, example))
     # Conversion folds batch norms in the weights' dtype: a narrow one loses precision and divides by zero.
     wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)

@@ -11,15 +11,13 @@ import logging
 import torch
 from torch import Tensor
 
-from fxcore.analysis.verify import verify
 from fxcore.errors import summarize
+from fxcore.exports.agreement import require_agreement
 from fxcore.exports.captured import Captured
-from fxcore.exports.program import exported, rows_of
+from fxcore.exports.program import exported
 from fxcore.exports.subject import CannotExport
 from fxcore.quiet import quiet
 from fxcore.tensors import dtype_name
-
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
 
 def export_onnx(extractor: Captured) -> bytes:
@@ -79,16 +77,4 @@ def _check(extractor: Captured, data: bytes) -> None:
         feed = {name: x.numpy() for name, x in zip(extractor.input_names, given, strict=True)}
         return [torch.from_numpy(value) for value in session.run(extractor.keys, feed)]
 
-    limit = _TOLERANCE.get(extractor.inputs[0].dtype, _TOLERANCE[torch.float32])
-    rows = rows_of(extractor.inputs)
-    one = tuple(x[:1] if free else x for x, free in zip(extractor.inputs, rows, strict=True))
-    # Check with one row and with two, since the number of rows is dynamic.
-    for given in (extractor.inputs, one) if any(rows) else (extractor.inputs,):
-        found = verify(extractor.module, run, given)
-        if not found.relative <= limit:
-            raise CannotExport(
-                f"{extractor.model} has other values in onnxruntime: relative error {found.relative:.1e}, over "
-                f"{limit:.0e}",
-                format="onnx",
-                max_rel_error=found.relative,
-            )
+    require_agreement(extractor, run, "onnx", "onnxruntime")

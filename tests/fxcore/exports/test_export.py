@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
 from torchvision.ops import Conv2dNormActivation
 
-from fxcore import Extractor, build_extractor, get_model, load_model, model_graph
+from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
 from fxcore.analysis.verify import verify
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
 from fxcore.exports.subject import subject_of
@@ -224,6 +224,24 @@ def test_a_file_that_is_not_valid_onnx_is_refused() -> None:
     extractor = build_extractor(graph, model, graph.resolve(["features.2"]), torch.bfloat16)
     with pytest.raises(CannotExport, match=r"valid ONNX in bfloat16: .*Conv.* export an extractor in float32"):
         export(extractor, "onnx")
+
+
+def _down(x: Tensor) -> Tensor:
+    return torch.div(x.to(torch.int32), 2, rounding_mode="floor")
+
+
+def test_a_file_that_openvino_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    """Its converter makes of a division of integers that rounds down one that rounds towards zero."""
+    pytest.importorskip("openvino")
+    x = torch.tensor([[-3.0, -2.0, 3.0], [-5.0, 1.0, 4.0]])
+    with pytest.raises(CannotExport, match=r"other values in OpenVINO: relative error \d") as caught:
+        export(trace(_down), "openvino", example_inputs=(x,))
+    assert caught.value.extra["format"] == "openvino"
+    data = export(trace(_down), "openvino", example_inputs=(x.abs(),))
+    (tmp_path / "download.zip").write_bytes(data)
+    save_file({"0": x.abs()}, tmp_path / "inputs2.safetensors")
+    run("openvino", [".:download.zip:2"], tmp_path)
+    assert load_file(tmp_path / "outputs2.safetensors")["output"].tolist() == [[1, 1, 1], [2, 0, 2]]
 
 
 @pytest.mark.parametrize(
