@@ -60,30 +60,35 @@ class OneSize:
 
 
 class Swapped:
-    """A backend that replaced eager. Eager still runs other input sizes, and takes over again if the backend fails.
+    """A backend that replaced eager. Eager still runs the input sizes that the backend does not, and takes over again
+    if the backend fails for the usual one.
 
     Args:
         lowered: the backend that replaced eager.
         eager: the module that served before.
-        row_shapes: the only row shapes that ``lowered`` runs; None for any.
-        failed: called when ``lowered`` raises; it is not run again.
+        row_shapes: the row shapes of the usual size.
+        any_size: whether ``lowered`` also runs inputs of other sizes. It may fail for some, such as a map smaller than
+            the kernel of a pooling that rounds up.
+        failed: called when ``lowered`` raises for inputs of the usual size; it is not run again.
     """
 
     def __init__(
         self,
         lowered: Lowered,
         eager: Lowered,
-        row_shapes: tuple[torch.Size, ...] | None,
+        row_shapes: tuple[torch.Size, ...],
+        any_size: bool,
         failed: Callable[[BaseException], None],
     ) -> None:
         self._lowered: Lowered | None = lowered
         self._eager = eager
         self._row_shapes = row_shapes
+        self._any_size = any_size
         self._failed = failed
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
         lowered = self._lowered
-        if lowered is None or (self._row_shapes is not None and tuple(x.shape[1:] for x in inputs) != self._row_shapes):
+        if lowered is None or not (self._any_size or self._is_usual(inputs)):
             return self._eager(*inputs)
         try:
             return lowered(*inputs)
@@ -91,9 +96,13 @@ class Swapped:
             if is_out_of_memory(error):
                 raise  # the worker halves the batch
             outputs = self._eager(*inputs)  # if eager fails too, the input is to blame
-            self._lowered = None
-            self._failed(error)
+            if self._is_usual(inputs):
+                self._lowered = None
+                self._failed(error)
             return outputs
+
+    def _is_usual(self, inputs: tuple[Tensor, ...]) -> bool:
+        return tuple(x.shape[1:] for x in inputs) == self._row_shapes
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})

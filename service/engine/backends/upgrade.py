@@ -275,14 +275,13 @@ class Upgrade:
         runtime, own = self._runtime, self._runtime.serving
         # If eager still runs other sizes, keep it optimised. A mere fallback need not hold folded weights.
         behind = Plain(runtime.extractor.module) if candidate.any_size else eager
-        shapes = None if candidate.any_size else reference.row_shapes
         loop = asyncio.get_running_loop()
 
         def failed(error: BaseException) -> None:  # on the device worker's thread
             loop.call_soon_threadsafe(self._fall_back, candidate, own, error)
 
         own.state, candidate.state = CandidateState.REPLACED, CandidateState.SERVING
-        runtime.serve(Swapped(lowered, behind, shapes, failed), candidate)
+        runtime.serve(Swapped(lowered, behind, reference.row_shapes, candidate.any_size, failed), candidate)
         log.info("extractor %s runs on %s now: %s", runtime.description.id, candidate.backend, candidate.ms)
 
     def _fall_back(self, candidate: Candidate, own: Candidate, error: BaseException) -> None:

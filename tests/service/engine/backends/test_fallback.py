@@ -8,6 +8,8 @@ import torch
 from service.engine.backends.fallback import Swapped
 from tests.service.engine.running import OUT_OF_MEMORY
 
+USUAL = (torch.Size([3]),)
+
 
 class Doubling:
     """Stands where a backend stands; fails as long as it has an error to fail of."""
@@ -33,20 +35,32 @@ class Negating(Doubling):
 def test_too_little_memory_retires_no_backend(error: Exception) -> None:
     """It passes, and who asked goes on with half of the batch."""
     backend, told = Doubling(), list[BaseException]()
-    swapped = Swapped(backend, Negating(), None, told.append)
+    swapped = Swapped(backend, Negating(), USUAL, True, told.append)
     backend.error = error
     with pytest.raises(type(error)):
-        swapped(torch.ones(2))
+        swapped(torch.ones(2, 3))
     backend.error = None
-    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([2.0]))
+    assert torch.equal(swapped(torch.ones(1, 3))["y"], torch.full((1, 3), 2.0))
     assert told == []
 
 
 def test_any_other_error_does() -> None:
     backend, told = Doubling(), list[BaseException]()
-    swapped = Swapped(backend, Negating(), None, told.append)
+    swapped = Swapped(backend, Negating(), USUAL, True, told.append)
     backend.error = error = RuntimeError("lost its mind")
-    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([-1.0]))
+    assert torch.equal(swapped(torch.ones(1, 3))["y"], -torch.ones(1, 3))
     backend.error = None
-    assert torch.equal(swapped(torch.ones(1))["y"], torch.tensor([-1.0]))
+    assert torch.equal(swapped(torch.ones(1, 3))["y"], -torch.ones(1, 3))
     assert told == [error]
+
+
+def test_an_error_for_another_size_retires_no_backend() -> None:
+    """Eager answers that request; one image of such a size must not slow down all others."""
+    backend, told = Doubling(), list[BaseException]()
+    swapped = Swapped(backend, Negating(), USUAL, True, told.append)
+    backend.error = RuntimeError("the kernel is larger than the map")
+    assert torch.equal(swapped(torch.ones(1, 2))["y"], -torch.ones(1, 2))
+    backend.error = None
+    assert torch.equal(swapped(torch.ones(1, 3))["y"], torch.full((1, 3), 2.0))
+    assert torch.equal(swapped(torch.ones(1, 2))["y"], torch.full((1, 2), 2.0))
+    assert told == []
