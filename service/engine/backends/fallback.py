@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from fxcore.backends import Lowered
 from fxcore.errors import BadTensor
-from service.engine.errors import is_out_of_memory
+from service.engine.errors import is_out_of_memory, is_shortage
 
 
 class Plain:
@@ -28,24 +28,40 @@ class Plain:
         return {}
 
 
-class OneSize:
-    """A backend that was requested by name and agrees with eager only for inputs of the usual size."""
+class Named:
+    """A backend that was requested by name: no other runs the inputs that it does not.
 
-    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...]) -> None:
+    Args:
+        lowered: the backend.
+        row_shapes: the row shapes of the usual size.
+        any_size: whether ``lowered`` agrees with eager for inputs of other sizes too. It may fail for some.
+    """
+
+    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...], any_size: bool) -> None:
         self.lowered = lowered
         self._row_shapes = row_shapes
+        self._any_size = any_size
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        self.check(tuple(x.shape[1:] for x in inputs))
-        return self.lowered(*inputs)
+        row = tuple(x.shape[1:] for x in inputs)
+        self.check(row)
+        try:
+            return self.lowered(*inputs)
+        except Exception as error:
+            if row == self._row_shapes or is_shortage(error):
+                raise
+            raise BadTensor(
+                f"the backend of this extractor cannot compute inputs of {_shown(row)}; send "
+                f"{_shown(self._row_shapes)}, or ask for backend=auto"
+            ) from error
 
     def check(self, row: tuple[tuple[int, ...], ...]) -> None:
         """Check the shape of one row of each input.
 
         Raises:
-            BadTensor: it is not the usual shape.
+            BadTensor: the backend does not accept it.
         """
-        if row != self._row_shapes:
+        if not self._any_size and row != self._row_shapes:
             raise BadTensor(
                 f"the backend of this extractor only accepts inputs of {_shown(self._row_shapes)}, but the request "
                 f"has {_shown(row)}; send that size, or ask for backend=auto"

@@ -13,7 +13,7 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from fxcore.int8.report import LayerError, simulated
 from service.engine.backends.checks import calibration_of
-from service.engine.backends.fallback import OneSize
+from service.engine.backends.fallback import Named
 from service.engine.description import Description
 from service.engine.runtime.candidate import Candidate
 from service.engine.runtime.runtime import Runtime
@@ -60,5 +60,5 @@ def simulation(description: Description, extractor: Extractor, folder: Path | No
 
 def int8_graph(runtime: Runtime) -> fx.GraphModule | None:
     """Return the graph of torch's int8 kernels that serves ``runtime``; None unless it runs on eager in int8."""
-    run = runtime.run.lowered if isinstance(runtime.run, OneSize) else runtime.run
+    run = runtime.run.lowered if isinstance(runtime.run, Named) else runtime.run
     return run.module if isinstance(run, EagerInt8) else None

@@ -38,7 +38,7 @@ from fxcore.errors import summarize
 from fxcore.int8.report import LayerError
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, takes_one_size
 from service.engine.backends.choice import chosen_backend, faster_backends
-from service.engine.backends.fallback import OneSize, Plain, Swapped
+from service.engine.backends.fallback import Named, Plain, Swapped
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
@@ -145,7 +145,7 @@ class Upgrade:
                 raise int8_refusal(candidate, layers)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
-        self._serve(lowered if candidate.any_size else OneSize(lowered, reference.row_shapes), candidate)
+        self._serve(Named(lowered, reference.row_shapes, candidate.any_size), candidate)
         if layers is not None:
             runtime.layers = worst(layers)
         return spec.precision == "int8" and layers is None

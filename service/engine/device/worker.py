@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxcore.backends import Lowered
 from fxcore.edits import stacked
-from fxcore.errors import summarize
+from fxcore.errors import FxError, summarize
 from fxcore.extractor import OutputInfo
 from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
@@ -29,7 +29,7 @@ from service.engine.rows.shapes import by_image
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import compute_on
 from service.observability.metrics import Metrics
-from service.problems import ComputeFailed, NotReady, OutOfMemory
+from service.problems import ComputeFailed, NotReady, OutOfMemory, Problem
 
 log = logging.getLogger("fxserve.worker")
 
@@ -170,8 +170,8 @@ class DeviceWorker:
             error = lost.with_traceback(None)
         except Exception as raised:
             # The traceback, which log handlers may keep, holds every tensor of the failed forward pass. Drop it when
-            # memory is short.
-            wanted = not is_out_of_memory(raised)
+            # memory is short. Errors for the client need none.
+            wanted = not (is_out_of_memory(raised) or isinstance(raised, FxError))
             log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
             error = raised.with_traceback(None)
         if error is None:
@@ -313,8 +313,10 @@ def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
 
 
-def _error_for(error: BaseException, out_of_memory: bool) -> OutOfMemory | NotReady | ComputeFailed:
-    """Return the problem for a request whose rows failed with ``error``."""
+def _error_for(error: BaseException, out_of_memory: bool) -> FxError | Problem:
+    """Return the error for a request whose rows failed with ``error``."""
+    if isinstance(error, FxError | Problem):
+        return error
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     if is_shortage(error):

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxcore.edits import Edit
-from service.engine.backends.fallback import OneSize
+from service.engine.backends.fallback import Named
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
@@ -123,7 +123,7 @@ class Pipeline:
         else:
             plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
         check_sizes(description, plan, max_pixels)
-        if isinstance(runtime.run, OneSize):
+        if isinstance(runtime.run, Named):
             for shape in dict.fromkeys(plan.shapes):
                 runtime.run.check(shape)
         return plan

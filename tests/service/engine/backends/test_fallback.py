@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from service.engine.backends.fallback import Swapped
+from fxcore.errors import BadTensor
+from service.engine.backends.fallback import Named, Swapped
 from tests.service.engine.running import OUT_OF_MEMORY
 
 USUAL = (torch.Size([3]),)
@@ -64,3 +65,18 @@ def test_an_error_for_another_size_retires_no_backend() -> None:
     assert torch.equal(swapped(torch.ones(1, 3))["y"], torch.full((1, 3), 2.0))
     assert torch.equal(swapped(torch.ones(1, 2))["y"], torch.full((1, 2), 2.0))
     assert told == []
+
+
+def test_a_named_backend_refuses_the_sizes_that_it_cannot_compute() -> None:
+    """No other runs them, and the failure is not the service's."""
+    backend = Doubling()
+    named = Named(backend, USUAL, any_size=True)
+    assert torch.equal(named(torch.ones(1, 2))["y"], torch.full((1, 2), 2.0))
+    backend.error = RuntimeError("the kernel is larger than the map")
+    with pytest.raises(BadTensor, match="cannot compute inputs of 2; send 3, or ask for backend=auto"):
+        named(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="the kernel"):
+        named(torch.ones(1, 3))
+    backend.error = MemoryError()
+    with pytest.raises(MemoryError):
+        named(torch.ones(1, 2))

@@ -289,6 +289,20 @@ async def test_a_named_backend_of_one_size_says_which(
 
 
 @pytest.mark.exhaustive
+async def test_sizes_that_only_eager_computes(engine: MakeEngine, cache: Path) -> None:
+    """OpenVINO refuses a pooling that rounds up, over maps smaller than its kernel."""
+    model = spec("squeezenet1_1", ["features.12"])
+    small = torch.rand(1, 3, 21, 40, generator=torch.Generator().manual_seed(1))
+    async with engine(cache_dir=cache) as running:
+        named, _ = await running.extractor(model.model_copy(update={"backend": "openvino"}), PATIENCE)
+        with pytest.raises(BadTensor, match="cannot compute inputs of 3 x 21 x 40; send 3 x 224 x 224"):
+            await running.features(named, {"x": small})
+        assert named.backend == "openvino"
+        other, _ = await running.extractor(model.model_copy(update={"backend": "eager"}), PATIENCE)
+        assert (await running.features(other, {"x": small})).outputs["features.12"].shape == (1, 512, 1, 2)
+
+
+@pytest.mark.exhaustive
 async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) -> None:
     """An untrained mobilenet's activations are so small that int8 loses them."""
     pytest.importorskip("nncf")
