@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torchvision import ops
 
 from fxcore.graph.axes.moved_axes import moved, moves_axes
-from fxcore.graph.operations import KEEPS, RESHAPES
+from fxcore.graph.operations import KEEPS, PRODUCTS, RESHAPES
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
 from fxcore.tracing.names import operation_name
 
@@ -60,6 +60,8 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return "NLC"
     name = operation_name(node)
     if isinstance(module, CHANNELS_FIRST) or name in FUNCTIONS_CHANNELS_FIRST:
+        if not inputs and _are_products(node, value):
+            return None  # a convolution that mixes the heads of attention weights
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _channels_first(inputs, value.ndim)
     if inputs and module is None and moves_axes(node, name):
         return moved(node, name, value)
@@ -84,6 +86,17 @@ def _channels_first(inputs: list[fx.Node], ndim: int) -> str | None:
     usual = _CHANNELS_FIRST_AXES.get(ndim)
     given = str(inputs[0].meta["axes"]) if inputs else ""
     return given if given.startswith("NC") and sorted(given) == sorted(usual or "") else usual
+
+
+def _are_products(node: fx.Node, value: Tensor) -> bool:
+    """Return whether ``node`` reads products of matrices as they are: of queries and keys, not of positions."""
+    while (read := node.all_input_nodes) and isinstance(read[0].meta.get("value"), Tensor):
+        node = read[0]
+        if node.meta["value"].shape[2:] != value.shape[2:]:
+            return False
+        if operation_name(node) in PRODUCTS:
+            return True
+    return False
 
 
 def _of_equal_input(inputs: list[fx.Node], value: Tensor) -> str | None:

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from fxcore import UserModel, build_extractor, load_model, model_graph
 from fxcore.graph.model_graph import trace_graph
+from fxcore.models.catalog import get_model
 from fxcore.models.entry import ModelEntry
 from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
@@ -69,6 +70,18 @@ def test_what_attention_writes_is_tokens_again() -> None:
         info = found[f"blocks.2.attn.{name}"]
         assert (info.layout, info.channels, info.tokens) == ("tokens", 64, found["blocks.2.add"].tokens)
     assert found["blocks.2.attn.transpose"].layout is None
+
+
+def test_weights_of_attention_are_no_map_after_their_heads_are_mixed() -> None:
+    """EfficientFormer v2 mixes them by convolutions, before and after the softmax."""
+    entry = get_model("timm.efficientformerv2_s0")
+    found = {node.name: node for node in model_graph(entry, entry.structure()).nodes}
+    attention = "stages.2.blocks.4.token_mixer"
+    for name in ("talking_head1", "softmax", "talking_head2"):
+        info = found[f"{attention}.{name}"]
+        assert info.shape == [None, 8, 49, 49]  # heads, queries, keys
+        assert (info.layout, info.stride) == (None, None), name
+    assert (found[f"{attention}.proj.conv"].layout, found[f"{attention}.proj.conv"].stride) == ("NCHW", 16)
 
 
 class Turned(nn.Module):
