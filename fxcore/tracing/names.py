@@ -17,6 +17,9 @@ MODULE = "module"
 #: key in ``node.meta`` of the reason why a module cannot be traced into and became a leaf
 UNTRACEABLE = "untraceable"
 
+# torch.fx writes names into string literals as they are.
+_UNESCAPED = frozenset('"\\\n\r')
+
 # Attributes of every GraphModule; no part of a model can have one of these names.
 _RESERVED = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
 
@@ -72,14 +75,18 @@ def check_names(graph: fx.Graph, model: nn.Module | Callable[..., Any]) -> None:
     torch.fx writes paths into Python code, and sets the modules as attributes next to its own.
 
     Raises:
-        NotTraceable: a path has a keyword or a reserved attribute name.
+        NotTraceable: a path has a keyword, a reserved attribute name, or a character that needs escaping.
     """
     for path in (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")):
         parts = path.split(".")
-        word = next((part for part in parts if keyword.iskeyword(part)), None)
-        if word is None and parts[0] not in _RESERVED:
+        if word := next((part for part in parts if keyword.iskeyword(part)), None):
+            why = f"{word!r} is a keyword of Python"
+        elif parts[0] in _RESERVED:
+            why = f"torch.fx uses the attribute {parts[0]!r} itself"
+        elif character := next((one for one in path if one in _UNESCAPED), None):
+            why = f"torch.fx writes the character {character!r} into code without escaping it"
+        else:
             continue
-        why = f"{word!r} is a keyword of Python" if word else f"torch.fx uses the attribute {parts[0]!r} itself"
         raise NotTraceable.because(
             f"{shown_name(model)} cannot be traced: no part of it can be named {path!r}, since {why}",
             "give that part of the model another name",

@@ -151,6 +151,18 @@ def test_a_name_that_no_graph_module_can_have_is_named(path: str, own_entry: Own
         model_graph(own_entry(lambda: Named("stem", path)))
 
 
+@pytest.mark.parametrize("character", ['"', "\\", "\n", "\r"])
+def test_characters_that_torch_fx_does_not_escape(character: str) -> None:
+    path = f"stem.a{character}b"
+    with pytest.raises(NotTraceable, match="without escaping it") as caught:
+        trace(Named(path))
+    assert caught.value.extra["module"] == path
+    with pytest.raises((SyntaxError, AttributeError)):
+        fx.symbolic_trace(Named(path))(torch.zeros(1, 3, 4, 4))
+    odd = Named("stem.a'b {c} %s\té").eval()
+    assert torch.equal(trace(odd)(torch.ones(1, 3, 4, 4)), odd(torch.ones(1, 3, 4, 4)))
+
+
 def test_names_that_look_like_taken_ones_can_be_had() -> None:
     model = Named("heads.meta", "stem.code", "classes", "match").eval()
     x = torch.randn(1, 3, 4, 4)
