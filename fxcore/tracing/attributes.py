@@ -7,16 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from fxcore.copies import is_copied
+from fxcore.copies import REGISTRIES
 
 _KINDS = (dict, list, set)
 
 
 class Attributes:
-    """The attributes of a model's modules, and the contents of dictionaries, lists and sets in them.
+    """The attributes of a model's modules, and the contents of dictionaries, lists and sets in them, hooks included.
 
     A model that is traced stores traced values in them. Private copies of a model share its dictionaries, lists and
-    sets, so the model itself, and the next trace, would read those values.
+    sets, so the model itself, and the next trace, would read those values. A model that registers hooks in its first
+    call, and notes that it has, would register them again in each further attempt to trace it.
 
     >>> model = nn.ReLU()
     >>> model.seen, model.last = {}, None
@@ -35,7 +36,7 @@ class Attributes:
             for state in (part._parameters, part._buffers)
             if isinstance(state, dict)  # TorchScript's are not
         ]
-        plain = [value for held, _ in self._modules for key, value in held.items() if not is_copied(key)]
+        plain = [value for held, _ in self._modules for key, value in held.items() if key not in REGISTRIES]
         self._containers = {id(held): (held, _copied(held)) for value in plain for held in _containers(value)}
 
     def assigned(self) -> Iterator[tuple[str, Any]]:

@@ -67,6 +67,42 @@ def test_containers_hold_what_they_held(held: Any) -> None:
         torch.testing.assert_close(model(x), expected)
 
 
+class Recording(nn.Module):
+    """Collects the values of its layers by hooks that its first call registers, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        self.last = Branching()
+        self.hooked = False
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, given, output: self.seen.append(output))
+            self.hooked = True
+        self.seen.clear()
+        self.layers(x)
+        first, second, third = self.seen
+        made: Tensor = self.last(first + 2 * second + 3 * third)
+        return made
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if (x > 1e9).any() else x.tanh()
+
+
+def test_hooks_that_a_forward_registers_are_registered_once() -> None:
+    model = Recording().eval()
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        found = fxcore.trace(model, leaf_modules="auto")(x)
+        assert not model.hooked
+        torch.testing.assert_close(found, model(x))
+
+
 def test_modules_that_become_leaves_start_afresh() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Positions(), nn.Linear(4, 4)).eval()
     other = nn.Sequential(nn.Linear(4, 4), Positions(), nn.Linear(4, 4)).eval()
