@@ -66,6 +66,21 @@ class TensorSpec:
     usual: tuple[int, ...] = ()
 
 
+def strided_parts(tensor: Tensor) -> Tensors:
+    """Return the tensors whose storages hold ``tensor``: itself, or the indices and values of a sparse tensor.
+
+    >>> [tuple(part.shape) for part in strided_parts(torch.eye(3).to_sparse())]
+    [(2, 3), (3,)]
+    """
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype, such as ``float32``."""
     return str(dtype).removeprefix("torch.")

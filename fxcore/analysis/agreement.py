@@ -116,7 +116,7 @@ def check_traced(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule,
     targets = {n.name: str(n.target) for n in traced.graph.nodes if n.op == "call_module"}
     check_graph(model, pure, inputs, targets)
     others = other_inputs(inputs)
-    for some in (others, map_tensors(lambda t: t[:1] if t.ndim else t, others)):
+    for some in (others, map_tensors(lambda t: t[:1] if t.ndim and t.layout is torch.strided else t, others)):
         try:
             check_graph(model, pure, some, targets)
         except GraphDiffers:
@@ -126,7 +126,8 @@ def check_traced(model: nn.Module, traced: fx.GraphModule, pure: fx.GraphModule,
 
 
 def other_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """Return random tensors with the shapes, dtypes and magnitudes of ``inputs``; integers and booleans are permuted.
+    """Return random tensors with the shapes, dtypes and magnitudes of ``inputs``; integers and booleans are permuted,
+    quantized and sparse tensors stay as they are.
 
     >>> other = other_inputs([torch.arange(4)])[0]
     >>> other.sort().values.tolist()
@@ -137,7 +138,7 @@ def other_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _other(value: Tensor) -> Tensor:
-    if value.is_quantized:
+    if value.is_quantized or value.layout is not torch.strided:
         return value.clone()
     if value.dtype.is_floating_point or value.is_complex():
         spread = value.std() if value.numel() > 1 else torch.ones_like(value.sum())

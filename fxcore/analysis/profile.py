@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from fxcore.errors import BadArgument
 from fxcore.nesting import clones, tensors_in
+from fxcore.tensors import strided_parts
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
 from fxcore.tracing.names import public_name
@@ -160,7 +161,8 @@ class _Watcher(Interpreter):
         self.live: dict[fx.Node, int] = {}
         self._counts = True
         # Parameters are always allocated, so they are not counted.
-        self._parameters = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+        tensors = [part for tensor in (*module.parameters(), *module.buffers()) for part in strided_parts(tensor)]
+        self._parameters = {part.untyped_storage().data_ptr() for part in tensors}
 
     def begin(self, counts: bool) -> None:
         """Start a run, which is recorded if ``counts``."""
@@ -196,8 +198,8 @@ class _Watcher(Interpreter):
     def _storages(self, values: list[Any]) -> dict[int, int]:
         """Map the address of each storage of tensors in ``values`` to its size in bytes."""
         found = {}
-        for tensor in tensors_in(values):
-            storage = tensor.untyped_storage()
+        for part in (part for tensor in tensors_in(values) for part in strided_parts(tensor)):
+            storage = part.untyped_storage()
             if storage.data_ptr() not in self._parameters:
                 found[storage.data_ptr()] = storage.nbytes()
         return found

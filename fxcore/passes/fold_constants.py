@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
+from fxcore.tensors import strided_parts
 from fxcore.tracing.dispatch_modes import DispatchMode, written_arguments
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
@@ -97,7 +98,7 @@ class _Watch(DispatchMode):
 
 
 def _memory(value: Any) -> set[int]:
-    return {t.untyped_storage()._cdata for t in tensors_in(value)}
+    return {part.untyped_storage()._cdata for t in tensors_in(value) for part in strided_parts(t)}
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxcore.nesting import tensors_in
+from fxcore.tensors import strided_parts
 from fxcore.tracing.unchanged import StateGuard
 
 #: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
@@ -108,7 +109,8 @@ class FactoryRecorder(StateGuard):
 
     def kept_in(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter or buffer whose memory ``tensor`` shares; None if none, or in train mode."""
-        return None if self._training else self._state.get(tensor.untyped_storage()._cdata)
+        places = () if self._training else (part.untyped_storage()._cdata for part in strided_parts(tensor))
+        return next((self._state[place] for place in places if place in self._state), None)
 
     def origin_of(self, tensor: Tensor) -> Origin | None:
         """Return the origin of ``tensor``; None if it was not recorded."""

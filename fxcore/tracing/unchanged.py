@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcore.tensors import strided_parts
 from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode, written_arguments
 
@@ -23,7 +24,7 @@ class StateGuard(DispatchMode):
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         if isinstance(model, nn.Module):
             tensors = (*model.named_parameters(), *model.named_buffers())
-            self._state = {t.untyped_storage()._cdata: name for name, t in tensors}
+            self._state = {part.untyped_storage()._cdata: name for name, t in tensors for part in strided_parts(t)}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -34,7 +35,8 @@ class StateGuard(DispatchMode):
     def _overwritten(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Return the parameters and buffers, or views of them, that a call of the operator ``func`` writes to."""
         written = written_arguments(func, args, kwargs)
-        return [tensor for tensor in written if tensor.untyped_storage()._cdata in self._state]
+        parts = (part for tensor in written for part in strided_parts(tensor))
+        return [part for part in parts if part.untyped_storage()._cdata in self._state]
 
     def _save(self, tensor: Tensor) -> None:
         place = tensor.untyped_storage()._cdata
