@@ -42,6 +42,10 @@ class BaseClient(ABC):
     ) -> None:
         if urlsplit(url).scheme not in ("http", "https"):
             raise ValueError(f"the server's URL must begin with http:// or https://, not {url!r}")
+        try:
+            urlsplit(url).port  # noqa: B018  # parsed when it is read
+        except ValueError as error:
+            raise ValueError(f"{url!r} has no valid port: {error}") from error
         if not 0 < timeout < math.inf or retries < 0 or concurrency < 1:
             raise ValueError("timeout must be positive and finite, retries at least 0 and concurrency at least 1")
         self.url = url.rstrip("/")

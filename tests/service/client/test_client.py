@@ -239,6 +239,12 @@ def test_a_timeout_is_a_number_of_seconds(timeout):
         Client("http://127.0.0.1:1", timeout=timeout)
 
 
+@pytest.mark.parametrize("port", ["99999", "eight"])
+def test_a_port_that_no_socket_can_have_is_refused(port):
+    with pytest.raises(ValueError, match=f"'http://127.0.0.1:{port}' has no valid port"):
+        Client(f"http://127.0.0.1:{port}")
+
+
 def test_names_are_strings():
     for path in (flows.model_path, flows.extractor_path):
         with pytest.raises(TypeError, match="a name must be a string, not None"):
