@@ -13,6 +13,7 @@ from typing import Any
 
 import torchvision
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxcore.errors import FxError, NotTraceable
 from fxcore.tracing.leaves import NotAFunction
@@ -36,12 +37,23 @@ def default_leaf_modules() -> tuple[type[nn.Module], ...]:
 
 
 def check_root(root: Any) -> None:
-    """Check that ``root`` is a module or a Python function.
+    """Check that ``root`` is a module whose tensors are initialized, or a Python function.
 
     Raises:
         NotTraceable: ``root`` is neither; the error says what to pass instead.
     """
-    if isinstance(root, (nn.Module, FunctionType)):
+    if isinstance(root, nn.Module):
+        tensors = (*root.named_parameters(), *root.named_buffers())
+        lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
+        if lazy is None:
+            return
+        raise NotTraceable.because(
+            f"{lazy} of {type(root).__name__} has no shape yet, as in torch's lazy modules",
+            "call the module once on an example, which initializes it",
+            kind="lazy",
+            module=lazy.rpartition(".")[0],
+        )
+    if isinstance(root, FunctionType):
         return
     check_python(root)
     name = getattr(root, "__qualname__", None) or repr(root)[:100]

@@ -163,6 +163,16 @@ def test_characters_that_torch_fx_does_not_escape(character: str) -> None:
     assert torch.equal(trace(odd)(torch.ones(1, 3, 4, 4)), odd(torch.ones(1, 3, 4, 4)))
 
 
+def test_lazy_modules_are_initialized_first() -> None:
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.ReLU()).eval()
+    with pytest.raises(NotTraceable, match=r"0\.weight of Sequential has no shape yet") as caught:
+        trace(model)
+    assert (caught.value.extra["module"], caught.value.extra["kind"]) == ("0", "lazy")
+    x = torch.randn(1, 3, 8, 8)
+    expected = model(x)
+    assert torch.equal(trace(model)(x), expected)
+
+
 def test_names_that_look_like_taken_ones_can_be_had() -> None:
     model = Named("heads.meta", "stem.code", "classes", "match").eval()
     x = torch.randn(1, 3, 4, 4)
