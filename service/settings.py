@@ -52,9 +52,14 @@ def default_max_batch(settings: dict[str, Any]) -> int:
     return min(max(8, 4 * cores_per_worker(settings)), 32)
 
 
-def default_cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxserve"
+def default_cache_dir() -> Path | None:
+    """Return ``$XDG_CACHE_HOME/fxserve``, or ``~/.cache/fxserve``; None for a user without a home directory."""
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder, "fxserve")
+    try:
+        return Path.home() / ".cache/fxserve"
+    except RuntimeError:  # HOME is not set, and the user's id is unknown, as in some containers
+        return None
 
 
 class Settings(BaseSettings):

@@ -32,6 +32,16 @@ def test_an_empty_path_is_none_and_not_the_working_directory(monkeypatch: pytest
     assert getattr(Settings(), name) is None
 
 
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container's user may be a mere number: no HOME, no entry in /etc/passwd."""
+    for name in ("HOME", "XDG_CACHE_HOME", "FXSERVE_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert Settings().cache_dir is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert Settings().cache_dir == tmp_path / "fxserve"
+
+
 def test_an_empty_host_is_refused_and_not_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXSERVE_HOST", "")
     with pytest.raises(ValidationError, match="host"):
