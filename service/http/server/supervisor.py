@@ -32,12 +32,19 @@ log = logging.getLogger("fxserve")
 _PARENT_SECONDS = 1.0
 """Seconds between two checks of a server process that its supervisor exists."""
 
+_EARLY_SECONDS = 10.0
+"""Age in seconds below which the end of a server process is early: the next one may end as soon."""
+
+_SHORTEST, _LONGEST = 1.0, 60.0
+"""Bounds on the seconds after which the second and later ones of processes that end early are replaced. Each leaves a
+file of its counters, so replacing them without delay would fill the disk."""
+
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
     raise ImportError("uvicorn's supervisor takes other arguments")
 _MISSING = {
     *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
-    *({"is_alive", "start", "kill", "join", "target"} - {*dir(Process)}),
+    *({"is_alive", "start", "kill", "join", "pid", "target"} - {*dir(Process)}),
     *({"process", "parent_conn", "get_subprocess"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
@@ -111,26 +118,44 @@ class Supervisor(Multiprocess):
         super().__init__(config, sockets)
         multiprocess.Process = Supervised  # type: ignore[misc]  # uvicorn's methods look it up there
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # when it was seen first
+        self._delays: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # of its replacement, if it ends early
+        self._due: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # when one that has ended is replaced
         self._has_served = False
 
     def keep_subprocess_alive(self) -> None:
         for place, process in enumerate(self.processes):
-            if self._may_start_later(process):
-                log.error("server process %s failed to start; another is started", process.process.pid)
+            self._seen.setdefault(process, time.monotonic())
+            if self._is_replaced(process) and time.monotonic() >= self._replacement_due(process):
                 process.kill()  # closes its pipe
                 process.join()
+                delay = min(max(2 * self._delays[process], _SHORTEST), _LONGEST)
                 process = self.processes[place] = Supervised(self.config, self.sockets)
+                self._delays[process] = delay
                 process.start()
             process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
         super().keep_subprocess_alive()
 
-    def _may_start_later(self, process: Process) -> bool:
-        return self._has_served and process.process.exitcode == STARTUP_FAILURE
+    def _is_replaced(self, process: Process) -> bool:
+        """Return whether ``process`` has ended and is to be replaced: always, except if it is the first to start."""
+        ended = process.process.exitcode
+        return ended is not None and (self._has_served or ended != STARTUP_FAILURE)
+
+    def _replacement_due(self, process: Process) -> float:
+        """Return when to replace ``process``, which has ended; log its end the first time."""
+        if process not in self._due:
+            now = time.monotonic()
+            early = now - self._seen[process] < _EARLY_SECONDS
+            delay = self._delays[process] = self._delays.get(process, 0.0) if early else 0.0
+            self._due[process] = now + delay
+            when = f" in {delay:g} s" if delay else ""
+            log.error("server process %s %s; another is started%s", process.pid, _how_ended(process), when)
+        return self._due[process]
 
     def exit_status(self) -> int:
-        """Return the status to exit with after :meth:`run`: a failure if a process could not start."""
+        """Return the status to exit with after :meth:`run`: a failure if the first processes could not start."""
         failed = any(process.process.exitcode == STARTUP_FAILURE for process in self.processes)
-        return STARTUP_FAILURE if failed else 0
+        return STARTUP_FAILURE if failed and not self._has_served else 0
 
     def _is_alive(self, process: Process, timeout: float) -> bool:
         """Return whether ``process`` is running and responsive.
@@ -138,7 +163,7 @@ class Supervisor(Multiprocess):
         It is responsive if it has answered its last ping, or if that was sent less than ``timeout`` seconds ago.
         """
         if not process.process.is_alive():
-            return self._may_start_later(process)  # it has just exited; the next turn replaces it
+            return self._is_replaced(process)  # not by uvicorn, but on a later turn
         try:
             while process.parent_conn.poll():
                 self._has_served |= process.parent_conn.recv() is True  # any other message means that it is starting
@@ -148,4 +173,14 @@ class Supervisor(Multiprocess):
                 self._pinged[process] = time.monotonic()
         except (OSError, EOFError):
             return False
-        return time.monotonic() - self._pinged[process] < timeout
+        responsive = time.monotonic() - self._pinged[process] < timeout
+        if not responsive:
+            log.error("server process %s has not answered for %g s; another is started", process.pid, timeout)
+        return responsive
+
+
+def _how_ended(process: Process) -> str:
+    status = process.process.exitcode
+    if status == STARTUP_FAILURE:
+        return "failed to start"
+    return f"exited with status {status}" if status is None or status >= 0 else f"was ended by signal {-status}"

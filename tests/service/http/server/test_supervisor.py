@@ -1,5 +1,5 @@
-"""Server processes that fail to start: before any has, all end; later, another is started. They end with their
-supervisor."""
+"""Server processes that fail to start: before any has, all end; later, another is started. Those that die at once are
+replaced ever later. They end with their supervisor."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ def create():
             if Path("no memory").exists():
                 await send({"type": "lifespan.startup.failed", "message": "no memory"})
                 return
+            if Path("deaths").exists():
+                with Path("deaths").open("a") as deaths:
+                    print(time.time(), file=deaths)
+                os._exit(7)
             await send({"type": "lifespan.startup.complete"})
             await receive()
             await send({"type": "lifespan.shutdown.complete"})
@@ -66,7 +70,8 @@ FORKED = pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawne
 
 
 class Processes:
-    """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, and ``slow`` wait before."""
+    """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, ``slow`` wait before, and
+    ``deaths`` exit at once, with a line of the time in it."""
 
     def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
@@ -110,6 +115,48 @@ def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, fo
         (tmp_path / "no memory").unlink()
         until(lambda: len(server.answering()) == 2)
         assert second in server.answering()
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Path, forked: bool) -> None:
+    server = Processes(tmp_path, forked)
+    deaths = tmp_path / "deaths"
+    try:
+        until(lambda: len(server.answering()) == 2)
+        first, second = server.answering()
+        deaths.touch()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: len(deaths.read_text().splitlines()) == 3)
+        times = [float(line) for line in deaths.read_text().splitlines()]
+        assert times[1] - times[0] >= 1
+        assert times[2] - times[1] >= 2
+        until(lambda: server.log.read_text().count("\n") == 4)
+        lines = server.log.read_text().splitlines()
+        assert lines[0] == f"server process {first} was ended by signal 9; another is started"
+        for line, seconds in zip(lines[1:], (1, 2, 4), strict=True):
+            assert line.endswith(f" exited with status 7; another is started in {seconds} s")
+        assert server.answering() == {second}
+        deaths.unlink()
+        until(lambda: len(server.answering()) == 2)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.exhaustive
+def test_a_process_that_waits_to_be_replaced_is_no_failure_at_the_end(tmp_path: Path) -> None:
+    server = Processes(tmp_path, forked=True)
+    try:
+        until(lambda: len(server.answering()) == 2)
+        (tmp_path / "no memory").touch()
+        os.kill(min(server.answering()), signal.SIGKILL)
+        until(lambda: "failed to start; another is started in 2 s" in server.log.read_text())
         server.process.terminate()
         assert server.process.wait(30) == 0
     finally:
