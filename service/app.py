@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from itertools import chain
@@ -44,7 +42,7 @@ from service.http.routes.v1 import (
 from service.http.routes.v2 import discovery, inference, repository
 from service.http.routing.declared import DeclaredRoutes, declares
 from service.http.server.lost_device import ended_when_device_lost
-from service.http.server.signals import drained_on_signals
+from service.http.server.signals import drained_on_signals, reload_on_signals
 from service.http.state import State
 from service.observability.metrics import Metrics
 from service.page import POLICIES
@@ -104,10 +102,9 @@ def _lifespan(state: State, keys: Keys | None) -> Callable[[FastAPI], AbstractAs
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         exempt_imports()
+        if keys is not None:
+            reload_on_signals(keys.reload)
         await state.engine.start()  # before all other threads: it sets up where threads allocate memory
-        # Signal handlers can be set only in the main thread.
-        if keys is not None and threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, keys.reload)
         sampling = asyncio.create_task(_sample(state.engine)) if state.metrics.shared_dir is not None else None
         async with ended_when_device_lost(state.engine):
             try:

@@ -44,10 +44,13 @@ def serve(
     fxserve serve
     fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
     """
-    from service.http.server.run import run, run_workers
-    from service.http.server.signals import end_on_signals
+    from service.http.server.signals import end_on_signals, hold_reloads, release_reloads
 
     end_on_signals()
+    hold_reloads()
+
+    from service.http.server.run import run, run_workers
+
     options = {
         "host": host,
         "port": port,
@@ -59,6 +62,8 @@ def serve(
         "log_format": log_format,
     }
     settings = settings_of(options)
+    if settings.api_keys_file is None:
+        release_reloads()
     chosen = device_of(settings)
     _warn_misspelt_variables()
     _check_dependencies(settings)

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from service.garbage import exempt_imports
 from service.http.server import protocol_choice
+from service.http.server.signals import release_reloads
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
 from service.settings import SHARED_WEIGHTS, Settings
@@ -65,6 +66,7 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
         from service.http.server.supervisor import Supervisor, fork_processes
     except ImportError as error:
         log.warning("server processes are spawned, and may be replaced late: %s", error)
+        release_reloads()  # it replaces the processes on SIGHUP
         uvicorn.run(app, **options)
         return
     if forked:

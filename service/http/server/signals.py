@@ -1,4 +1,4 @@
-"""Signals that end a server process: at once during startup, gracefully while it serves.
+"""Signals that end a server process, at once during startup and gracefully while it serves, or reload its API keys.
 
 This module imports nothing heavy, because startup calls it first.
 """
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from service.engine import Engine
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
+
+RELOADING = (signal.SIGHUP,) if sys.platform != "win32" else ()
 
 
 def end_on_signals() -> None:
@@ -36,6 +38,33 @@ def _end(number: int, frame: FrameType | None) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def hold_reloads() -> None:
+    """Block :data:`RELOADING` until :func:`reload_on_signals`.
+
+    During startup the signal would end the process. If it comes after the keys are read, they are read again.
+    """
+    if RELOADING:
+        signal.pthread_sigmask(signal.SIG_BLOCK, RELOADING)
+
+
+def release_reloads() -> None:
+    """Undo :func:`hold_reloads`."""
+    if RELOADING:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, RELOADING)
+
+
+def reload_on_signals(reload: Callable[[], None]) -> None:
+    """Call ``reload`` on the running event loop at each of :data:`RELOADING`, and now if one is blocked.
+
+    Does nothing if the event loop does not run in the main thread.
+    """
+    if not RELOADING or threading.current_thread() is not threading.main_thread():
+        return
+    for number in RELOADING:
+        asyncio.get_running_loop().add_signal_handler(number, reload)
+    release_reloads()
 
 
 @contextmanager

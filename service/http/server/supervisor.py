@@ -25,7 +25,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
-from service.http.server.signals import ENDING, end_on_signals
+from service.http.server.signals import ENDING, RELOADING, end_on_signals, release_reloads
 
 log = logging.getLogger("fxserve")
 
@@ -42,7 +42,7 @@ file of its counters, so replacing them without delay would fill the disk."""
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
     raise ImportError("uvicorn's supervisor takes other arguments")
 _MISSING = {
-    *({"keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
+    *({"handle_hup", "keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
     *({"is_alive", "start", "kill", "join", "pid", "target"} - {*dir(Process)}),
     *({"process", "parent_conn", "get_subprocess"} - {*Process.__init__.__code__.co_names}),
@@ -88,7 +88,19 @@ class Supervised(Process):
     """A server process that ends when its supervisor is killed.
 
     Nobody could end it otherwise, and it would keep the port from the next server.
+
+    It blocks SIGHUP, which its supervisor passes on, until the application handles it.
     """
+
+    def start(self) -> None:
+        if not RELOADING:  # Windows
+            super().start()
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, RELOADING)
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def target(self, sockets: list[socket] | None = None) -> None:
         threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()
@@ -112,16 +124,25 @@ class Supervisor(Multiprocess):
 
     uvicorn ends all processes when one fails to start. This class does so only until one has started: a later failure
     may be temporary, such as a lack of memory or threads.
+
+    On SIGHUP uvicorn replaces the processes one by one. This class passes the signal on instead: a process that ends
+    still accepts connections, and refuses their requests, until its own are answered.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
         super().__init__(config, sockets)
+        release_reloads()  # they are handled from now on
         multiprocess.Process = Supervised  # type: ignore[misc]  # uvicorn's methods look it up there
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()
         self._seen: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # when it was seen first
         self._delays: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # of its replacement, if it ends early
         self._due: WeakKeyDictionary[Process, float] = WeakKeyDictionary()  # when one that has ended is replaced
         self._has_served = False
+
+    def handle_hup(self) -> None:
+        for process in self.processes:
+            if process.pid is not None and process.process.is_alive():
+                os.kill(process.pid, signal.SIGHUP)
 
     def keep_subprocess_alive(self) -> None:
         for place, process in enumerate(self.processes):

@@ -22,9 +22,11 @@ from tests.processes import running
 ROOT = Path(__file__).parents[4]
 
 APP = """
+import asyncio
 import logging
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -45,6 +47,8 @@ def create():
                 with Path("deaths").open("a") as deaths:
                     print(time.time(), file=deaths)
                 os._exit(7)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Path(f"{os.getpid()}.hup").touch)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
             await send({"type": "lifespan.startup.complete"})
             await receive()
             await send({"type": "lifespan.shutdown.complete"})
@@ -143,6 +147,22 @@ def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Pa
         assert server.answering() == {second}
         deaths.unlink()
         until(lambda: len(server.answering()) == 2)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_sighup_reaches_the_processes_and_replaces_none(tmp_path: Path, forked: bool) -> None:
+    server = Processes(tmp_path, forked)
+    try:
+        until(lambda: len(server.answering()) == 2)
+        processes = server.answering()
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: {int(file.stem) for file in tmp_path.glob("*.hup")} == processes)
+        assert server.answering() == processes
         server.process.terminate()
         assert server.process.wait(30) == 0
     finally:
