@@ -1,6 +1,7 @@
 // Photos: the samples, and one's own, which are chosen, dropped or pasted and stay in this browser.
 
 import { ask } from "./api.js"
+import { opaque } from "./opaque.js"
 import { store, stored, unstore } from "./store.js"
 
 /**
@@ -8,7 +9,7 @@ import { store, stored, unstore } from "./store.js"
  * @property {string} name
  * @property {string} type
  * @property {Blob} data as it is sent
- * @property {ImageBitmap | null} bitmap null where this browser cannot show it
+ * @property {ImageBitmap | null} bitmap without transparency; null where this browser cannot show it
  */
 
 /** Samples that the service has. */
@@ -43,7 +44,8 @@ async function sample(name) {
 
 /** @param {string} name @param {Blob} data @returns {Promise<Photo>} */
 async function opened(name, data) {
-  const bitmap = await createImageBitmap(data).catch(() => null)
+  const decoded = await createImageBitmap(data).catch(() => null)
+  const bitmap = decoded && await opaque(data, decoded).catch(() => decoded)
   // Browsers derive the type from the suffix of the file; the service recognises the format by the bytes.
   return { name, type: data.type.startsWith("image/") ? data.type : "image/*", data, bitmap }
 }

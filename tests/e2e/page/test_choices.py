@@ -5,9 +5,11 @@ import io
 import numpy as np
 import PIL.Image
 import pytest
+import torch
+import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import GRAPH, TILES, asked, check_tiles, shown, shown_channels, until
+from tests.e2e.page.seen import GRAPH, TILES, asked, check_tiles, eventually, pixels, shown, shown_channels, until
 
 CROPPED = photos.files()[3].read_bytes()[:400]  # a JPEG that ends after its header
 
@@ -172,3 +174,29 @@ def test_the_tree_stays_as_the_graph_is_where_a_layout_does_not_come(open_server
     page.context.set_offline(False)
     page.locator(".graph .note").get_by_role("button", name="Try again").click()
     page.locator('.tree [title="layer1.0.conv1"]').wait_for()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "options"), [("png", {}), ("webp", {"lossless": True, "exact": True})])
+def test_the_photo_under_a_map_has_the_colours_under_its_transparency(open_server, visit, kind, options):
+    sides = np.zeros((240, 240, 4), dtype=np.uint8)
+    sides[:120, :120], sides[:120, 120:] = (255, 0, 0, 0), (0, 0, 255, 255)
+    sides[120:, :120], sides[120:, 120:] = (0, 200, 0, 128), (90, 60, 30, 1)
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(sides).save(buffer, kind, **options)
+    photo = buffer.getvalue()
+    data = torch.frombuffer(bytearray(photo), dtype=torch.uint8)
+    seen = torchvision.io.decode_image(data, mode="RGB", apply_exif_orientation=True).numpy().transpose(1, 2, 0)
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    page.set_input_files("input[type=file]", {"name": f"clear.{kind}", "mimeType": f"image/{kind}", "buffer": photo})
+    shown(page, "features.3", f"clear.{kind}")
+    page.get_by_label("Opacity of the map").fill("0")
+
+    def check():
+        found = pixels(page.locator(".stage"))
+        at = [(found.shape[0] * down // 4, found.shape[1] * across // 4) for down in (1, 3) for across in (1, 3)]
+        wanted = [seen[down, across] for down in (60, 180) for across in (60, 180)]
+        assert np.abs([found[place][:3] - colour for place, colour in zip(at, wanted, strict=True)]).max() <= 2
+        assert all(found[place][3] == 255 for place in at)
+
+    eventually(page, check)
