@@ -200,3 +200,14 @@ def test_the_photo_under_a_map_has_the_colours_under_its_transparency(open_serve
         assert all(found[place][3] == 255 for place in at)
 
     eventually(page, check)
+
+
+@pytest.mark.exhaustive
+def test_the_chosen_photo_is_marked_under_the_pointer_too(open_server, visit):
+    page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    page.locator(".photos .photo").nth(2).click()
+    until(page, "document.querySelector('.photo:hover')?.ariaPressed === 'true'")
+    colours = "[...document.querySelectorAll('.photo:hover, .brand + .where + nav a')].map((e) => getComputedStyle(e))"
+    link, photo = page.evaluate(f"{colours}.map((style, i) => (i ? style.borderTopColor : style.color))")
+    assert photo == link
