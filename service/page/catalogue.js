@@ -25,6 +25,9 @@ export function listed(source) {
   return /** @type {Promise<any>} */ (lists.get(source))
 }
 
+/** Have the models be listed anew: the server has others than before. */
+export const relist = () => lists.clear()
+
 /** The models of all sources but timm, by name. The server imports timm to count its models, which takes a second. @returns {Promise<Entry[]>} */
 export async function withoutTimm() {
   const sources = await Promise.all(["torchvision", "packaged", "own"].map(listed))

@@ -1,7 +1,7 @@
 // The page: everything shown follows from the place in the URL, and every choice changes that place.
 
-import { askJson, modelPath } from "./api.js"
-import { showCatalogue } from "./catalogue.js"
+import { Problem, askJson, modelPath } from "./api.js"
+import { relist, showCatalogue } from "./catalogue.js"
 import { showChooser, showWhere } from "./chooser.js"
 import { watchDivider } from "./divider.js"
 import { byId, h } from "./dom.js"
@@ -129,6 +129,7 @@ async function load(now) {
   } catch (error) {
     if (mine.signal.aborted) return false
     requested = ""
+    if (error instanceof Problem && error.status === 404) relist()
     const back = h("p", {}, h("a", { href: link(kept(now)) }, "All models"))
     panes.models.replaceChildren(failure(error, ...retries(error, () => show(place()), () => go({ w: "random" }))), back)
     if (lost) focusHeading(panes.models)

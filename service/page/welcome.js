@@ -1,6 +1,7 @@
 // The middle pane while no model is chosen: a first picture, and where to begin.
 
 import { features } from "./answers.js"
+import { askJson } from "./api.js"
 import { listed, withoutTimm } from "./catalogue.js"
 import { h } from "./dom.js"
 import { loadModel } from "./model.js"
@@ -39,7 +40,7 @@ export async function welcome(place, { go, take, remove }) {
   const starts = h("ul", { class: "plain-list starts" })
   const rows = new Map(FIRST.map(([name, what]) => [name,
     h("li", {}, h("a", { href: link({ m: name, ...kept(place) }) }, h("strong", {}, name), h("span", { class: "dim" }, what)))]))
-  begin(false)
+  begin()
   return {
     element: h("div", { class: "welcome" },
       h("h1", { tabindex: -1 }, "Look inside a vision model"),
@@ -51,15 +52,21 @@ export async function welcome(place, { go, take, remove }) {
     async picture(signal) {
       if (!view.hidden) await first(signal)
       signal.throwIfAborted()
-      begin(!!(await listed("")).timm)
+      if (!(await listed("")).timm?.models) return
+      for (const name of rows.keys()) {
+        if (!name.startsWith("timm.")) continue
+        const { models } = await askJson(`v1/models?source=timm&q=${name}`)
+        if (models.some((/** @type {{name: string}} */ one) => one.name === name)) known.add(name)
+      }
+      begin()
     },
   }
 
-  /** Those that are there already stay in the page, so that they keep the focus. @param {boolean} timm whether its models are served */
-  function begin(timm) {
+  /** Those that are there already stay in the page, so that they keep the focus. */
+  function begin() {
     let at = 0
     for (const [name, row] of rows)
-      if (known.has(name) || (timm && name.startsWith("timm."))) {
+      if (known.has(name)) {
         if (starts.children[at] !== row) starts.insertBefore(row, starts.children[at] ?? null)
         at++
       }

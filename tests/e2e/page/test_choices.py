@@ -211,3 +211,24 @@ def test_the_chosen_photo_is_marked_under_the_pointer_too(open_server, visit):
     colours = "[...document.querySelectorAll('.photo:hover, .brand + .where + nav a')].map((e) => getComputedStyle(e))"
     link, photo = page.evaluate(f"{colours}.map((style, i) => (i ? style.borderTopColor : style.color))")
     assert photo == link
+
+
+@pytest.mark.exhaustive
+def test_the_models_of_a_server_that_was_started_anew_are_listed(start, visit):
+    first, second = "efficientnet_lite0,timm.vit_small_patch14_dinov2", "resnet18,timm.vit_tiny_patch16_224"
+    server = start(models=first)
+    page = visit(server.url).go()
+    page.locator(".starts", has_text="dinov2").wait_for()
+    page.get_by_text("1 of timm").wait_for()
+    server.process.terminate()
+    server.process.wait(60)
+    server._environment["FXSERVE_MODELS"] = second
+    server.begin()
+    server.wait()
+    page.locator(".results a", has_text="efficientnet_lite0").click()
+    page.get_by_text("Unknown model").wait_for()
+    page.get_by_role("link", name="All models").click()
+    page.locator(".results a", has_text="resnet18").wait_for()
+    page.get_by_text("1 of timm").wait_for()
+    assert listed(page) == ["resnet18"]
+    assert page.locator(".starts a").count() == 0
