@@ -101,6 +101,9 @@ def test_a_tapped_box_says_what_it_is_and_leads_to_its_output(open_server, visit
     settled(page)
     sheet = page.locator(".sheet")
     sheet.get_by_text("layer3.1.relu_1").wait_for()
+    legend, box = page.locator(".legend").bounding_box(), sheet.bounding_box()
+    assert legend["height"]
+    assert legend["y"] + legend["height"] <= box["y"]
     seen = drawn(page)[..., 3]  # the graph is in the middle, not beside the pane
     assert seen[:, : seen.shape[1] // 8].mean() < 1 < seen[:, 3 * seen.shape[1] // 8 : 5 * seen.shape[1] // 8].mean()
     sheet.get_by_role("button", name="See output").click()
