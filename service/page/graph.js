@@ -83,7 +83,6 @@ export class GraphView {
     this.canvas.addEventListener("pointermove", (event) => this.#hover(event))
     this.canvas.addEventListener("pointerleave", () => (this.card.hidden = true))
     new ResizeObserver(() => this.#resize()).observe(this.canvas)
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw())
   }
 
   /** @param {Model} model @param {Layout} layout @param {boolean} fresh whether it is another model's */

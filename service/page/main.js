@@ -247,6 +247,8 @@ onMove(show)
 watchDrops(takePhotos)
 watchDivider()
 watchKeys()
+// Not in the graph itself, which its listener would keep after another model is chosen.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => graph?.redraw())
 for (const button of document.querySelectorAll("[data-skip]"))
   button.addEventListener("click", () => {
     /** @type {HTMLElement | null} */

@@ -154,3 +154,25 @@ def test_boxes_have_the_colours_of_their_kinds_and_repeated_blocks_are_stacked(o
         }"""
     )
     assert counts == [12, 1, 1]
+
+
+@pytest.mark.exhaustive
+def test_the_graphs_of_models_chosen_before_are_not_kept(open_server, visit):
+    page = visit(open_server.url).go()
+    tools = page.context.new_cdp_session(page)
+    for model in ("resnet18", "squeezenet1_1") * 2:
+        page.evaluate("(model) => { location.hash = `m=${model}&w=random&i=none` }", model)
+        until(page, "document.querySelector('.title-row h2')?.textContent === " + repr(model))
+        settled(page)
+    prototype = tools.send("Runtime.evaluate", {"expression": "HTMLCanvasElement.prototype"})["result"]["objectId"]
+    label = "function () { return this.filter((one) => one.ariaLabel === 'Graph of the model').length }"
+    for _ in range(20):
+        tools.send("HeapProfiler.collectGarbage")
+        there = tools.send("Runtime.queryObjects", {"prototypeObjectId": prototype})["objects"]["objectId"]
+        query = {"objectId": there, "functionDeclaration": label, "returnByValue": True}
+        kept = tools.send("Runtime.callFunctionOn", query)["result"]["value"]
+        tools.send("Runtime.releaseObject", {"objectId": there})
+        if kept <= 2:  # the one before, until the last frame of it is forgotten
+            break
+        page.wait_for_timeout(100)
+    assert kept <= 2
