@@ -68,7 +68,7 @@ export function knobsView(edits, knobs, go) {
     knobs.length ? h("div", { class: "row" }, what, how, add) : null,
     h("ul", { class: "plain-list row" }, ...edits.map((edit) => h("li", { class: "pill" }, described(edit),
       h("button", { type: "button", class: "quiet", "aria-label": `Take back: ${described(edit)}`, onclick: () => change((other) => other.scale === edit.scale && where(other) === where(edit)) }, "×")))),
-    h("p", { class: "dim" }, edits.length ? "The maps of these nodes and of those after them are shown beside the unchanged ones." : "Every node after this one then shows what it would be."))
+    h("p", { class: "dim" }, edits.length ? "The outputs of these nodes and of those after them are shown beside the unchanged ones." : "Every node after this one then shows what it would be."))
 }
 
 /** What an edit selects. @param {Omit<Edit, "scale">} edit */

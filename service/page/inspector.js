@@ -232,8 +232,12 @@ export class Inspector {
     /** What the numbers and the request below the maps are of. */
     let shown = this.#answers, request = /** @type {import("./request.js").Wanted} */ ({ node: first.node, transforms: [], id: null })
     let heads = 0, rows = /** @type {boolean[]} */ ([])
+    /** An answer among several. @param {Answer} one */
+    const named = ({ model, photo, node, edits }) =>
+      `${severalModels(shown) ? titleOf(model) : photo.name}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}`
     try {
-      if (view === "values") blocks.append(await valuesView(first, first.shape.length === 2 ? await categories(model) : []))
+      if (view === "values") blocks.append(...await Promise.all(this.#answers.filter(({ maps }) => !maps).map(async (one) =>
+        valuesView(one, one.shape.length === 2 ? await categories(one.model) : [], second ? `: ${named(one)}` : ""))))
       else if (view === "attention") {
         const { elements, weights } = await this.#attention(place)
         rest = elements
@@ -254,11 +258,9 @@ export class Inspector {
     if (this.#other?.answer) blocks.append(...acrossView(first, this.#other.answer, view, place, this.go))
     if (view !== "why") blocks.append(knobsView(editsOf(place), this.#knobs(view, request.node, heads), (changes) => this.go(changes)))
     blocks.append(...rest.slice(1))
-    const several = severalModels(shown)
-    for (const [i, { statistics, model, photo, node, edits }] of shown.entries()) {
-      const title = view === "attention" ? `${rows[i] ? "The query's" : "All"} weights of ${node}` : "All values"
-      const of = several ? titleOf(model) : photo.name
-      blocks.append(statisticsView(statistics, second ? `${title}: ${of}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}` : title))
+    for (const [i, one] of shown.entries()) {
+      const title = view === "attention" ? `${rows[i] ? "The query's" : "All"} weights of ${one.node}` : "All values"
+      blocks.append(statisticsView(one.statistics, second ? `${title}: ${named(one)}` : title))
     }
     if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop

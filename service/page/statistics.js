@@ -46,10 +46,11 @@ function histogram({ counts, min, max, count }) {
 /**
  * An output that is not a map: a vector's largest values.
  * @param {import("./answers.js").Answer} answer @param {string[]} names of the classes that the values may stand for
+ * @param {string} of which of several outputs they are
  */
-export async function valuesView({ slot, shape }, names = []) {
+export async function valuesView({ slot, shape }, names = [], of = "") {
   if (shape.length !== 2) return h("p", { class: "note" }, `A tensor of shape ${shape.join(" × ")} is not a map over the image.`)
-  return h("div", {}, h("h3", {}, "Largest values"), bars(await reduce("values", { slot, most: MOST_VALUES }), names.length === shape[1] ? names : []))
+  return h("div", {}, h("h3", {}, `Largest values${of}`), bars(await reduce("values", { slot, most: MOST_VALUES }), names.length === shape[1] ? names : []))
 }
 
 /** The largest values, each with a bar from zero. @param {Float32Array} values @param {string[]} names @param {number} [most] */

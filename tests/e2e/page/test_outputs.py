@@ -1,5 +1,7 @@
 """What the page says of a node's output: its shape, its cost, its largest values, and the request for it."""
 
+import base64
+import io
 import shlex
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import pytest
 import safetensors.numpy
 import torchvision
 
+from fxcore import photos
 from tests.e2e.page.seen import CHELSEA, TILES, asked, shown, shown_channels, until
 
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
@@ -142,3 +145,28 @@ def test_the_request_is_changed_and_gives_what_it_says(open_server, visit, tmp_p
     program = page.locator(".request code").inner_text()
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert said.stdout == "C4 (1, 256) float16\nC3 (1, 128) float16\n"
+
+
+@pytest.mark.exhaustive
+def test_the_values_of_each_of_two_vectors_are_shown(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=fc&p2=coffee")
+    page.get_by_text("Largest values: coffee.jpg, fc").wait_for()
+    edit = '[{"node":"layer4","scale":0.5}]'
+    photo = base64.b64encode(CHELSEA.read_bytes()).decode()
+    body = {"images": [photo], "edits": [{"node": "layer4", "scale": 0.5}]}
+    edited = open_server.http.post("/v1/models/resnet18/features?nodes=fc&weights=random", json=body).json()
+    other = asked(open_server, "resnet18", "fc", "random", photos.files()[2].read_bytes())[0]
+    first = asked(open_server, "resnet18", "fc", "random")[0]
+
+    def check(*values):
+        page.wait_for_selector(".bars >> nth=1")
+        for bars, wanted in zip(page.locator(".bars").all(), values, strict=True):
+            rows = [row.split() for row in bars.locator("li").all_inner_texts()]
+            order = np.argsort(-wanted, kind="stable")[:12]
+            assert [int(row[0]) for row in rows] == order.tolist()
+            assert [float(row[1]) for row in rows] == pytest.approx(wanted[order], rel=1e-3)
+
+    check(first, other)
+    page.goto(f"{open_server.url}/#m=resnet18&n=fc&e={edit}")
+    page.get_by_text("Largest values: chelsea.jpg, fc, edited").wait_for()
+    check(first, np.array(edited["outputs"][0]["data"]))
