@@ -118,19 +118,19 @@ export function requestView(model, { node, transforms, id, query: fixed = {} }, 
   }
 }
 
-/** The shapes and the size of the answer for one photo. @param {Model} model @param {import("./snippets.js").Request} request */
+/** The shapes and the size of the answer for one photo or input. @param {Model} model @param {import("./snippets.js").Request} request */
 function weightText(model, { nodes, query }) {
   if (query.image_size || query.fit) return ""
   let bytes = 0
   const shapes = nodes.map((name) => {
     const node = model.resolve(name)
     let shape = node?.shape?.map((size) => size ?? 1) ?? []
-    const channels = node?.layout === "NCHW" ? shape[1] : shape.at(-1)
+    const channels = node?.layout?.startsWith("NC") ? shape[1] : shape.at(-1)
     if (query.pool && shape.length > 2) shape = [1, channels ?? 1]
     bytes += shape.reduce((product, size) => product * size, bytesOfValue(node?.dtype ?? "float32", query))
     return `${name}: ${shapeText(shape)}`
   })
-  return `For one photo: ${shapes.join("; ")}; ${megabytes(bytes)}`
+  return `For one ${model.takesPhotos ? "photo" : "input"}: ${shapes.join("; ")}; ${megabytes(bytes)}`
 }
 
 /** Only floating-point values are cast, and a lower precision is that of what would be float32. @param {string} dtype @param {Record<string, string>} query */

@@ -170,3 +170,20 @@ def test_the_values_of_each_of_two_vectors_are_shown(open_server, visit):
     page.goto(f"{open_server.url}/#m=resnet18&n=fc&e={edit}")
     page.get_by_text("Largest values: chelsea.jpg, fc, edited").wait_for()
     check(first, np.array(edited["outputs"][0]["data"]))
+
+
+@pytest.mark.exhaustive
+def test_the_request_for_a_pooled_video_gives_the_shape_that_it_says(open_server, visit):
+    page = visit(open_server.url).go("m=r3d_18&n=C4&w=random")
+    page.get_by_text("Change what is asked for").click()
+    page.get_by_label("Pool", exact=True).select_option("avg")
+    video = io.BytesIO()
+    np.save(video, np.random.default_rng(0).random((1, 3, 16, 112, 112), dtype=np.float32))
+    response = open_server.http.post(
+        "/v1/models/r3d_18/features?nodes=C4&weights=random&pool=avg",
+        content=video.getvalue(),
+        headers={"accept": "application/x-safetensors", "content-type": "application/x-npy"},
+    )
+    pooled = safetensors.numpy.load(response.content)["C4"]
+    size = f"{pooled.nbytes / 1000:.3g} kB"
+    page.get_by_text(f"For one input: C4: {TIMES.join(map(str, pooled.shape))}; {size}").wait_for()
