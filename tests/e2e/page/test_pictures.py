@@ -130,3 +130,23 @@ def test_maps_are_as_large_as_one_likes(open_server, visit):
     until(page, f"document.querySelector('.stage').clientWidth > {before * 1.4}")
     page.keyboard.press("Escape")
     until(page, f"document.querySelector('.stage').clientWidth < {before * 1.4}")
+
+
+@pytest.mark.exhaustive
+def test_zero_is_at_its_colour_and_over_no_other_number(open_server, visit):
+    page = visit(open_server.url).go()
+    boxes = """async ([low, high]) => {
+        const { legend } = await import("/page/legend.js")
+        const bar = legend({ low, high })
+        bar.style.width = "200px"
+        document.body.append(bar)
+        return [...bar.children].map((part) => part.getBoundingClientRect()).map(({ left, right }) => [left, right])
+    }"""
+    for low, high in ((-0.2167, 1), (-1, 0.0345), (-5.123, 7.5), (-1.23e-7, 4.56e-3), (-4.56e-3, 1.23e-7)):
+        (start, end), least, zero, most = page.evaluate(boxes, [low, high])
+        assert least[0] == start
+        assert most[1] == pytest.approx(end, abs=1)
+        assert least[1] <= zero[0] < zero[1] <= most[0] + 1
+        if low == -5.123:
+            at = start + 200 * -low / (high - low)
+            assert sum(zero) / 2 == pytest.approx(at, abs=2)
