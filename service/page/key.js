@@ -18,7 +18,12 @@ export function storedKey() {
 export function showKeyButton() {
   const button = byId("key-button")
   button.hidden = false
-  button.onclick = () => askForKey("", false).then(() => location.reload())
+  button.onclick = changeKey
+}
+
+/** Ask for another key than the one that is kept. */
+export function changeKey() {
+  askForKey("", false).then(() => location.reload())
 }
 
 /**

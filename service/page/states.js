@@ -2,6 +2,7 @@
 
 import { Problem } from "./api.js"
 import { h } from "./dom.js"
+import { changeKey, storedKey } from "./key.js"
 
 /** When the reason for waiting is shown, in milliseconds. */
 const LONG = 4000
@@ -43,8 +44,9 @@ export function failure(error, ...actions) {
 /** @param {unknown} error */
 export const reason = (error) => (error instanceof Error ? error.message : String(error))
 
-/** To try again; where weights are missing, with random ones. @param {unknown} error @param {() => void} again @param {() => void} untrained @returns {Action[]} */
+/** To try again; where weights are missing, with random ones; with another key where this one does not allow it. @param {unknown} error @param {() => void} again @param {() => void} untrained @returns {Action[]} */
 export function retries(error, again, untrained) {
+  if (error instanceof Problem && error.status === 403 && storedKey()) return [["Use another key", changeKey]]
   const missing = error instanceof Problem && error.type.endsWith("/weights-unavailable")
   return [["Try again", again], ...(missing ? [/** @type {Action} */ (["Use random weights", untrained])] : [])]
 }

@@ -14,6 +14,7 @@ import torchvision
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import photos
+from service.http.access.keys import make
 from tests.e2e.page.conftest import MODELS
 from tests.e2e.page.seen import (
     CHELSEA,
@@ -284,6 +285,23 @@ def test_a_server_with_keys_asks_for_one(locked_server, visit):
     page.reload()
     shown_channels(page)
     assert page.evaluate("[Object.keys(localStorage).length, document.cookie]") == [0, ""]
+
+
+@pytest.mark.exhaustive
+def test_another_key_can_be_used_where_one_does_not_allow_a_request(start, visit, tmp_path):
+    keys = [make(scope, scope) for scope in ("read", "admin")]
+    file = tmp_path / "keys"
+    file.write_text("".join(key.line + "\n" for key, _ in keys))
+    server = start(models="squeezenet1_1", api_keys_file=file)
+    page = visit(server.url).go("m=squeezenet1_1&n=features.3&w=random")
+    for _, secret in keys:
+        page.get_by_role("textbox", name="Key").fill(secret)
+        page.get_by_role("button", name="Use this key").click()
+        if secret != keys[-1][1]:
+            page.locator(".failure", has_text="Forbidden").wait_for()
+            assert page.locator(".failure button").all_inner_texts() == ["Use another key"]
+            page.locator(".failure button").click()
+    shown_channels(page)
 
 
 @pytest.mark.exhaustive
