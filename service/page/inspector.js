@@ -131,7 +131,8 @@ export class Inspector {
       if (edits.length) pairs.push({ photo: first, name, edits })
       if (place.p2) pairs.push({ photo: await photoOf(place.p2), name })
       if (place.n2 && !comparesModels(place)) pairs.push({ photo: first, name: place.n2 })
-      const known = (/** @type {Model} */ other) => this.#offerOthers(model, place, other)
+      /** @type {import("./comparison.js").Other} */ const computed = { model: null }
+      const known = (/** @type {Model} */ other) => this.#offerOthers(model, this.#place, computed.model = other)
       const compared = otherOutput(model, place, first, (one) => this.runs(one), known, stop.signal)
       compared.catch(() => {}) // where the first fails, nothing waits for it
       const [attention, ...answers] = await Promise.all([attentionNodes(model),
@@ -155,7 +156,8 @@ export class Inspector {
       const soon = await Promise.race([compared, new Promise((resolve) => setTimeout(resolve, PROGRESS_DELAY))])
       if (soon !== undefined) return await arrive(soon)
       const what = `Computing ${place.n2 ?? name} of ${place.m2 || model.name}${place.w2 ? ` ${place.w2}` : ""}`
-      const [other] = await Promise.all([compared, arrive({ model: null, waiting: this.#progress(what) })])
+      computed.waiting = this.#progress(what)
+      const [other] = await Promise.all([compared, arrive(computed)])
       await arrive(other)
     } catch (error) {
       if (stop.signal.aborted) return

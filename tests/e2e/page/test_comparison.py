@@ -115,7 +115,7 @@ def test_the_other_models_choices_stay_where_a_view_is_chosen_while_it_is_comput
     page.locator(".stage").wait_for()
     page.get_by_role("button", name="Heat-map").click()
     page.locator('.stage[aria-label^="Heat-map"]').wait_for()
-    until(page, "!document.querySelector('[aria-label=\"Weights to compare with\"]')")
+    page.get_by_label("Weights to compare with").wait_for()
     held[0].continue_()
     page.locator('.stage[aria-label*=" of squeezenet1_1 "]').wait_for()
     page.get_by_label("Weights to compare with").wait_for()
