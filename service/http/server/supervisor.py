@@ -35,8 +35,8 @@ _PARENT_SECONDS = 1.0
 _EARLY_SECONDS = 10.0
 """Age in seconds below which the end of a server process is early: the next one may end as soon."""
 
-_SHORTEST, _LONGEST = 1.0, 60.0
-"""Bounds on the seconds after which the second and later ones of processes that end early are replaced. Each leaves a
+_MIN_DELAY, _MAX_DELAY = 1.0, 60.0
+"""Minimum and maximum seconds before a process that ended early is replaced, from the second in a row on. Each leaves a
 file of its counters, so replacing them without delay would fill the disk."""
 
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
@@ -89,7 +89,7 @@ class Supervised(Process):
 
     Nobody could end it otherwise, and it would keep the port from the next server.
 
-    It blocks SIGHUP, which its supervisor passes on, until the application handles it.
+    It blocks SIGHUP, which its supervisor passes on, until the application handles it; without API keys, for good.
     """
 
     def start(self) -> None:
@@ -145,12 +145,14 @@ class Supervisor(Multiprocess):
                 os.kill(process.pid, signal.SIGHUP)
 
     def keep_subprocess_alive(self) -> None:
+        if self.should_exit.is_set():  # they have ended because of it
+            return
         for place, process in enumerate(self.processes):
             self._seen.setdefault(process, time.monotonic())
             if self._is_replaced(process) and time.monotonic() >= self._replacement_due(process):
                 process.kill()  # closes its pipe
                 process.join()
-                delay = min(max(2 * self._delays[process], _SHORTEST), _LONGEST)
+                delay = min(max(2 * self._delays[process], _MIN_DELAY), _MAX_DELAY)
                 process = self.processes[place] = Supervised(self.config, self.sockets)
                 self._delays[process] = delay
                 process.start()

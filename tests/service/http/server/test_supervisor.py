@@ -92,6 +92,7 @@ class Processes:
                 env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "no_proxy": "127.0.0.1"},
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
 
     def answering(self) -> set[int]:
@@ -149,6 +150,20 @@ def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Pa
         until(lambda: len(server.answering()) == 2)
         server.process.terminate()
         assert server.process.wait(30) == 0
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_processes_that_end_with_their_supervisor_are_not_replaced(tmp_path: Path, forked: bool) -> None:
+    """As by Ctrl-C, which reaches all of them."""
+    server = Processes(tmp_path, forked)
+    try:
+        until(lambda: len(server.answering()) == 2)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert server.log.read_text() == ""
     finally:
         server.process.kill()
 
