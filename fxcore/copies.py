@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
-REGISTRIES = ("_parameters", "_buffers", "_modules")
-"""Attributes of modules that hold registered tensors and submodules."""
-
+# Attributes of modules that hold registered tensors and submodules.
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
@@ -60,12 +59,22 @@ def shallow_copy(model: nn.Module) -> nn.Module:
     """
     made: nn.Module = object.__new__(type(model))
     for key, value in vars(model).items():
-        if key in REGISTRIES or key.endswith(_HOOKS):
+        if is_copied(key):
             value = copy.copy(value)
         elif isinstance(value, MethodType) and value.__self__ is model:
             value = MethodType(value.__func__, made)  # model.forward = MethodType(...)
         made.__dict__[key] = value
     return made
+
+
+def is_copied(attribute: str) -> bool:
+    """Return whether :func:`shallow_copy` copies the dictionary in ``attribute``, rather than share it."""
+    return attribute in _REGISTERED or is_hooks(attribute)
+
+
+def is_hooks(attribute: str) -> bool:
+    """Return whether a module's ``attribute`` is a dictionary of hooks."""
+    return attribute.endswith(_HOOKS)
 
 
 def private_copy(model: nn.Module, copies: dict[nn.Module, nn.Module] | None = None) -> nn.Module:

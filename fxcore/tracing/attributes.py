@@ -7,17 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from fxcore.copies import REGISTRIES
+from fxcore.copies import is_copied, is_hooks
 
 _KINDS = (dict, list, set)
 
 
 class Attributes:
-    """The attributes of a model's modules, and the contents of dictionaries, lists and sets in them, hooks included.
+    """The attributes of a model's modules, and the contents of dictionaries, lists and sets in them.
 
     A model that is traced stores traced values in them. Private copies of a model share its dictionaries, lists and
-    sets, so the model itself, and the next trace, would read those values. A model that registers hooks in its first
-    call, and notes that it has, would register them again in each further attempt to trace it.
+    sets, so the model itself, and the next trace, would read those values.
 
     >>> model = nn.ReLU()
     >>> model.seen, model.last = {}, None
@@ -36,8 +35,10 @@ class Attributes:
             for state in (part._parameters, part._buffers)
             if isinstance(state, dict)  # TorchScript's are not
         ]
-        plain = [value for held, _ in self._modules for key, value in held.items() if key not in REGISTRIES]
+        values = [(key, value) for held, _ in self._modules for key, value in held.items()]
+        plain = [value for key, value in values if not is_copied(key)]
         self._containers = {id(held): (held, _copied(held)) for value in plain for held in _containers(value)}
+        self._hooks = [(hooks, dict(hooks)) for key, hooks in values if is_hooks(key)]
 
     def assigned(self) -> Iterator[tuple[str, Any]]:
         """Yield the names of parameters and buffers that are others now, and these."""
@@ -58,6 +59,14 @@ class Attributes:
             state.update(before)
         for held, before in self._containers.values():
             _restore(held, before)
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks that the forward registered: the next trace of a model registers them again.
+
+        Those of a successful trace stay, since the graph calls modules that have them.
+        """
+        for hooks, before in self._hooks:
+            _restore(hooks, before)
 
 
 def _containers(value: Any) -> Iterator[Any]:

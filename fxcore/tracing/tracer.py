@@ -356,6 +356,7 @@ def record(
                 constants = {str(node.target) for node in graph.find_nodes(op="get_attr")}
                 break
             except Exception as error:
+                before.remove_hooks()
                 path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
                 held = any(True for _ in root.buffers()) if isinstance(root, nn.Module) else False
                 if failed is None and held and not isinstance(error, StateWrite):

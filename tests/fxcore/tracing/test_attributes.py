@@ -103,6 +103,31 @@ def test_hooks_that_a_forward_registers_are_registered_once() -> None:
         torch.testing.assert_close(found, model(x))
 
 
+class Doubling(nn.Module):
+    """Has its layer doubled by a hook that its first call registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.layer.register_forward_hook(lambda module, given, output: output * 2)
+            self.hooked = True
+        made: Tensor = self.layer(x)
+        return made
+
+
+def test_hooks_that_a_forward_registers_at_leaves_stay_there() -> None:
+    model = Doubling().eval()
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        found = fxcore.trace(model)(x)
+        assert not model.layer._forward_hooks
+        torch.testing.assert_close(found, model(x))
+
+
 def test_modules_that_become_leaves_start_afresh() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Positions(), nn.Linear(4, 4)).eval()
     other = nn.Sequential(nn.Linear(4, 4), Positions(), nn.Linear(4, 4)).eval()
