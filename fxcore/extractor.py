@@ -182,10 +182,11 @@ def build_extractor(
 
     Args:
         graph: the model's graph; it is not changed.
-        model: a model from :func:`fxcore.models.weights.load_model`, possibly moved and cast. The module shares its
-            parameters and modules; backends fold them once for all extractors over a model.
+        model: a model from :func:`fxcore.models.weights.load_model`, possibly moved, and possibly with its tensors of
+            the entry's dtype cast. The module shares its parameters and modules; backends fold them once for all
+            extractors over a model.
         return_nodes: exact node names by key, from :meth:`ModelGraph.resolve`.
-        dtype: the floating-point dtype that ``model`` was cast to.
+        dtype: the floating-point dtype that these tensors were cast to.
         any_size: whether inputs vary in size, so that the described outputs have no fixed size; by default determined
             by the model's own preprocessing. With ``inputs``, determined by whether their maps may have any size.
         inputs: exact names of the nodes to start from, by key, from :meth:`ModelGraph.resolve`; by default the model's

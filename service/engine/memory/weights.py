@@ -97,8 +97,11 @@ class ModelStore:
     def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, precision = key
         module = load_model(entry, weights, self._weights_dir)
-        if self._device.type != "cpu" or precision != "float32":
-            module.to(self._device, precision_dtype(entry, precision))
+        dtype = precision_dtype(entry, precision)
+        for tensor in tensors_of(module):
+            if tensor.dtype == entry.dtype:  # others, such as tables in float64, have theirs for a reason
+                tensor.data = tensor.data.to(dtype)
+        module.to(self._device)
         if self._shared is not None:
             share(module, self._file(self._shared, key))
         return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))

@@ -92,6 +92,15 @@ class Converting(Net):
         x = x * torch.rsqrt(size + 1e-6).to(x.dtype)
         return self.second(x.double().cumsum(1).to(x.dtype))
 
+class Scaled(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.1, 2, 8, dtype=torch.float64)[:, None, None])
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second((x * self.scale).to(x.dtype))
+
 class PositionalOnly(Net):
     def forward(self, x, /, mask=None):
         return super().forward(x) if mask is None else x * mask
@@ -115,6 +124,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "float64": ("Net", {"dtype": "float64"}),
     "converting": ("Converting", {}),
     "converting16": ("Converting", {"dtype": "bfloat16"}),
+    "scaled": ("Scaled", {}),
     "positional": ("PositionalOnly", {}),
     "keyword": ("KeywordOnly", {}),
 }
@@ -342,6 +352,20 @@ def test_values_that_a_model_converts_have_the_dtype_that_is_described(
     for key, value in expected.items():
         assert found[key].dtype == value.dtype
         torch.testing.assert_close(found[key], value)
+
+
+def test_tensors_of_another_dtype_than_the_model_s_are_not_cast(own: tuple[Client, ModuleType]) -> None:
+    client, module = own
+    x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    model = reference(module, "scaled")
+    with torch.no_grad():
+        expected = model.first.bfloat16()(x.bfloat16()) * model.scale
+    spec = {"model": "scaled", "return_nodes": ["mul"], "backend": "eager", "precision": "bfloat16"}
+    made = client.post("/v1/extractors?wait=60", json=spec).json()
+    assert [output["dtype"] for output in made["outputs"]] == ["float64"]
+    headers = {"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
+    response = client.post(f"/v1/extractors/{made['id']}/features", content=save({"x": x}), headers=headers)
+    torch.testing.assert_close(load(response.content)["mul"], expected)
 
 
 def test_numpy_has_no_bfloat16_whatever_the_values_have(
