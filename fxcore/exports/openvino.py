@@ -39,13 +39,20 @@ def export_openvino(extractor: Captured) -> bytes:
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})
-    if not extractor.calibration and not has_narrow(extractor.module, extractor.inputs):
+    narrow = has_narrow(extractor.module, extractor.inputs) or _makes_narrow(model)
+    if not extractor.calibration and not narrow:
         _check(extractor, model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
         openvino.save_model(model, path, compress_to_fp16=False)  # compressing the weights is the user's choice
         files = {name: (Path(folder) / name).read_bytes() for name in ("model.xml", "model.bin")}
     return zipped({**files, "extractor.json": extractor.description})
+
+
+def _makes_narrow(model: Any) -> bool:
+    """Return whether an operation of ``model`` makes bfloat16 or float16."""
+    types = {port.get_element_type().get_type_name() for op in model.get_ops() for port in op.outputs()}
+    return bool(types & {"bf16", "f16"})
 
 
 def _check(extractor: Captured, model: Any) -> None:
