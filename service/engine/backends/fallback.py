@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
 
 from fxcore.backends import Lowered
-from fxcore.errors import BadTensor
+from fxcore.errors import BadTensor, summarize
 from service.engine.errors import is_out_of_memory, is_shortage
+
+log = logging.getLogger("fxserve.backends")
+
+_MAX_FAILING = 256
+"""Maximum number of sizes that are remembered as failing."""
 
 
 class Plain:
@@ -29,16 +35,18 @@ class Plain:
 
 
 class Named:
-    """A backend that was requested by name: no other runs the inputs that it does not.
+    """The only backend of an extractor. Inputs that it cannot run are refused.
 
     Args:
         lowered: the backend.
         row_shapes: the row shapes of the usual size.
         any_size: whether ``lowered`` agrees with eager for inputs of other sizes too. It may fail for some.
+        instead: what to ask for to have other sizes computed, for errors.
     """
 
-    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...], any_size: bool) -> None:
+    def __init__(self, lowered: Lowered, row_shapes: tuple[torch.Size, ...], any_size: bool, instead: str) -> None:
         self.lowered = lowered
+        self._instead = instead
         self._row_shapes = row_shapes
         self._any_size = any_size
 
@@ -48,12 +56,15 @@ class Named:
         try:
             return self.lowered(*inputs)
         except Exception as error:
-            if row == self._row_shapes or is_shortage(error):
+            # A lost device is not the input's fault either.
+            if row == self._row_shapes or is_shortage(error) or isinstance(error, torch.AcceleratorError):
                 raise
-            raise BadTensor(
-                f"the backend of this extractor cannot compute inputs of {_shown(row)}; send "
-                f"{_shown(self._row_shapes)}, or ask for backend=auto"
-            ) from error
+            log.warning("a backend cannot compute inputs of %s: %s", _shown(row), summarize(error))
+        # Without the error, whose traceback holds the tensors of the failed forward pass.
+        raise BadTensor(
+            f"the backend of this extractor cannot compute inputs of {_shown(row)}; send {_shown(self._row_shapes)}, "
+            f"or {self._instead}"
+        )
 
     def check(self, row: tuple[tuple[int, ...], ...]) -> None:
         """Check the shape of one row of each input.
@@ -64,7 +75,7 @@ class Named:
         if not self._any_size and row != self._row_shapes:
             raise BadTensor(
                 f"the backend of this extractor only accepts inputs of {_shown(self._row_shapes)}, but the request "
-                f"has {_shown(row)}; send that size, or ask for backend=auto"
+                f"has {_shown(row)}; send that size, or {self._instead}"
             )
 
     def storages(self) -> dict[int, int]:
@@ -101,10 +112,12 @@ class Swapped:
         self._row_shapes = row_shapes
         self._any_size = any_size
         self._failed = failed
+        self._failing: set[tuple[torch.Size, ...]] = set()
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
-        lowered = self._lowered
-        if lowered is None or not (self._any_size or self._is_usual(inputs)):
+        lowered, row = self._lowered, tuple(x.shape[1:] for x in inputs)
+        usual = row == self._row_shapes
+        if lowered is None or row in self._failing or not (self._any_size or usual):
             return self._eager(*inputs)
         try:
             return lowered(*inputs)
@@ -112,13 +125,14 @@ class Swapped:
             if is_out_of_memory(error):
                 raise  # the worker halves the batch
             outputs = self._eager(*inputs)  # if eager fails too, the input is to blame
-            if self._is_usual(inputs):
+            if usual:
                 self._lowered = None
                 self._failed(error)
+            else:
+                log.warning("eager computes inputs of %s, which a faster backend cannot: %s", _shown(row), error)
+                if len(self._failing) < _MAX_FAILING:
+                    self._failing.add(row)
             return outputs
-
-    def _is_usual(self, inputs: tuple[Tensor, ...]) -> bool:
-        return tuple(x.shape[1:] for x in inputs) == self._row_shapes
 
     def storages(self) -> dict[int, int]:
         return self._eager.storages() | (self._lowered.storages() if self._lowered is not None else {})

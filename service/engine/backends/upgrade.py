@@ -145,7 +145,7 @@ class Upgrade:
                 raise int8_refusal(candidate, layers)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
-        self._serve(Named(lowered, reference.row_shapes, candidate.any_size), candidate)
+        self._serve(Named(lowered, reference.row_shapes, candidate.any_size, instead), candidate)
         if layers is not None:
             runtime.layers = worst(layers)
         return spec.precision == "int8" and layers is None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxcore.backends import Lowered
 from fxcore.edits import stacked
-from fxcore.errors import FxError, summarize
+from fxcore.errors import BadTensor, summarize
 from fxcore.extractor import OutputInfo
 from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
@@ -171,7 +171,7 @@ class DeviceWorker:
         except Exception as raised:
             # The traceback, which log handlers may keep, holds every tensor of the failed forward pass. Drop it when
             # memory is short. Errors for the client need none.
-            wanted = not (is_out_of_memory(raised) or isinstance(raised, FxError))
+            wanted = not (is_out_of_memory(raised) or isinstance(raised, BadTensor))
             log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
             error = raised.with_traceback(None)
         if error is None:
@@ -313,9 +313,9 @@ def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
 
 
-def _error_for(error: BaseException, out_of_memory: bool) -> FxError | Problem:
+def _error_for(error: BaseException, out_of_memory: bool) -> BadTensor | Problem:
     """Return the error for a request whose rows failed with ``error``."""
-    if isinstance(error, FxError | Problem):
+    if isinstance(error, BadTensor):
         return error
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
