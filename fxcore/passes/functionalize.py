@@ -14,13 +14,14 @@ from fxcore.passes.memory_formats import ignore_memory_formats
 from fxcore.tracing.names import PATH, public_name
 from fxcore.tracing.writes import IN_PLACE_OPERATORS, ON_COPY, memory_of, mutated_argument, pure_target, written
 
-_BOOLEAN = frozenset(
+_CONVERTING = frozenset(
     (
         *("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "less", "less_equal", "greater", "greater_equal"),
         *("logical_and", "logical_or", "logical_xor", "logical_not"),
+        *("cumsum", "cumprod"),
     )
 )
-"""Operations whose out-of-place form returns booleans for any operands."""
+"""Operations whose out-of-place form returns booleans for any operands, or 64-bit integers for smaller ones."""
 
 _OF_VALUE = ("value", "carries", "rows", "axes")
 """Keys in ``node.meta`` that describe a node's value, see :func:`fxcore.graph.annotate.annotate`."""
@@ -145,7 +146,7 @@ class _Functionalizer:
             return False
         before = self.aliases.current(base)
         operands = [m for m in node.all_input_nodes if m is not before and m.meta.get("carries") is not False]
-        keeps_dtype = not _same_dtype([before, *operands]) or getattr(target, "__name__", target) in _BOOLEAN
+        keeps_dtype = not _same_dtype([before, *operands]) or getattr(target, "__name__", target) in _CONVERTING
         if keeps_dtype and node.op != "call_module" and target is not written:
             # An in-place operation keeps the dtype of the overwritten tensor, whatever the dtype of the other operand.
             with self.graph.inserting_before(node):

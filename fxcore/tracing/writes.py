@@ -331,8 +331,11 @@ def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.target is operator.getitem:
         index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         # Indexing with a tensor, a list or a bool makes a copy.
-        return len(node.all_input_nodes) == 1 and not any(isinstance(item, (list, bool)) for item in index)
+        numbers = all(is_number(item) for item in node.all_input_nodes if item is not node.args[0])
+        return numbers and not any(isinstance(item, (list, bool)) for item in index)
     name = operation_name(node)
+    if name == "unfold":
+        return node.op == "call_method"  # the function copies patches of images
     if node.op == "call_function" and name in _DROPPING:
         given = dict(zip(("input", "p", "training"), node.args, strict=False)) | dict(node.kwargs)
         return given.get("training", _DROPPING[name]) is False or bool(given.get("p") == 0)

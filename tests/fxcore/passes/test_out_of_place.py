@@ -53,6 +53,26 @@ def compared_in_place(y: Tensor) -> Tensor:
     return y + mask + mask + (y * 2).logical_not_() * 3 + mask.mean(1, keepdim=True)
 
 
+def base_of_a_slice_by_a_computed_size(y: Tensor) -> Tensor:
+    half = y.size(2) // 2
+    y[:, :, :half].mul_(3)
+    part = y[:, y.size(1) // 2]
+    part += 1
+    return y
+
+
+def base_of_windows(y: Tensor) -> Tensor:
+    y.unfold(2, 2, 2).mul_(3)
+    return y
+
+
+def summed_in_place(y: Tensor) -> Tensor:
+    """An in-place sum keeps the dtype."""
+    counts = (y > 0).int()
+    counts.cumsum_(1)
+    return y * (counts // 2) + counts.to(torch.int8)
+
+
 def base_of_a_slice_of_a_slice(y: Tensor) -> Tensor:
     y[:, 1:][:, :, 3:].add_(1)
     return y
@@ -216,6 +236,9 @@ KNOWN: list[Callable[[Tensor], Tensor]] = [
     augmented_slices,
     assigned_items,
     base_of_a_slice,
+    base_of_a_slice_by_a_computed_size,
+    base_of_windows,
+    summed_in_place,
     base_of_a_slice_of_a_slice,
     base_of_a_flattened_one,
     flattened_before,
@@ -385,3 +408,10 @@ def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
     assert [n.op for n in folded.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
     with torch.no_grad():
         assert torch.equal(folded(image())["add"], model(image()))
+
+
+def test_sums_of_integers_keep_their_type() -> None:
+    pure = out_of_place(trace(lambda x: x.int().cumsum_(1)))
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    assert torch.equal(pure(x), x.int().cumsum_(1))
+    assert pure(x).dtype == torch.int32
