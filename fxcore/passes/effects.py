@@ -27,7 +27,7 @@ _RANDOM = {
 _OVERLOAD, _OVERLOAD_PACKET = type(torch.ops.aten.relu.default), type(torch.ops.aten.relu)
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # Functions that return uninitialised memory, which counts as random.
-UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new", "new_empty", "new_empty_strided"}
 
 # Modules whose functions have no side effects; torch's builtins have no module name.
 _TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")

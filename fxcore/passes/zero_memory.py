@@ -40,7 +40,7 @@ _FUNCTIONS: dict[Any, Any] = {
 
 
 def zero_memory(graph: fx.Graph) -> None:
-    """Replace ``empty``, ``empty_like``, ``new_empty`` and their variants with functions that fill with zeros.
+    """Replace ``empty``, ``empty_like``, ``new_empty``, ``new`` and variants with functions that fill with zeros.
 
     The graph is changed in place. Nodes keep their names.
 
@@ -53,7 +53,7 @@ def zero_memory(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in _FUNCTIONS:
             in_format = node.target is torch.empty and "memory_format" in node.kwargs
             node.target = zeros_in_format if in_format else _FUNCTIONS[node.target]
-        elif node.op == "call_method" and node.target == "new_empty":
+        elif node.op == "call_method" and (node.target == "new_empty" or _is_new(node)):
             node.target = "new_zeros"
         elif node.op == "call_method" and node.target == "new_empty_strided":
             node.op, node.target = "call_function", new_zeros_strided
@@ -61,3 +61,9 @@ def zero_memory(graph: fx.Graph) -> None:
             continue
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != "pin_memory"}
         node.meta[ZEROED] = True
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Return whether ``node`` is ``tensor.new(sizes)``; ``new`` also takes values."""
+    sizes = node.args[1:]
+    return node.target == "new" and bool(sizes) and all(isinstance(size, (int, fx.Node)) for size in sizes)

@@ -45,6 +45,7 @@ class Partial(nn.Module):
         lambda x: torch.empty_permuted(x.shape, (0, 2, 3, 1)),
         lambda x: torch.empty_strided(x.shape, (3072, 1024, 32, 1)),
         lambda x: x.new_empty(x.shape, pin_memory=False),
+        lambda x: x.new(x.shape[0], 3, 32, 32),
         lambda x: x.new_empty_strided(x.shape, (3072, 1024, 32, 1)),
     ],
 )
