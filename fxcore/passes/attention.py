@@ -86,7 +86,8 @@ def scaled_dot_product_weights(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return scores.softmax(-1)
+    # Queries that may attend to no key attend to none, as in torch.
+    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
 
 
 def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import VisionTransformer
 from torchvision.models.swin_transformer import shifted_window_attention
 
 from fxcore import trace
+from fxcore.passes.attention import scaled_dot_product_weights
 from fxcore.transforms import applied, attention_maps
 from tests.fxcore.model_list import each, filled, small_input
 
@@ -119,3 +121,14 @@ def test_window_attention_made_of_its_weights(batch: int) -> None:
     mixed = (weights @ values).transpose(2, 3).reshape(batch, 4, 4, 6) @ proj.T
     image = mixed.view(batch, 2, 2, 2, 2, 6).permute(0, 1, 3, 2, 4, 5).reshape(batch, 4, 4, 6)
     assert torch.allclose(image, found["out"], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+def test_queries_that_may_attend_to_no_key_attend_to_none(kind: torch.dtype) -> None:
+    query, key, value = torch.randn(3, 2, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril(-1)
+    mask = allowed if kind == torch.bool else torch.zeros(5, 5).masked_fill(~allowed, -torch.inf)
+    weights = scaled_dot_product_weights(query, key, value, attn_mask=mask)
+    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert not expected[:, :, 0].any()
+    torch.testing.assert_close(weights @ value, expected)
