@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import OutputErrors, output_errors
 from fxcore.copies import shallow_copy
+from fxcore.int8.calls import pass_positionally
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.passes.base import fork
@@ -96,6 +97,7 @@ def layer_errors(
         per_channel: whether weights have a scale per output channel instead of one per tensor.
     """
     graph = inline_leaves(fork(module))
+    pass_positionally(graph)
     with torch.no_grad():
         floats = _values(graph, rows)
         alone = _Rounded(graph, roundings, per_channel, floats, alone=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fxcore import trace
@@ -93,3 +94,18 @@ def test_what_other_threads_run_meanwhile_is_never_rounded() -> None:
     assert found[0].relative > 0
     assert seen
     assert all(seen)
+
+
+def test_weights_given_by_name_are_rounded_too() -> None:
+    class Named(nn.Module):
+        def __init__(self, named: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight, self.named = nn.Parameter(torch.randn(8, 4)), named
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(input=x, weight=self.weight) if self.named else F.linear(x, self.weight)
+
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    named, positional = (simulated(trace(Named(by)), [(x,)]) for by in (True, False))
+    assert [layer.sqnr for layer in named] == [layer.sqnr for layer in positional]
