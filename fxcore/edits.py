@@ -237,8 +237,8 @@ class PlannedFactors:
             active = tuple(at for at, one in enumerate(self._edits) if one.images is None or row in one.images)
             self._of_rows.append(patterns.setdefault(active, len(patterns)))
         self._patterns = list(patterns)
-        # Factors are computed in float32, whatever the dtype.
-        itemsize = 4 if dtype == torch.float32 else 4 + dtype.itemsize
+        self._computed_in = torch.promote_types(dtype, torch.float32)
+        itemsize = self._computed_in.itemsize + (dtype.itemsize if dtype != self._computed_in else 0)
         self.bytes = 2 * len(self._patterns) * math.prod(self._shape[1:]) * itemsize
 
     def make(self) -> Factors:
@@ -248,7 +248,7 @@ class PlannedFactors:
             BadEdit: several edits together exceed the range of the dtype.
         """
         shape = (len(self._patterns), *self._shape[1:])
-        scales, shifts = torch.ones(shape), torch.zeros(shape)
+        scales, shifts = (make(shape, dtype=self._computed_in) for make in (torch.ones, torch.zeros))
         for at, one in enumerate(self._edits):
             mask, scale, shift = one.factors(self._shape, self._node.channel_dim)
             for place, active in enumerate(self._patterns):
@@ -316,8 +316,10 @@ class _Selected:
         if not isinstance(numbers, list):
             return numbers
         assert channel_dim is not None
-        along = torch.zeros(self._full[channel_dim])
-        along[self._channels if self._channels is not None else slice(None)] = torch.tensor(numbers)
+        along = torch.zeros(self._full[channel_dim], dtype=torch.float64)
+        along[self._channels if self._channels is not None else slice(None)] = torch.tensor(
+            numbers, dtype=torch.float64
+        )
         return _along(along, channel_dim, ndim)
 
 

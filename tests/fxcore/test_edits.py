@@ -344,3 +344,11 @@ def test_what_is_known_of_windows_is_advised(swin: tuple[ModelGraph, nn.Module])
         said = f"unknown which {axis} in '{node}', which is 4 x 16 x 8; select channels, or scale or shift the whole"
         with pytest.raises(BadEdit, match=said):
             extractor.factors([Edit(node, **selected)], images(graph, 1))
+
+
+def test_factors_of_doubles_are_doubles() -> None:
+    [node] = resnet("layer1")[0].edited
+    edits = [Edit("layer1", scale=0.1), Edit("layer1", channels=[1], shift=[1e300])]
+    made = PlannedFactors(node, edits, 1, [1, 64, 4, 5], dtype=torch.float64).make()
+    assert made.scales.unique().tolist() == [0.1]
+    assert made.shifts.unique().tolist() == [0, 1e300]
