@@ -149,14 +149,13 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
 
 
 def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", *packages)}
     digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
     for name, child in module.named_modules():  # the code, and settings of the modules it calls (kernel size, eps …)
         digest.update(f"{name} {_stable_repr(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
     for tensor in [*tensors_of(module), *inputs]:
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{list(value.shape)} {value.dtype}".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().data)
+        digest.update(f"{list(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(_bytes(tensor))
     return digest.hexdigest()[:24]
 
 
@@ -168,14 +167,16 @@ def _configured(module: nn.Module) -> str:
 
 
 def _stable_repr(value: object) -> str:
-    """Return text for ``value`` that is the same in every process: plain values and containers in full, other objects
-    by type only."""
+    """Return text for ``value`` that is the same in every process: plain values, tensors and containers in full, other
+    objects by type only."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, enum.Enum):
         return f"{name}.{value.name}"
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{name}{list(value.shape)}{value.dtype}{hashlib.sha256(_bytes(value)).hexdigest()}"
     if isinstance(value, Mapping):
         return f"{name}{[(_stable_repr(key), _stable_repr(one)) for key, one in value.items()]}"
     if isinstance(value, (list, tuple)):
@@ -187,6 +188,10 @@ def _stable_repr(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{name}{_stable_repr(vars(value))}"
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', name)}"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _processor() -> str:

@@ -53,8 +53,8 @@ class WeakCache(Generic[T]):
             return value
 
 
-# Keys are weak references to the folded modules. They do not keep a dropped model alive, and, unlike ids, a dead
-# reference never equals the reference to a new module at the same address.
+# Keys are weak references to the folded modules, and the states of their tensors. The references do not keep a dropped
+# model alive, and, unlike ids, a dead one never equals the reference to a new module at the same address.
 _folds: WeakCache[nn.Module] = WeakCache()
 # Keys are (hash of the values, shape, dtype, device).
 _parameters: WeakCache[nn.Parameter] = WeakCache()
@@ -119,7 +119,13 @@ def _retarget(module: fx.GraphModule, node: fx.Node, called: nn.Module | None) -
 def _shared_fold(first: nn.Module, norm: nn.BatchNorm2d | None = None) -> nn.Module | None:
     """Return the shared module that replaces ``first`` and ``norm``; None if nothing can be folded or packed."""
     sources = (first,) if norm is None else (first, norm)
-    return _folds.get_or_make(tuple(map(weakref.ref, sources)), lambda: _fold(first, norm))
+    states = tuple(_state(tensor) for source in sources for tensor in (*source.parameters(), *source.buffers()))
+    return _folds.get_or_make((*map(weakref.ref, sources), states), lambda: _fold(first, norm))
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of ``tensor``, and the number of writes to it: a model may be trained between two folds."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _fold(first: nn.Module, norm: nn.BatchNorm2d | None) -> nn.Module | None:

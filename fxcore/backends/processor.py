@@ -19,7 +19,7 @@ CPUINFO = Path("/proc/cpuinfo")
 @cache
 def computes_bfloat16() -> bool:
     """Return whether the processor computes in bfloat16, as Intel does since Sapphire Rapids and AMD since Zen 4."""
-    return not _BFLOAT16.isdisjoint(_instructions())
+    return not _BFLOAT16.isdisjoint(instructions())
 
 
 @cache
@@ -28,10 +28,11 @@ def adds_int8_products_exactly() -> bool:
 
     Other x86 processors add pairs of products in 16 bits, which overflows.
     """
-    return not _INT8.isdisjoint(_instructions())
+    return not _INT8.isdisjoint(instructions())
 
 
-def _instructions() -> set[str]:
+def instructions() -> set[str]:
+    """Return the names of the processor's instruction sets, as Linux or torch spell them."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in torch 2.11
     if capabilities is not None:
         return {name for name, has in capabilities().items() if has}

@@ -74,6 +74,7 @@ def key_of(model: nn.Module) -> str:
         (lambda: kept(by={"a": 1}), lambda: kept(by={"a": True})),
         (lambda: kept(config=Config()), lambda: kept(config=Config(0.25))),
         (lambda: kept(dtype=torch.float32), lambda: kept(dtype=torch.float64)),
+        (lambda: kept(scale=torch.tensor(2.0)), lambda: kept(scale=torch.tensor(3.0))),
     ],
 )
 def test_layers_that_are_configured_otherwise(one: Callable[[], nn.Module], other: Callable[[], nn.Module]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxcore import build_extractor, get_model, load_model, model_graph
+from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
@@ -219,3 +219,16 @@ def test_functions_of_torch_make_new_memory() -> None:
     for function in (torch.matmul, operator.add, operator.matmul, F.linear, torch.sub, torch.mul):
         module = fx.symbolic_trace(applied_then_relu(function, weight))
         assert activations_in_place(module) == 1, function
+
+
+def test_what_was_folded_before_the_weights_changed_is_not_used_again() -> None:
+    torch.manual_seed(0)
+    model, other = (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)).eval() for _ in range(2))
+    x = torch.randn(1, 3, 8, 8)
+    module = trace(model)
+    before = BACKENDS["eager"].lower(module, (x,), Options())
+    model.load_state_dict(other.state_dict())
+    after = BACKENDS["eager"].lower(module, (x,), Options())
+    with torch.no_grad():
+        torch.testing.assert_close(after(x), other(x), rtol=1e-4, atol=1e-5)
+    assert before is not after
