@@ -240,8 +240,10 @@ def extract(
     try:
         response = yield from _send_rebuilding(ref, send, retry_policy)
     except ImageProblem as problem:
-        problem.shift_index(part.start)
-        raise
+        if "index" in problem.extra or part.rows == 1:
+            problem.shift_index(part.start)
+            raise
+        rows = part.rows // 2  # the regions of all its images are too many together
     except TooLarge as problem:
         if part.rows == 1 or isinstance(problem, ImageTooLarge):
             raise

@@ -306,6 +306,19 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
     assert assembly.arrays()["a"].tolist() == list(range(8))
 
 
+def test_regions_that_are_too_many_together_are_sent_in_smaller_requests():
+    [part] = split_call([bytes([n]) for n in range(4)], 16, MB)
+    assembly = Assembly(4)
+    responses = [refusal(422, "bad-mask"), features(a=np.arange(2)), features(a=np.arange(2, 4))]
+    taken, error = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), responses)
+    assert error is None
+    assert sum(isinstance(step, Send) for step in taken) == 3
+    assert assembly.arrays()["a"].tolist() == [0, 1, 2, 3]
+    _, error = steps(flows.extract(REF, part, {}, Assembly(4), RetryPolicy(60, 0)), [refusal(422, "bad-mask", index=2)])
+    assert isinstance(error, exceptions.BadMask)
+    assert error.index == 2
+
+
 def described(id="x", fingerprint="f"):
     document = {"id": id, "fingerprint": fingerprint, "state": "ready"}
     return Response(201, httpx.Headers(), np.frombuffer(json.dumps(document).encode(), np.uint8))
