@@ -328,6 +328,8 @@ class Engine:
 
         See :func:`service.engine.requests.attributing.attribute`.
         """
+        if (trouble := self.device_trouble()) is not None:
+            raise NotReady(trouble)
         with self.admission.enter(reservation.client, reservation) as ticket:
             async with self.runtimes.use(record) as runtime:
                 most = self.settings.max_response_bytes

@@ -6,7 +6,7 @@ import errno
 
 import torch
 
-from fxcore.errors import FxError, summarize
+from fxcore.errors import BadTensor, FxError, summarize
 from service.problems import ComputeFailed, NotReady, Problem
 
 # Messages of torch's CPU allocator, of the system, and of CUDA outside torch's allocator.
@@ -38,6 +38,15 @@ def is_shortage(error: BaseException | None) -> bool:
 def shortage(error: BaseException) -> NotReady:
     """Return the problem for a request that failed because of the shortage ``error``."""
     return NotReady(f"the system is short of threads or memory: {summarize(error)}")
+
+
+def failure(error: BaseException) -> BadTensor | Problem:
+    """Return the error for a request on whose rows the model failed with ``error``."""
+    if isinstance(error, BadTensor | Problem):
+        return error
+    if is_shortage(error):
+        return shortage(error)
+    return ComputeFailed(f"the model failed on this request: {summarize(error)}", error=summarize(error))
 
 
 def as_exception(error: BaseException) -> Exception:

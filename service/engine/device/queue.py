@@ -20,7 +20,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from service.engine.device.job import Item
+from service.engine.device.job import Item, Job
 from service.engine.errors import as_exception
 from service.problems import NotReady
 
@@ -109,6 +109,15 @@ class Queue:
                     return work
                 self._changed.wait()
             return None
+
+    def discard(self, job: Job) -> None:
+        """Drop the waiting items of ``job``, and with them their memory."""
+        with self._changed:
+            for key, queue in list(self._queues.items()):
+                if any(item.job is job for item in queue):
+                    left = self._queues[key] = deque(item for item in queue if item.job is not job)
+                    if not left:
+                        del self._queues[key]
 
     def close(self, reason: NotReady) -> None:
         """Fail all waiting and all future work with ``reason``."""

@@ -24,12 +24,12 @@ from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
-from service.engine.errors import is_out_of_memory, is_shortage, shortage
+from service.engine.errors import failure, is_out_of_memory
 from service.engine.rows.shapes import by_image
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import compute_on
 from service.observability.metrics import Metrics
-from service.problems import ComputeFailed, NotReady, OutOfMemory, Problem
+from service.problems import NotReady, OutOfMemory, Problem
 
 log = logging.getLogger("fxserve.worker")
 
@@ -127,6 +127,7 @@ class DeviceWorker:
                 error = work.run()
                 if error is not None and self._is_lost(error):
                     raise error
+                error = None  # its traceback holds the task's tensors
             else:
                 self._batch = work
                 self._serve(work)
@@ -315,10 +316,6 @@ def _rows(items: Sequence[Item]) -> int:
 
 def _error_for(error: BaseException, out_of_memory: bool) -> BadTensor | Problem:
     """Return the error for a request whose rows failed with ``error``."""
-    if isinstance(error, BadTensor):
-        return error
     if out_of_memory:
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
-    if is_shortage(error):
-        return shortage(error)
-    return ComputeFailed(f"the model failed on this request: {summarize(error)}", error=summarize(error))
+    return failure(error)

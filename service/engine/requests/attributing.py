@@ -17,6 +17,7 @@ from fxcore.extractor import OutputInfo
 from fxcore.graph.axes.layout import TOKENS
 from service.choices import Attribution
 from service.engine.device.queue import Queue
+from service.engine.errors import failure
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
 from service.problems import DeadlineExceeded, ResponseTooLarge
@@ -113,9 +114,12 @@ async def attribute(
             await ticket.turn()
             if time.monotonic() > deadline:
                 raise DeadlineExceeded()
-            seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))
-        parts.append(part)
-    attributed, targets = ([getattr(part, name) for part in parts] for name in ("attributed", "targets"))
+            try:
+                seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))
+            except Exception as error:
+                raise failure(error) from error
+        parts.append((part.attributed, part.targets))  # not the part, which holds its values on the device
+    attributed, targets = zip(*parts, strict=True)
     if len(parts) == 1:
         return Attributed(attributed[0], targets[0], seconds * 1000)
     return Attributed(await asyncio.to_thread(torch.cat, attributed), torch.cat(targets), seconds * 1000)

@@ -96,7 +96,11 @@ class Pipeline:
             made = await asyncio.to_thread(factors.make) if factors else None
             job = Job(variant, options, len(plan.shapes), deadline, regions, matrices, made)
             Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
-            outputs = await job.result()
+            try:
+                outputs = await job.result()
+            except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then
+                self._queue.discard(job)
+                raise
             self._upgrades.used(variant, plan.shapes)
         timings = {
             "decode": job.queued - started - waited,

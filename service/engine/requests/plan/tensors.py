@@ -15,6 +15,9 @@ from service.engine.description import Description
 from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, scaled, spread
 from service.engine.rows.shapes import RowShape
 
+MAX_ROWS = 2**20
+"""Maximum rows of a request of tensors: each is planned by itself, on the event loop."""
+
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
     """Plan a request of tensors, by model input name, without preprocessing them.
@@ -39,6 +42,8 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
     if len(set(counts.values())) > 1 or 0 in counts.values():
         raise BadTensor(f"all tensors must have the same first dimension, at least 1; the request has {counts}")
     rows = next(iter(counts.values()))
+    if rows > MAX_ROWS:
+        raise BadTensor(f"the request has {rows} rows; send at most {MAX_ROWS} at a time")
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
     boxes: list[tuple[int, int, int, int]] = []

@@ -1,8 +1,10 @@
 """The thread that runs models: what ends it, and who goes on."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -220,3 +222,20 @@ async def test_rows_are_delivered_once(engine: MakeEngine, monkeypatch: pytest.M
         for key, values in (await plain).outputs.items():
             assert_close(values, expected[key], rtol=1e-5, atol=1e-5)
         assert watched.sizes == [1, 2]
+
+
+async def test_a_failed_task_holds_no_memory(engine: MakeEngine) -> None:
+    """Its traceback would hold what it computed until the next task."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def failing() -> None:
+        value = torch.ones(3)
+        alive.append(weakref.ref(value))
+        raise ValueError("no")
+
+    async with engine() as running:
+        with pytest.raises(ValueError, match="no"):
+            await asyncio.wrap_future(running._queue.run_idle(failing))
+        await asyncio.wrap_future(running._queue.run_idle(lambda: None))
+        gc.collect()
+        assert alive[0]() is None

@@ -11,7 +11,7 @@ import torch
 
 from service.engine.requests.admission.admission import Reservation
 from service.engine.requests.attributing import Question
-from service.problems import DeadlineExceeded
+from service.problems import ComputeFailed, DeadlineExceeded
 from tests.service.engine.running import PATIENCE, MakeEngine, built
 
 pytestmark = pytest.mark.anyio
@@ -59,3 +59,21 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, end
         await running.features(after, {"x": torch.rand(1, 3, 64, 64)})  # the worker has gone on
         assert passes.count < 3
         assert running.admission.requests == running.admission.bytes == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no gradient"), SystemError("Resource temporarily unavailable")])
+async def test_errors_of_a_pass_are_problems(engine: MakeEngine, error: Exception) -> None:
+    def fail(module: torch.nn.Module, given: object) -> None:
+        raise error
+
+    async with engine(lowering=False) as running:
+        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        [begin] = half.description.inputs
+        values = {begin.name: torch.rand(1, *(size or 2 for size in begin.shape[1:]))}
+        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        runtime = await running.runtimes.load(half)
+        runtime.extractor.module.register_forward_pre_hook(fail)
+        with Reservation(running.admission, "client") as reservation:
+            asked = running.attribute(half, values, Question("gradient", at, 0, 1), time.monotonic() + 60, reservation)
+            with pytest.raises(ComputeFailed, match=str(error)):
+                await asked

@@ -155,3 +155,9 @@ def test_the_index_of_a_damaged_image_is_reported(runtime: Runtime, jpegs: list[
     with pytest.raises(BadImage) as caught:
         _ = [decode() for _, decode in made.parts]
     assert caught.value.extra["index"] == 21
+
+
+def test_rows_are_limited_whatever_their_size(runtime: Runtime) -> None:
+    [spec] = runtime.description.inputs
+    with pytest.raises(BadTensor, match="has 1048577 rows; send at most 1048576 at a time"):
+        plan(runtime, {spec.name: torch.zeros(2**20 + 1, 1, 1, 3, dtype=torch.uint8)}, "default", LIMIT)
