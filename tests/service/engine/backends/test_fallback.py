@@ -83,3 +83,15 @@ def test_a_named_backend_refuses_the_sizes_that_it_cannot_compute() -> None:
         backend.error = other
         with pytest.raises(type(other)):
             named(torch.ones(1, 2))
+
+
+def test_a_shortage_retires_no_backend() -> None:
+    backend, told = Doubling(), list[BaseException]()
+    swapped = Swapped(backend, Negating(), USUAL, True, told.append)
+    backend.error = RuntimeError("Resource temporarily unavailable")
+    for shape in ((1, 3), (1, 2)):
+        assert torch.equal(swapped(torch.ones(shape))["y"], -torch.ones(shape))
+    backend.error = None
+    for shape in ((1, 3), (1, 2)):
+        assert torch.equal(swapped(torch.ones(shape))["y"], torch.full(shape, 2.0))
+    assert told == []
