@@ -86,13 +86,15 @@ class Runtimes:
         try:
             runtime = await self._builder.build(record)
         except (FxError, Problem) as problem:
-            record.fail(problem)
+            if record.build is asyncio.current_task():
+                record.fail(problem)
         finally:
-            kept = record.build is asyncio.current_task()
+            kept = record.build is asyncio.current_task()  # otherwise it was unloaded, and may be built anew
             if kept:
                 record.build = None
         if runtime is not None:
-            record.state, record.failures = "ready", 0
+            if kept:
+                record.state, record.failures = "ready", 0
             if kept and self._records.get(record.id) is record:  # otherwise eviction would not find it
                 record.runtime = runtime
             else:

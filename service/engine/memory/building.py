@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -62,21 +63,13 @@ class Builder:
             FxError: it cannot be built.
         """
         description = record.description
-        try:
+        with _failures(description):
             graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
             runtime, original = await self._pruned(description, graph, await self._loaded(description, graph))
             record.outputs = runtime.outputs
             await self._lowered(runtime, original)
             if description.note is not None:
                 log.warning("extractor %s: %s", description.id, description.note)
-        except (FxError, Problem):
-            raise
-        except Exception as error:
-            log.exception("building extractor %s over %s failed", description.id, description.spec.model)
-            raise ExtractorFailed(
-                f"extractor {description.id} over {description.spec.model} could not be built: {summarize(error)}",
-                problem={"error": summarize(error)},
-            ) from None
         return runtime
 
     async def variant(self, runtime: Runtime, which: Variant) -> Runtime:
@@ -87,10 +80,11 @@ class Builder:
             BadEdit: a node cannot be edited; ``extra["name"]`` is its name.
             FxError: it cannot be built.
         """
-        description = await in_pool(self.pool, _described, runtime.description, which)
-        graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
-        variant, _ = await self._pruned(description, graph, runtime.model)
-        await self._lowered(variant, None)  # not worth comparing for a single use
+        with _failures(runtime.description):
+            description = await in_pool(self.pool, _described, runtime.description, which)
+            graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
+            variant, _ = await self._pruned(description, graph, runtime.model)
+            await self._lowered(variant, None)  # not worth comparing for a single use
         return variant
 
     async def _loaded(self, description: Description, graph: ModelGraph) -> nn.Module:
@@ -152,3 +146,18 @@ def _described(description: Description, which: Variant) -> Description:
         preprocessing=preprocessing,
         decoder=Decoder(preprocessing),
     )
+
+
+@contextmanager
+def _failures(description: Description) -> Iterator[None]:
+    """Convert unexpected errors of a build to :class:`ExtractorFailed`, and log them."""
+    try:
+        yield
+    except (FxError, Problem):
+        raise
+    except Exception as error:
+        log.exception("building extractor %s over %s failed", description.id, description.spec.model)
+        raise ExtractorFailed(
+            f"extractor {description.id} over {description.spec.model} could not be built: {summarize(error)}",
+            problem={"error": summarize(error)},
+        ) from None

@@ -62,12 +62,7 @@ class ModelStore:
         load = self._loads.get(key)
         if load is None:
             load = self._loads[key] = background(self._load(entry, key), "load")
-        try:
-            return await asyncio.shield(load)
-        except BaseException:  # of the load, or cancelled, which may happen just after a successful load
-            if load.done() and self._loads.get(key) is load and (load.cancelled() or load.exception() is not None):
-                del self._loads[key]
-            raise
+        return await asyncio.shield(load)
 
     def drop(self, key: ModelKey) -> bool:
         """Drop a model, and return whether it existed. Its memory is freed with the last extractor that uses it."""
@@ -90,9 +85,14 @@ class ModelStore:
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, _ = key
-        if await in_pool(self._pool, missing_weights, entry, weights) is not None:
-            await in_pool(self._downloads, download_weights, entry, weights)
-        return await in_pool(self._pool, self._read, entry, key)
+        try:
+            if await in_pool(self._pool, missing_weights, entry, weights) is not None:
+                await in_pool(self._downloads, download_weights, entry, weights)
+            return await in_pool(self._pool, self._read, entry, key)
+        except BaseException:  # even if nobody waits for it any more
+            if self._loads.get(key) is asyncio.current_task():
+                del self._loads[key]
+            raise
 
     def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, precision = key
