@@ -97,5 +97,5 @@ def _opened(folder: Folder) -> Iterator[Index]:
             folder.get(index_file.FILE, place / index_file.FILE)
         if not (place / index_file.FILE).exists():
             raise FxError(f"{folder} holds no {index_file.FILE}; name folders that fxserve extract --reduce made")
-        with closing(Index(place)) as index:
+        with closing(Index(place, read_only=True)) as index:
             yield index

@@ -56,20 +56,29 @@ _BLOCK = 1024
 class Index:
     """The index in ``folder``, created if needed and locked against other processes until it is closed.
 
+    Args:
+        folder: the output folder.
+        read_only: open an index that exists, without locking it; for folders that cannot be written.
+
     Raises:
         FxError: another process has it open, or it is damaged.
         sqlite3.OperationalError: it cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, read_only: bool = False) -> None:
         self._lock = threading.Lock()
+        mode = "ro" if read_only else "rwc"
+        place = f"{(folder / FILE).absolute().as_uri()}?mode={mode}"
         try:
-            self._database = sqlite3.connect(folder / FILE, timeout=0, isolation_level=None, check_same_thread=False)
+            self._database = sqlite3.connect(place, timeout=0, isolation_level=None, check_same_thread=False, uri=True)
             try:
-                self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
-                self._database.execute("BEGIN EXCLUSIVE")
-                self._database.execute("COMMIT")
-                self._database.executescript(_SCHEMA)
+                if read_only:
+                    self._database.execute("SELECT 1 FROM images LIMIT 1")  # fails if it is locked or damaged
+                else:
+                    self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+                    self._database.execute("BEGIN EXCLUSIVE")
+                    self._database.execute("COMMIT")
+                    self._database.executescript(_SCHEMA)
             except BaseException:
                 self._database.close()  # otherwise this process would keep the lock
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,19 @@ def test_a_damaged_index_is_reported(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(FxError, match="is damaged"):
         Index(tmp_path)
+
+
+def test_an_index_is_read_without_being_written(tmp_path: Path) -> None:
+    index = Index(tmp_path)
+    index.add([Source("a", "a", 0, 1)])
+    with pytest.raises(FxError, match="another run is writing to this folder"):
+        Index(tmp_path, read_only=True)
+    index.close()
+    before = (tmp_path / "index.sqlite").stat()
+    other = Index(tmp_path, read_only=True)
+    assert other.counts() == (1, 0, 0)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        other.add([Source("b", "b", 0, 1)])
+    other.close()
+    after = (tmp_path / "index.sqlite").stat()
+    assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
