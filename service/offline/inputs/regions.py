@@ -55,7 +55,7 @@ def read(file: str, pool: RegionPooling) -> Iterator[tuple[str, Regions]]:
     for number, (path, given) in enumerate(rows, 1):
         if not isinstance(path, str) or not path:
             raise FxError(f"{file}, row {number}: {PATH} must be the path of an image, not {path!r:.100}")
-        if given:
+        if given is not None and given != []:
             yield _absolute(folder, path), _checked(given, pool, f"{file}, row {number}")
 
 

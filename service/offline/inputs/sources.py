@@ -361,6 +361,8 @@ class Reader:
         """Read from a URL. A missing or forbidden file fails only its image; other errors end the run."""
         fs, path = filesystem(source.file)
         try:
+            if source.size == 0:  # HTTP has no empty ranges; servers would send the whole archive, or fail
+                return b""
             self._check(fs.size(path) if source.size is None else source.size)
             begin = None if source.offset == WHOLE else source.offset
             end = None if begin is None else begin + (source.size or 0)

@@ -139,6 +139,12 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
         raise FxError(
             f"--format {name} has no bfloat16; use --format safetensors, --dtype float32 or --precision float16"
         )
+    if name == "zarr":
+        for key in keys:
+            if not {"", ".", ".."}.isdisjoint(key.split("/")) or any(other.startswith(f"{key}/") for other in keys):
+                raise FxError(
+                    f"--format zarr takes {key!r} for a folder; give that output another name, or use another format"
+                )
     return chosen
 
 

@@ -197,6 +197,8 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
         ("boxes.csv", 'path,boxes\na.png,"[[1,2,3,true]]"\n', "row 1: "),
         ("boxes.csv", 'path,boxes\n,"[[1,2,3,4]]"\n', "row 1: path must be the path of an image, not ''"),
         ("boxes.csv", b"path,boxes\n\xff.png,\n", "utf-8"),
+        ("boxes.csv", "path,boxes\na.png,0\n", "row 1: boxes must be a list of .*, not 0"),
+        ("boxes.csv", "path,boxes\na.png,{}\n", r"row 1: boxes must be a list of .*, not \{\}"),
     ],
 )
 def test_an_invalid_file_is_reported_before_any_work(

@@ -101,3 +101,11 @@ def test_shards_that_do_not_count_are_removed(tmp_path: Path) -> None:
     (tmp_path / "shard-000002.npz").touch()
     remove_all_but(tmp_path, ".zarr", [kept.name])
     assert sorted(file.name for file in tmp_path.iterdir()) == [kept.name, "shard-000002.npz"]
+
+
+@pytest.mark.parametrize("keys", [["a/../b"], [".."], ["a", "a/b"], ["a//b"]])
+def test_keys_that_zarr_takes_for_folders_are_refused(keys: list[str]) -> None:
+    pytest.importorskip("zarr")
+    with pytest.raises(FxError, match="--format zarr takes"):
+        shard_format("zarr", keys, [torch.float32] * len(keys))
+    shard_format("npz", keys, [torch.float32] * len(keys))
