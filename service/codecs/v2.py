@@ -25,13 +25,13 @@ from service.codecs.tensors.datatypes import V2_NAMES
 from service.codecs.tensors.numbers import NUMPY_DTYPES, Document, flat
 from service.problems import BadTensor, InvalidRequest, Unsupported
 from service.schemas.problems import invalid_body
+from service.schemas.v1.features import MAX_IMAGES
 from service.schemas.v2 import InferRequest, RequestInput, TensorMetadata
 
 BYTES = "BYTES"
 IMAGE = "image"
 
 _DTYPES = {name: dtype for dtype, name in V2_NAMES.items()}
-_MAX_STRINGS = 100_000
 _SMALL_JSON = 16 * 1024
 _SMALL_BODY = 256 * 1024
 
@@ -212,9 +212,11 @@ def _binary_size(entry: RequestInput, where: str) -> int | None:
 
 
 def _images(entry: RequestInput, data: bytearray, start: int, size: int | None, where: str) -> list[bytes]:
-    if math.prod(entry.shape) not in entry.shape or math.prod(entry.shape) > _MAX_STRINGS:
-        raise BadTensor(f"{where} has the shape {entry.shape}; encoded images must have [n], one per element")
     count = math.prod(entry.shape)
+    if count not in entry.shape:
+        raise BadTensor(f"{where} has the shape {entry.shape}; encoded images must have [n], one per element")
+    if count > MAX_IMAGES:
+        raise BadTensor(f"{where} has {count} images; send at most {MAX_IMAGES} at a time")
     if size is not None:
         return _elements(data, start, size, count, where)
     strings = flat(entry.data)  # may be nested like the shape

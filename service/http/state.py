@@ -39,6 +39,9 @@ EXPORT_SECONDS = 600.0
 CACHE_BYTES = 64 * 1024**2
 """Maximum bytes of each cache of response bodies."""
 
+_CUT_BYTES = 1024
+"""Approximate bytes of an entry of :attr:`State.cuts`, without its value."""
+
 BodyCache = ByteCache[tuple[object, ...], bytes]
 
 
@@ -67,7 +70,7 @@ class State:
     metadata: BodyCache = field(default_factory=_body_cache)
     # The nodes where attributions begin, by model, weights, size, fit and requested nodes.
     cuts: ByteCache[tuple[str | None, ...], list[str]] = field(
-        default_factory=lambda: ByteCache(CACHE_BYTES, lambda names: sum(map(len, names)))
+        default_factory=lambda: ByteCache(CACHE_BYTES, lambda names: _CUT_BYTES + sum(map(len, names)))
     )
     # By model and structure; there are few of them.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)

@@ -100,3 +100,14 @@ def test_whatever_is_sent_is_parsed_or_refused(changes, tail, header):
     body = v2.Body(bytearray(head + tail), str(len(head)) if header == "right" else header, "", "application/json")
     with contextlib.suppress(Problem):
         v2.read(body, 10_000, INPUTS)
+
+
+def test_as_many_images_as_in_other_forms():
+    for count, said in ((1024, None), (1025, "has 1025 images; send at most 1024 at a time")):
+        image = {"name": "image", "datatype": "BYTES", "shape": [count], "data": ["AAAA"] * count}
+        body = v2.Body(bytearray(json.dumps({"inputs": [image]}).encode()), None, "", "application/json")
+        if said is None:
+            assert len(v2.read(body, 10_000_000, INPUTS).images) == count
+        else:
+            with pytest.raises(Problem, match=said):
+                v2.read(body, 10_000_000, INPUTS)

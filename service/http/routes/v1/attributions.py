@@ -39,7 +39,12 @@ _WHOLE = "attributions need a whole, differentiable model with one input size"
 
 _ATTRIBUTION, _TARGETS = "attribution", "targets"
 
-_RESPONSE = {**RESPONSE, "content": {**RESPONSE["content"], json.MEDIA_TYPE: json_body(AttributionDocument)}}
+_BACKEND = {"description": "The backend that computed them.", "schema": {"type": "string"}, "example": "eager"}
+_RESPONSE = {
+    **RESPONSE,
+    "content": {**RESPONSE["content"], json.MEDIA_TYPE: json_body(AttributionDocument)},
+    "headers": {**RESPONSE["headers"], "X-Fxserve-Backend": _BACKEND},
+}
 
 _OF_EXTRACTOR = Parameters(AttributionQuery, extractor=IdOrName)
 _OF_MODEL = Parameters(OneStepAttributionQuery, model=Model)

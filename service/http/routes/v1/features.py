@@ -47,6 +47,7 @@ _PROBLEMS = (
     problems.BadPoint,
     problems.BadMask,
     problems.BadEdit,
+    problems.DuplicateKey,
     problems.NoHeatMap,
     *COMPUTE_PROBLEMS,
 )

@@ -36,7 +36,7 @@ async def _find_version(state: Shared, caller: Calling, name: Name, version: Ver
 Found = Annotated[_Target, Depends(_find)]
 FoundVersion = Annotated[_Target, Depends(_find_version)]
 _metadata = declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
-_readiness = declares("read", problems.UnknownModel, problems.NotReady, problems.Draining)
+_readiness = declares("read", problems.UnknownModel, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
 
 
 @router.get("", response_model=ServerMetadata)
