@@ -44,7 +44,7 @@ from service.http.routing.declared import DeclaredRoutes, declares
 from service.http.server.lost_device import ended_when_device_lost
 from service.http.server.signals import drained_on_signals, reload_on_signals
 from service.http.state import State
-from service.observability.metrics import Metrics
+from service.observability.metrics import Metrics, keep_updated
 from service.page import POLICIES
 from service.settings import Settings
 
@@ -105,7 +105,9 @@ def _lifespan(state: State, keys: Keys | None) -> Callable[[FastAPI], AbstractAs
         if keys is not None:
             reload_on_signals(keys.reload)
         await state.engine.start()  # before all other threads: it sets up where threads allocate memory
-        sampling = asyncio.create_task(_sample(state.engine)) if state.metrics.shared_dir is not None else None
+        sampling = None
+        if state.metrics.shared_dir is not None:  # /metrics of any process reports the gauges of all
+            sampling = asyncio.create_task(keep_updated(state.engine.sample, _SAMPLE_SECONDS))
         async with ended_when_device_lost(state.engine):
             try:
                 with drained_on_signals(state.engine):
@@ -164,29 +166,13 @@ def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: Decla
                 "Location",
                 "Retry-After",
                 "Server-Timing",
+                "X-Fxserve-Backend",
                 "X-Fxserve-Note",
                 "X-Fxserve-Weights",
                 "X-Request-ID",
             ),
         )
     app.add_middleware(RequestContext, metrics=state.metrics, policies=POLICIES, traces=state.traces)
-
-
-async def _sample(engine: Engine) -> None:
-    """Update this process's gauges regularly, because ``/metrics`` of any process reports the gauges of all.
-
-    A failed update, for example on a full disk, is logged once until an update succeeds.
-    """
-    failing = False
-    while True:
-        try:
-            engine.sample()
-            failing = False
-        except Exception:
-            if not failing:
-                log.exception("the metrics of this process could not be updated; it is tried again")
-            failing = True
-        await asyncio.sleep(_SAMPLE_SECONDS)
 
 
 def traces_type() -> type[Traces]:

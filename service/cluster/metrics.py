@@ -10,7 +10,7 @@ from ray import serve
 from ray.util.metrics import Gauge
 
 from service.engine import Engine
-from service.observability.metrics import Metrics
+from service.observability.metrics import Metrics, keep_updated
 
 SECONDS = 5.0
 """Seconds between two copies, about the reporting interval of Ray's agents."""
@@ -34,7 +34,8 @@ def bridged(metrics: Metrics, engine: Engine) -> Iterator[None]:
 async def _copy(metrics: Metrics, engine: Engine) -> None:
     replica = serve.get_replica_context().replica_id.unique_id
     gauges: dict[str, Gauge] = {}
-    while True:
+
+    def copy() -> None:
         engine.sample()
         for family in metrics.registry.collect():
             for sample in family.samples:
@@ -45,4 +46,5 @@ async def _copy(metrics: Metrics, engine: Engine) -> None:
                     tags = (*sample.labels, "replica")
                     gauge = gauges[sample.name] = Gauge(sample.name, family.documentation, tags)
                 gauge.set(sample.value, {**sample.labels, "replica": replica})
-        await asyncio.sleep(SECONDS)
+
+    await keep_updated(copy, SECONDS)

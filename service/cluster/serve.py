@@ -53,8 +53,10 @@ def app(args: Mapping[str, Any]) -> Application:
         known = ", ".join((*_OWN, *Settings.model_fields))
         raise ValueError(f"unknown argument {', '.join(unknown)}; valid arguments: {known}")
     cpus, gpus = _number(args, "cpus", 1.0), _number(args, "gpus", 0.0)
-    replicas = int(_number(args, "replicas", 1.0))
-    most = int(_number(args, "max_replicas", replicas))
+    replicas = _count(args, "replicas", 1)
+    most = _count(args, "max_replicas", replicas)
+    if most < replicas:
+        raise ValueError(f"max_replicas={most} is less than replicas={replicas}")
     cores = max(1, int(cpus))
     given = {
         "compute_threads": cores,
@@ -115,7 +117,9 @@ def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
 
     settings = dict(given)
     if preload:
-        settings["preload"] = ";".join(filter(None, (str(given.get("preload", "")), _spec_text(**preload))))
+        others = given.get("preload", "")
+        others = [others] if isinstance(others, str) else others
+        settings["preload"] = ";".join(filter(None, (*others, _spec_text(**preload))))
     application = create_app(Settings(**settings))
     lifespan = application.router.lifespan_context
 
@@ -170,3 +174,10 @@ def _number(args: Mapping[str, Any], name: str, default: float) -> float:
         return float(args.get(name, default))
     except (TypeError, ValueError):
         raise ValueError(f"{name}={args[name]!r} is not a number") from None
+
+
+def _count(args: Mapping[str, Any], name: str, default: int) -> int:
+    number = _number(args, name, default)
+    if number < 1 or number % 1:
+        raise ValueError(f"{name}={args[name]!r} is not a whole number of at least 1")
+    return int(number)

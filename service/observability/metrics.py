@@ -7,9 +7,11 @@ processes, gauges over live ones. The ``process_*`` metrics describe a single pr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from prometheus_client import (
@@ -27,6 +29,8 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from service.observability.metric_files import allocate_files
+
+log = logging.getLogger("fxserve")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -189,3 +193,20 @@ def _drop_dead_processes(folder: Path) -> None:
 
 
 _METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
+
+async def keep_updated(update: Callable[[], object], seconds: float) -> None:
+    """Call ``update``, which updates metrics, every ``seconds`` until cancelled.
+
+    A failure, for example on a full disk, is logged once until an update succeeds.
+    """
+    failing = False
+    while True:
+        try:
+            update()
+            failing = False
+        except Exception:
+            if not failing:
+                log.exception("the metrics of this process could not be updated; it is tried again")
+            failing = True
+        await asyncio.sleep(seconds)

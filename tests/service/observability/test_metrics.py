@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.app import _sample
-from service.engine import Engine
 from service.observability import metric_files
-from service.observability.metrics import SHARED_DIR, _AllProcesses
-from service.settings import Settings
+from service.observability.metrics import SHARED_DIR, _AllProcesses, keep_updated
 
 DASHBOARD = Path(__file__).parents[3] / ".deploy/grafana/dashboards/fxserve.json"
 FEATURES = "/v1/models/{}/features?weights=random&nodes=features.3&pool=avg"
@@ -113,22 +110,18 @@ print(metrics.text().decode())
     assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
 
 
-def test_gauges_are_updated_again_after_a_failure(monkeypatch, caplog):
+def test_gauges_are_updated_again_after_a_failure(caplog):
     """As on a disk that was full for a while."""
-    engine = Engine(Settings(device="cpu"))
     updates = 0
 
-    def update(loaded: float) -> None:
+    def update() -> None:
         nonlocal updates
         updates += 1
         if updates in (1, 2, 4):
             raise OSError("No space left on device")
 
-    monkeypatch.setattr(engine.metrics.models_loaded, "set", update)
-    monkeypatch.setattr("service.app._SAMPLE_SECONDS", 0.001)
-
     async def sampled() -> None:
-        task = asyncio.create_task(_sample(engine))
+        task = asyncio.create_task(keep_updated(update, 0.001))
         while updates < 6:
             assert not task.done()
             await asyncio.sleep(0.001)
