@@ -175,7 +175,7 @@ def _stable_repr(value: object) -> str:
         return f"{name}.{value.name}"
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_quantized or value.is_meta):
         return f"{name}{list(value.shape)}{value.dtype}{hashlib.sha256(_bytes(value)).hexdigest()}"
     if isinstance(value, Mapping):
         return f"{name}{[(_stable_repr(key), _stable_repr(one)) for key, one in value.items()]}"
