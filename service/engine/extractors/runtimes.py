@@ -86,14 +86,14 @@ class Runtimes:
         try:
             runtime = await self._builder.build(record)
         except (FxError, Problem) as problem:
-            if record.build is asyncio.current_task():
+            if record.build in (None, asyncio.current_task()):
                 record.fail(problem)
         finally:
-            kept = record.build is asyncio.current_task()  # otherwise it was unloaded, and may be built anew
+            kept = record.build is asyncio.current_task()  # otherwise it was unloaded
             if kept:
                 record.build = None
         if runtime is not None:
-            if kept:
+            if record.build is None:  # it is not being built anew
                 record.state, record.failures = "ready", 0
             if kept and self._records.get(record.id) is record:  # otherwise eviction would not find it
                 record.runtime = runtime
