@@ -39,7 +39,7 @@ def cores_per_worker(settings: dict[str, Any]) -> int:
 
 
 def default_max_batch(settings: dict[str, Any]) -> int:
-    """Return the default maximum rows per batch: 32 on a GPU; four per core on a CPU, between 8 and 32.
+    """Return the default maximum rows per batch: 32 on a GPU; four per computing thread on a CPU, between 8 and 32.
 
     Activations of larger batches do not fit in a CPU's caches: small models get slower, and large ones do not get
     faster.
@@ -49,7 +49,7 @@ def default_max_batch(settings: dict[str, Any]) -> int:
     device = str(settings.get("device", "auto"))
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return 32
-    return min(max(8, 4 * cores_per_worker(settings)), 32)
+    return min(max(8, 4 * int(settings.get("compute_threads", 1))), 32)
 
 
 def default_cache_dir() -> Path | None:

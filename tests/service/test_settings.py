@@ -24,6 +24,7 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch, device: str, cores: in
     monkeypatch.setattr("service.settings.available_cores", lambda: cores)
     assert Settings(device=device, workers=workers).max_batch == rows
     assert Settings(device=device, workers=workers, max_batch=5).max_batch == 5
+    assert Settings(device=device, workers=workers, compute_threads=3).max_batch == (32 if device == "cuda:1" else 12)
 
 
 @pytest.mark.parametrize("name", ["cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file"])
