@@ -25,7 +25,7 @@ def _deepest(graph: ModelGraph) -> int:
     for node in graph.graph.nodes:
         grid = token_grid(node)
         if grid is not None:
-            # Unlike strides of maps, not rounded to a power of two.
+            # Unlike strides of maps, never rounded to a power of two.
             strides += [math.ceil(graph.input_size[0] / grid.height), math.ceil(graph.input_size[1] / grid.width)]
     if len(strides) == 1:
         strides += [stride for node in graph.graph.nodes if (stride := graph.stride_of(node))]

@@ -16,7 +16,7 @@ it."""
 
 
 class Strides:
-    """The strides of a graph's feature maps, powers of two.
+    """The strides of a graph's feature maps: powers of two, except where only another number fits, as patches of 14.
 
     Args:
         size: height and width of the input.
@@ -51,8 +51,8 @@ class Strides:
             return kept
         if max(map) < 2:
             return None  # pooled away
-        vertical, horizontal = (_power(full, part) for full, part in sides)
-        return int(2**vertical) if vertical == horizontal else None
+        vertical, horizontal = (_fitting(full, part) for full, part in sides)
+        return vertical if vertical == horizontal else None
 
     def _is_fixed(self, name: str, map: tuple[int, int], size: tuple[int, int]) -> bool:
         """Return whether inputs of two sizes make a map of one size, as adaptive pooling does."""
@@ -68,8 +68,11 @@ def _map_size(node: fx.Node) -> tuple[int, int] | None:
     return (height, width) if height and width else None
 
 
-def _power(full: int, part: int) -> int:
-    """Return the exponent of the stride that makes ``part`` positions of ``full`` pixels."""
-    nearest = round(math.log2(max(1.0, full / part)))
+def _fitting(full: int, part: int) -> int:
+    """Return the stride that makes ``part`` positions of ``full`` pixels."""
+    nearest: int = 2 ** round(math.log2(max(1.0, full / part)))
     # A map of a few positions may be mostly padding: 65 pixels at stride 32 make 3 positions, which is nearer to 16.
-    return next((power for power in (nearest, nearest + 1) if -(-full // 2**power) == part), nearest)
+    for power in (nearest, 2 * nearest):
+        if -(-full // power) == part:
+            return power
+    return full // part if full % part == 0 else nearest

@@ -52,8 +52,8 @@ class Regions:
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:
     """Return the grid of an output's map; None if it is not a map.
 
-    The stride is the network's, a power of two, if it rounds to the map's size. Otherwise, for example with patches of
-    14 pixels, it is the input size divided by the map size.
+    The stride is the network's if it rounds to the map's size. Otherwise, for example after adaptive pooling, it is the
+    input size divided by the map size.
 
     Args:
         info: the output.
@@ -76,5 +76,5 @@ def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual
     return MapGrid(height, width, stride_y, stride_x)
 
 
-def _stride(full: int, part: int, power: int) -> float:
-    return full / part if -(-full // power) != part and full % part == 0 else power
+def _stride(full: int, part: int, usual: int) -> float:
+    return full / part if -(-full // usual) != part and full % part == 0 else usual

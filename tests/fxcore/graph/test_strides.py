@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxcore.graph.annotate import annotate
 from fxcore.graph.model_graph import model_graph
 from fxcore.graph.strides import Strides
+from fxcore.models.catalog import get_model
 
 
 def test_a_map_of_its_own_size_has_the_stride_of_its_input() -> None:
@@ -23,3 +25,16 @@ def test_the_stride_of_few_positions_counts_their_padding() -> None:
     graph = fx.symbolic_trace(torch.nn.Sequential(*layers))
     annotate(graph.to("meta"), [(3, 65, 65)], torch.device("meta"))
     assert Strides((65, 65), {node.name: node for node in graph.graph.nodes}).of("_4") == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("vit_h_14", "conv_proj"), ("timm.convmixer_768_32", "stem.0"), ("resnet18", "conv1")]
+)
+def test_patches_have_the_stride_of_their_convolution(name: str, node: str) -> None:
+    graph = model_graph(get_model(name))
+    module = graph.traced_modules[node]
+    assert isinstance(module, nn.Conv2d)
+    assert (graph.stride_of(graph.by_name[node]),) * 2 == module.stride
+    if name.startswith("timm"):
+        other = graph.at(224, 294)
+        assert other.stride_of(other.by_name[node]) == 7
