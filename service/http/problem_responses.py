@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from fxcore.errors import FxError, finite
+from service.http.routing.declared import route_path
 from service.problems import Internal, InvalidRequest, MethodNotAllowed, NotFound, Problem
 from service.schemas import embeddings, v2
 from service.schemas.problems import PROBLEM, Document, Shape, invalid_request, problem
@@ -58,15 +59,15 @@ def install(app: FastAPI) -> None:
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, FxError | Problem)
-        return error_response(request.url.path, error)
+        return error_response(route_path(request.scope), error)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(request.url.path, invalid_request(error.errors()))
+        return error_response(route_path(request.scope), invalid_request(error.errors()))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return error_response(request.url.path, _from_http(request, error))
+        return error_response(route_path(request.scope), _from_http(request, error))
 
     app.add_exception_handler(FxError, known)
     app.add_exception_handler(Problem, known)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine import Engine
 from service.http.problem_responses import error_response
-from service.http.routing.declared import READ_METHODS
+from service.http.routing.declared import READ_METHODS, route_path
 from service.problems import Draining
 
 
@@ -30,7 +30,7 @@ class Accepted:
             return
         accepted = not self.engine.draining
         if not accepted and scope["method"] not in READ_METHODS:
-            await error_response(scope["path"], Draining())(scope, receive, send)
+            await error_response(route_path(scope), Draining())(scope, receive, send)
             return
         responded = False
 
@@ -45,4 +45,4 @@ class Accepted:
         except asyncio.CancelledError:
             if responded or not self.engine.draining:
                 raise
-            await error_response(scope["path"], Draining())(scope, receive, send)
+            await error_response(route_path(scope), Draining())(scope, receive, send)

@@ -13,7 +13,7 @@ from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.http.requests.headers import header, headers_of, joined_header
-from service.http.routing.declared import READ_METHODS, DeclaredRoutes
+from service.http.routing.declared import READ_METHODS, DeclaredRoutes, route_path
 from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 
 
@@ -54,7 +54,7 @@ class Access:
                     raise _forbidden(key, f"{scope['method']} {scope['path']}"[:200])
                 caller = Caller(f"key {key.name}", key.scope == "admin")
         except Problem as refusal:
-            await error_response(scope["path"], refusal)(scope, receive, send)
+            await error_response(route_path(scope), refusal)(scope, receive, send)
             return
         set_caller(scope, caller)
         await self.app(scope, receive, send)

@@ -13,7 +13,7 @@ from service.http.access.callers import caller_of
 from service.http.problem_responses import error_response
 from service.http.requests.headers import header
 from service.http.requests.reservations import set_reservation
-from service.http.routing.declared import DeclaredRoutes
+from service.http.routing.declared import DeclaredRoutes, route_path
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 
 # Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). The rest of a
@@ -140,7 +140,7 @@ class _Body:
 
 async def _refuse(refusal: Problem, scope: Scope, receive: Receive, send: Send) -> None:
     """Send an error although the client may still be sending, and close the connection."""
-    response = error_response(scope["path"], refusal)
+    response = error_response(route_path(scope), refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})

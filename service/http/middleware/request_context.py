@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.engine.errors import is_shortage, shortage
 from service.http.problem_responses import error_response, internal_response
 from service.http.requests.headers import header
+from service.http.routing.declared import route_path
 from service.observability import logs
 from service.observability.metrics import Metrics
 
@@ -89,7 +90,7 @@ class RequestContext:
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", own_id.encode("ascii")),
-                    *self._pages.get(scope["path"], self._others),
+                    *self._pages.get(route_path(scope), self._others),
                 ]
             await send(message)
 
@@ -101,7 +102,7 @@ class RequestContext:
             log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
             if status:
                 raise  # the response has started, so the connection is closed
-            path = scope["path"]
+            path = route_path(scope)
             response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
             await response(scope, receive, send_with_id)
         finally:

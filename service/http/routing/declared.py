@@ -80,7 +80,7 @@ class DeclaredRoutes:
 
     def find(self, scope: Scope) -> Declared:
         """Return the declaration of a request's route. Without a route, write requests need scope admin."""
-        method, path = scope["method"], scope["path"].removeprefix(scope.get("root_path", ""))
+        method, path = scope["method"], route_path(scope)
         wanted = "GET" if method == "HEAD" else method
         other = _READ if method in READ_METHODS else _WRITE
         for regex, methods, declared in self._routes:
@@ -90,3 +90,9 @@ class DeclaredRoutes:
                 if declared.access == "open":  # everyone may learn that the method is not allowed
                     other = _OPEN
         return other
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request as routes see it: below the path that the application is mounted under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

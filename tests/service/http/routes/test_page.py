@@ -3,7 +3,10 @@
 import gzip
 import re
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from fxcore import photos
 from service import page
@@ -61,3 +64,24 @@ def test_the_shell_is_small():
     own = [path for path, file in page.PATHS.items() if file.parent == page.PATHS["/"].parent and "docs" not in path]
     sent = sum(len(gzip.compress(page.PATHS[path].read_bytes())) for path in own)
     assert sent < 110_000
+
+
+def test_an_application_that_is_mounted_answers_as_at_the_root(client):
+    """Errors have the shapes of their routes, and the page its own policy."""
+    transport = httpx.ASGITransport(Starlette(routes=[Mount("/below", app=client.app)]))
+    mounted = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+    for method, path in (
+        ("GET", "/"),
+        ("GET", "/healthz"),
+        ("GET", "/nothing"),
+        ("POST", "/v2/models/nothing/infer"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/models/nothing/features"),
+    ):
+        expected = client.run(client.http.request(method, path))
+        found = client.run(mounted.request(method, f"/below{path}"))
+        assert found.status_code == expected.status_code
+        policy = "content-security-policy"
+        assert found.headers[policy] == expected.headers[policy]
+        if found.status_code >= 400:
+            assert found.json().keys() == expected.json().keys()
