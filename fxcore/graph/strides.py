@@ -51,7 +51,8 @@ class Strides:
             return kept
         if max(map) < 2:
             return None  # pooled away
-        vertical, horizontal = (_fitting(full, part) for full, part in sides)
+        # Without padding, maps of other sizes may happen to divide their input.
+        vertical, horizontal = (_fitting(full, part, exactly=usual is None) for full, part in sides)
         return vertical if vertical == horizontal else None
 
     def _is_fixed(self, name: str, map: tuple[int, int], size: tuple[int, int]) -> bool:
@@ -68,11 +69,15 @@ def _map_size(node: fx.Node) -> tuple[int, int] | None:
     return (height, width) if height and width else None
 
 
-def _fitting(full: int, part: int) -> int:
-    """Return the stride that makes ``part`` positions of ``full`` pixels."""
+def _fitting(full: int, part: int, exactly: bool) -> int:
+    """Return the stride that makes ``part`` positions of ``full`` pixels, a power of two.
+
+    Args:
+        exactly: return another number if no power fits and it divides ``full``.
+    """
     nearest: int = 2 ** round(math.log2(max(1.0, full / part)))
     # A map of a few positions may be mostly padding: 65 pixels at stride 32 make 3 positions, which is nearer to 16.
     for power in (nearest, 2 * nearest):
         if -(-full // power) == part:
             return power
-    return full // part if full % part == 0 else nearest
+    return full // part if exactly and full % part == 0 else nearest

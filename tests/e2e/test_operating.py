@@ -105,7 +105,7 @@ def test_two_processes_count_as_one(pair: Serve) -> None:
 
     victim = answered.pop()
     os.kill(victim, signal.SIGKILL)
-    until(lambda: "died" in pair.log.read_text())
+    until(lambda: "was ended by signal 9" in pair.log.read_text())
 
     def two_again() -> bool:
         with contextlib.suppress(httpx.TransportError):
