@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
+from fxcore.tensors import strided_parts
+
 try:
     from torch.utils import _pytree
 except ImportError:
@@ -29,6 +31,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     """
     leaves = _pytree.tree_leaves(value) if _pytree is not None else [value]
     return [inner for leaf in leaves for inner in _leaves(leaf) if isinstance(inner, Tensor)]
+
+
+def storage_ids(value: Any) -> frozenset[int]:
+    """Return the ids of the storages of all tensors in ``value``.
+
+    >>> x = torch.zeros(2, 2)
+    >>> storage_ids({"row": x[0], "all": [x]}) == storage_ids(x)
+    True
+    """
+    parts = (part for tensor in tensors_in(value) for part in strided_parts(tensor))
+    return frozenset(part.untyped_storage()._cdata for part in parts)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -17,8 +17,7 @@ from fxcore.graph.axes import layout
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
-from fxcore.nesting import clones, map_tensors, tensors_in
-from fxcore.tensors import strided_parts
+from fxcore.nesting import clones, map_tensors, storage_ids, tensors_in
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Watcher, on_device
 
@@ -148,9 +147,7 @@ def annotate(
 
 def _note_value(node: fx.Node, value: Any) -> None:
     node.meta["value"] = value
-    node.meta["memory"] = frozenset(
-        part.untyped_storage()._cdata for tensor in tensors_in(value) for part in strided_parts(tensor)
-    )
+    node.meta["memory"] = storage_ids(value)
     node.meta["carries"] = bool(node.meta["memory"])
 
 

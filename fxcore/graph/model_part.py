@@ -51,9 +51,12 @@ class ModelPart:
         functionalize(whole, dict(graph.traced_modules))
         given = {key: copies[graph.by_name[name]] for key, name in inputs.items()}
         wanted = [copies[graph.by_name[name]] for name in return_nodes.values()]
-        dtypes = self._dtype, self._dtype
         part = cut(
-            whole, given, wanted, lambda n: PATH in n.meta and graph.extractable(n) and _is_floating(n), None, dtypes
+            whole,
+            given,
+            wanted,
+            lambda n: PATH in n.meta and graph.extractable(n) and _is_floating(n),
+            dtypes=(self._dtype, self._dtype),
         )
         part.graph.output(tuple(part.kept[node] for node in wanted))
         self.graph = part.graph

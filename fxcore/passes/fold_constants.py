@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxcore.nesting import tensors_in
+from fxcore.nesting import storage_ids
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
-from fxcore.tensors import strided_parts
 from fxcore.tracing.dispatch_modes import DispatchMode, written_arguments
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import mutable
@@ -74,7 +73,7 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
                     values[node] = _run(module, node, values)
             except Exception:
                 # The node stays in the graph, and values that it would have written to are not constant.
-                values = {n: v for n, v in values.items() if watch.written.isdisjoint(_memory(v))}
+                values = {n: v for n, v in values.items() if watch.written.isdisjoint(storage_ids(v))}
     return values
 
 
@@ -87,18 +86,14 @@ class _Watch(DispatchMode):
 
     def __init__(self, given: Iterable[Any]) -> None:
         super().__init__()
-        self.given = {place for value in given for place in _memory(value)}
+        self.given = {place for value in given for place in storage_ids(value)}
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.written |= self.given.intersection(_memory(written_arguments(func, args, kwargs)))
+        self.written |= self.given.intersection(storage_ids(written_arguments(func, args, kwargs)))
         if self.written or torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError(f"{func} is random or writes to its arguments")
         return func(*args, **(kwargs or {}))
-
-
-def _memory(value: Any) -> set[int]:
-    return {part.untyped_storage()._cdata for t in tensors_in(value) for part in strided_parts(t)}
 
 
 def _overwritten(module: fx.GraphModule) -> set[fx.Node]:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fxcore.nesting import tensors_in
-from fxcore.tensors import strided_parts
+from fxcore.nesting import storage_ids, tensors_in
 from fxcore.tracing.unchanged import StateGuard
 
 #: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
@@ -109,7 +108,7 @@ class FactoryRecorder(StateGuard):
 
     def kept_in(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter or buffer whose memory ``tensor`` shares; None if none, or in train mode."""
-        places = () if self._training else (part.untyped_storage()._cdata for part in strided_parts(tensor))
+        places = () if self._training else storage_ids(tensor)
         return next((self._state[place] for place in places if place in self._state), None)
 
     def origin_of(self, tensor: Tensor) -> Origin | None:

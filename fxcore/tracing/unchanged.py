@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcore.nesting import storage_ids
 from fxcore.tensors import strided_parts
 from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.dispatch_modes import DispatchMode, LenientMode, written_arguments
@@ -24,7 +25,7 @@ class StateGuard(DispatchMode):
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         if isinstance(model, nn.Module):
             tensors = (*model.named_parameters(), *model.named_buffers())
-            self._state = {part.untyped_storage()._cdata: name for name, t in tensors for part in strided_parts(t)}
+            self._state = {place: name for name, tensor in tensors for place in storage_ids(tensor)}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

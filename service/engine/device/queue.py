@@ -114,10 +114,9 @@ class Queue:
         """Drop the waiting items of ``job``, and with them their memory."""
         with self._changed:
             for key, queue in list(self._queues.items()):
-                if any(item.job is job for item in queue):
-                    left = self._queues[key] = deque(item for item in queue if item.job is not job)
-                    if not left:
-                        del self._queues[key]
+                self._queues[key] = deque(item for item in queue if item.job is not job)
+                if not self._queues[key]:
+                    del self._queues[key]
 
     def close(self, reason: NotReady) -> None:
         """Fail all waiting and all future work with ``reason``."""

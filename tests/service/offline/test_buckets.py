@@ -86,6 +86,22 @@ def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
     assert len(found) == 8
 
 
+def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, tmp_path: Path) -> None:
+    """HTTP has no empty range: servers send the whole archive for one."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("empty.png"))
+        member = tarfile.TarInfo("1.png")
+        member.size = len(png(1))
+        archive.addfile(member, io.BytesIO(png(1)))
+    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{bucket}/empty/a.tar", packed.getvalue())
+    made = extract(job(tmp_path / "out", f"{bucket}/empty/a.tar"), SETTINGS)
+    assert (made.done, made.unreadable) == (1, 1)
+    [line] = (tmp_path / "out" / "errors.jsonl").read_text().splitlines()
+    assert json.loads(line)["path"].endswith("a.tar/empty.png")
+    assert "the image is empty (0 bytes)" in line
+
+
 def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -> None:
     lines = b'path,boxes\na.tar/in/6.png,"[[20,10,60,50]]"\n./deep/1.png,"[[20,10,60,50],[0,0,40,64]]"\n'
     s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{photos}/boxes.csv", lines)

@@ -95,6 +95,22 @@ class Processes:
                 start_new_session=True,
             )
 
+    def __enter__(self) -> Processes:
+        try:
+            until(lambda: len(self.answering()) == 2)
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+
+    def end(self) -> int:
+        """End them by SIGTERM, and return the supervisor's status."""
+        self.process.terminate()
+        return self.process.wait(30)
+
     def answering(self) -> set[int]:
         """The processes that answer some requests."""
         found = set()
@@ -109,9 +125,7 @@ class Processes:
 @pytest.mark.exhaustive
 @FORKED
 def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, forked: bool) -> None:
-    server = Processes(tmp_path, forked)
-    try:
-        until(lambda: len(server.answering()) == 2)
+    with Processes(tmp_path, forked) as server:
         first, second = server.answering()
         (tmp_path / "no memory").touch()
         os.kill(first, signal.SIGKILL)
@@ -120,19 +134,14 @@ def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, fo
         (tmp_path / "no memory").unlink()
         until(lambda: len(server.answering()) == 2)
         assert second in server.answering()
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-    finally:
-        server.process.kill()
+        assert server.end() == 0
 
 
 @pytest.mark.exhaustive
 @FORKED
 def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Path, forked: bool) -> None:
-    server = Processes(tmp_path, forked)
     deaths = tmp_path / "deaths"
-    try:
-        until(lambda: len(server.answering()) == 2)
+    with Processes(tmp_path, forked) as server:
         first, second = server.answering()
         deaths.touch()
         os.kill(first, signal.SIGKILL)
@@ -148,54 +157,37 @@ def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Pa
         assert server.answering() == {second}
         deaths.unlink()
         until(lambda: len(server.answering()) == 2)
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-    finally:
-        server.process.kill()
+        assert server.end() == 0
 
 
 @pytest.mark.exhaustive
 @FORKED
 def test_processes_that_end_with_their_supervisor_are_not_replaced(tmp_path: Path, forked: bool) -> None:
     """As by Ctrl-C, which reaches all of them."""
-    server = Processes(tmp_path, forked)
-    try:
-        until(lambda: len(server.answering()) == 2)
+    with Processes(tmp_path, forked) as server:
         os.killpg(server.process.pid, signal.SIGTERM)
         assert server.process.wait(30) == 0
         assert server.log.read_text() == ""
-    finally:
-        server.process.kill()
 
 
 @pytest.mark.exhaustive
 @FORKED
 def test_sighup_reaches_the_processes_and_replaces_none(tmp_path: Path, forked: bool) -> None:
-    server = Processes(tmp_path, forked)
-    try:
-        until(lambda: len(server.answering()) == 2)
+    with Processes(tmp_path, forked) as server:
         processes = server.answering()
         server.process.send_signal(signal.SIGHUP)
         until(lambda: {int(file.stem) for file in tmp_path.glob("*.hup")} == processes)
         assert server.answering() == processes
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-    finally:
-        server.process.kill()
+        assert server.end() == 0
 
 
 @pytest.mark.exhaustive
 def test_a_process_that_waits_to_be_replaced_is_no_failure_at_the_end(tmp_path: Path) -> None:
-    server = Processes(tmp_path, forked=True)
-    try:
-        until(lambda: len(server.answering()) == 2)
+    with Processes(tmp_path, forked=True) as server:
         (tmp_path / "no memory").touch()
         os.kill(min(server.answering()), signal.SIGKILL)
         until(lambda: "failed to start; another is started in 2 s" in server.log.read_text())
-        server.process.terminate()
-        assert server.process.wait(30) == 0
-    finally:
-        server.process.kill()
+        assert server.end() == 0
 
 
 @pytest.mark.exhaustive
