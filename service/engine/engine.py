@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -276,22 +275,19 @@ class Engine:
         record: ExtractorRecord,
         images: Inputs,
         options: FeatureOptions | None = None,
-        deadline: float | None = None,
         regions: GivenRegions | None = None,
         reservation: Reservation | None = None,
         edits: Sequence[Edit] = (),
     ) -> FeatureResult:
         """Compute the outputs of an extractor. Either all rows are returned, or the request fails as a whole.
 
-        Cancelling the call drops work that has not started.
+        There is no time limit: cancel the call, which drops work that has not started.
 
         Args:
             record: the extractor. If it is being built or was evicted, the call waits for its build.
             images: encoded images, or tensors by model input name: floating and preprocessed ``[N, C, H, W]``, or uint8
                 images ``[N, H, W, C]``.
             options: how to process the outputs.
-            deadline: on the clock of ``time.monotonic()``; None means ``request_timeout`` seconds from now. It does not
-                limit the wait for a build or for a turn: the caller must cancel those.
             regions: the image regions to pool with ``pool=roi``, ``points`` or ``mask``.
             reservation: the request's client and the bytes it already holds; the bytes of its response are added until
                 it is sent. None for a request of the service itself.
@@ -302,26 +298,23 @@ class Engine:
             BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first invalid image;
                 ``extra["index"]`` is its index.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: raised before anything is decoded.
-            DeadlineExceeded, Draining, NotReady, OutOfMemory, ComputeFailed: see their docstrings.
+            Draining, NotReady, OutOfMemory, ComputeFailed: see their docstrings.
             FxError: the error of the extractor's build.
         """
         options = options or FeatureOptions()
         options.check_regions(regions)
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
-        if deadline is None:
-            deadline = time.monotonic() + self.settings.request_timeout
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self.in_flight:
             async with self.runtimes.use(record) as runtime:
-                return await self._pipeline.compute(runtime, images, regions, options, deadline, ticket, edits)
+                return await self._pipeline.compute(runtime, images, regions, options, ticket, edits)
 
     async def attribute(
         self,
         record: ExtractorRecord,
         values: Mapping[str, Tensor],
         asked: Question,
-        deadline: float,
         reservation: Reservation,
     ) -> Attributed:
         """Attribute the result of an extractor that begins at inner nodes to one of its inputs.
@@ -333,7 +326,7 @@ class Engine:
         with self.admission.enter(reservation.client, reservation) as ticket:
             async with self.runtimes.use(record) as runtime:
                 most = self.settings.max_response_bytes
-                return await attribute(runtime, values, asked, self._queue, ticket, deadline, most)
+                return await attribute(runtime, values, asked, self._queue, ticket, most)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that encodes responses."""

@@ -17,6 +17,7 @@ import torch
 
 from fxcore.backends.process import check_threads
 from service.engine.errors import as_exception
+from service.problems import Draining
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -128,20 +129,25 @@ async def in_pool(pool: Executor, function: Callable[..., T], *args: object) -> 
     """Call ``function(*args)`` in a thread of ``pool``.
 
     Exceptions that would stop the event loop are converted; see :func:`service.engine.errors.as_exception`.
+
+    Raises:
+        Draining: the pool was shut down.
     """
 
     def call() -> T:
         try:
             return function(*args)
         except BaseException as error:
-            seen = as_exception(error)
-            raise seen from error.__cause__ if seen is error else None
+            raise as_exception(error) from error.__cause__
 
     try:
         running = asyncio.get_running_loop().run_in_executor(pool, call)
-    except RuntimeError as error:  # the pool could not start its first thread
-        raise as_exception(error) from None
-    return await running
+    except RuntimeError as error:  # of a pool that was shut down, or could not start its first thread
+        raise (Draining() if "shutdown" in str(error) else as_exception(error)) from None
+    try:
+        return await running
+    finally:
+        del running  # it holds its error, whose traceback holds this frame
 
 
 class Decoders:

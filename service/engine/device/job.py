@@ -19,7 +19,7 @@ from service.engine.options import FeatureOptions
 from service.engine.rows.edits import Edits
 from service.engine.rows.regions import Regions
 from service.engine.runtime.runtime import Runtime
-from service.problems import DeadlineExceeded, OutOfMemory, Overflow, Ragged
+from service.problems import OutOfMemory, Overflow, Ragged
 
 
 class _Once:
@@ -39,14 +39,13 @@ class _Once:
 class Job:
     """One request in the device worker, created on the event loop that waits for its response.
 
-    It is settled once, by whichever comes first: the worker finishes all rows, a decoder fails, or the event loop finds
-    that the caller is gone or the deadline has passed.
+    It is settled once, by whichever comes first: the worker finishes all rows, a decoder fails, or the caller stops
+    waiting.
 
     Args:
         runtime: the extractor.
         options: how to process its outputs.
         rows: number of input rows.
-        deadline: the request's deadline, on the clock of ``time.monotonic()``.
         regions: regions to pool instead of whole maps; if given, the response has one row per region.
         matrices: projection matrices by number of values per row.
         edits: edits of inner values, if ``runtime`` is a variant for edits.
@@ -61,7 +60,6 @@ class Job:
         runtime: Runtime,
         options: FeatureOptions,
         rows: int,
-        deadline: float,
         regions: Regions | None = None,
         matrices: Mapping[int, Tensor] | None = None,
         edits: Edits | None = None,
@@ -69,7 +67,6 @@ class Job:
         self.runtime = runtime
         self.options = options
         self.rows = rows
-        self.deadline = deadline
         self.regions = regions
         self.matrices = matrices or {}
         self.edits = edits
@@ -80,25 +77,24 @@ class Job:
         self._settled = _Once()
         self._outcome: dict[str, Tensor] | Exception | None = None
         self._loop = asyncio.get_running_loop()
-        self._future: asyncio.Future[dict[str, Tensor]] = self._loop.create_future()
+        self._future: asyncio.Future[dict[str, Tensor]] | None = self._loop.create_future()
 
     async def result(self) -> dict[str, Tensor]:
         """Return the outputs by key, ``[rows, ...]`` on the CPU. Cancelling the call drops the job.
 
         Raises:
-            Problem: the job failed, or its deadline has passed.
+            Problem: the job failed.
         """
-        timer = self._loop.call_later(max(0.0, self.deadline - time.monotonic()), self.fail, DeadlineExceeded())
+        assert self._future is not None
         try:
             return await self._future
         finally:
-            timer.cancel()
             self._settled.set()
+            # Its error's traceback holds the caller's frame and thus this job: a cycle that would keep the inputs.
+            self._future = None
 
     def wanted(self) -> bool:
-        """Return whether the caller is still waiting and the deadline has not passed."""
-        if not self._settled.is_set() and time.monotonic() > self.deadline:
-            self.fail(DeadlineExceeded())
+        """Return whether the caller still waits for the response."""
         return not self._settled.is_set()
 
     def output_rows(self, rows: range) -> range:
@@ -173,12 +169,13 @@ def _wake(jobs: Sequence[Job]) -> None:
     """Wake the callers of settled ``jobs``. On the event loop."""
     for job in jobs:
         outcome, job._outcome = job._outcome, None
-        if outcome is None or job._future.done():  # the caller is gone or was already woken
+        future = job._future
+        if outcome is None or future is None or future.done():  # the caller is gone or was already woken
             continue
         if isinstance(outcome, Exception):
-            job._future.set_exception(outcome)
+            future.set_exception(outcome)
         else:
-            job._future.set_result(outcome)
+            future.set_result(outcome)
 
 
 @dataclass(eq=False)

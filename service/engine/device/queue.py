@@ -99,8 +99,7 @@ class Queue:
         """Wait for and return the next work; None once the queue is closed.
 
         A batch has the largest :func:`usual_size` that fits, and comes from the queue chosen as the module's docstring
-        describes. Items whose job is no longer wanted are dropped here, so nothing is computed for a client that left
-        or a deadline that passed.
+        describes. Items whose job is no longer wanted are dropped here.
         """
         with self._changed:
             while self._closed is None:

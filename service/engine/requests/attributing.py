@@ -20,7 +20,7 @@ from service.engine.device.queue import Queue
 from service.engine.errors import failure
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
-from service.problems import DeadlineExceeded, ResponseTooLarge
+from service.problems import ResponseTooLarge
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ async def attribute(
     asked: Question,
     queue: Queue,
     ticket: Ticket,
-    deadline: float,
     max_response_bytes: int,
 ) -> Attributed:
     """Attribute a result of ``runtime``, which begins at inner nodes, to one of its inputs.
@@ -90,14 +89,12 @@ async def attribute(
         asked: the attribution to compute.
         queue: the device worker's queue.
         ticket: claims the memory of a pass.
-        deadline: on the clock of ``time.monotonic()``.
         max_response_bytes: maximum bytes of the attribution.
 
     Raises:
         BadTarget: the result has no value with that index.
         BadTensor: gradcam is requested for values without positions.
         AdmissionFull, RequestTooLarge, ResponseTooLarge: it does not fit.
-        DeadlineExceeded: the deadline has passed.
     """
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
@@ -112,8 +109,6 @@ async def attribute(
         works += [partial(part.differentiate, *point) for point in part.points]
         for work in (*works, part.end):
             await ticket.turn()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded()
             try:
                 seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))
             except Exception as error:

@@ -61,7 +61,6 @@ class Decoding:
     def _decode(self, index: int, decoders: Decoders) -> None:
         if not self._job.wanted():
             return
-        error: BaseException | None = None
         try:
             rows, decode = self._plan.parts[index]
             tensors = decode()
@@ -71,22 +70,21 @@ class Decoding:
                     self._queue.put([padded])
             else:
                 self._queue.put([self._item(rows, tensors)])
-        except BaseException as raised:  # fails the job
-            error = raised
-        self._end(index, error)
+            self._end(index)
+        except BaseException as error:
+            self._end(index, error)
         self._start_next(decoders)
 
-    def _end(self, index: int, error: BaseException | None) -> None:
+    def _end(self, index: int, error: BaseException | None = None) -> None:
         with self._guard:
             self._ended[index] = True
             if error is not None:
                 self._failed[index] = error
-            if not self._failed:
-                return
-            first = min(self._failed)
-            known = all(self._ended[:first])
-        if known:
-            self._job.fail(self._failed[first])
+            first = min(self._failed, default=None)
+            if first is not None and all(self._ended[:first]):
+                self._job.fail(self._failed[first])
+            if not self._job.wanted():
+                self._failed.clear()  # their tracebacks hold this object, and with it the images
 
     def _padded(self, index: int, rows: Tensor) -> Item | None:
         """Return one batch of all parts once the last of them is decoded; until then keep the rows and return None."""

@@ -69,7 +69,6 @@ class Pipeline:
         images: Inputs,
         given: GivenRegions | None,
         options: FeatureOptions,
-        deadline: float,
         ticket: Ticket,
         edits: Sequence[Edit] = (),
     ) -> FeatureResult:
@@ -94,7 +93,7 @@ class Pipeline:
             ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
             waited = await ticket.turn()
             made = await asyncio.to_thread(factors.make) if factors else None
-            job = Job(variant, options, len(plan.shapes), deadline, regions, matrices, made)
+            job = Job(variant, options, len(plan.shapes), regions, matrices, made)
             Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
             try:
                 outputs = await job.result()

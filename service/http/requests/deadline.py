@@ -26,9 +26,6 @@ class Deadline:
         request: the request whose client is watched.
         seconds: seconds from now to the deadline.
 
-    Attributes:
-        at: the deadline, on the clock of ``time.monotonic()``.
-
     Raises:
         DeadlineExceeded: the block took too long.
         ClientDisconnect: the client disconnected.
@@ -37,7 +34,7 @@ class Deadline:
     def __init__(self, request: Request, seconds: float) -> None:
         self._request = request
         self._started = time.monotonic()
-        self.at = self._started + seconds
+        self._at = self._started + seconds
         self._short = True
         self._body_read = False
         self._watching: asyncio.Task[None] | None = None
@@ -56,12 +53,18 @@ class Deadline:
         if self._watching is not None:
             self._watching.remove_done_callback(self._disconnected)
             self._watching.cancel()
-        if self._error is not None and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise self._error from None
+        reason, self._error = self._error, None
+        if reason is None:
+            return
+        try:
+            if self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+                raise reason from None
+        finally:
+            del reason  # otherwise its traceback would hold it, and with it this frame and the request's
 
     def shorten(self, seconds: float) -> None:
         """Move the deadline to ``seconds`` from the start, if that is sooner."""
-        self.at = min(self.at, self._started + seconds)
+        self._at = min(self._at, self._started + seconds)
         self._timer.cancel()
         self._set_timer()
 
@@ -71,13 +74,13 @@ class Deadline:
         self._watch()
 
     def _set_timer(self) -> None:
-        left = self.at - time.monotonic()
+        left = self._at - time.monotonic()
         seconds = min(left, _SHORT_SECONDS) if self._short else left
         self._timer = self._task.get_loop().call_later(max(0.0, seconds), self._check)
 
     def _check(self) -> None:
         self._short = False
-        if time.monotonic() >= self.at:
+        if time.monotonic() >= self._at:
             self._cancel(DeadlineExceeded())
         else:
             self._set_timer()

@@ -134,9 +134,9 @@ async def _respond(
         asked = Question(query.method, at, target, query.steps)
         shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
         asked.answered_bytes(shape, state.settings.max_response_bytes)
-        values = await engine.features(front, sent.inputs, options, deadline.at, reservation=reservation)
+        values = await engine.features(front, sent.inputs, options, reservation=reservation)
         given = {name: values.outputs[name] for name in begin}
-        found = await engine.attribute(back, given, asked, deadline.at, reservation)
+        found = await engine.attribute(back, given, asked, reservation)
         started = time.perf_counter()
         if drawn:
             assert not isinstance(sent.inputs, Mapping)

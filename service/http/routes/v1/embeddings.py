@@ -88,7 +88,7 @@ async def embed(request: Request) -> Response:
             # The client may already request this node, so no admin key is needed.
             record, _ = await state.engine.extractor(spec)
             runtime = record.runtime or await state.engine.runtimes.load(record)
-        return await _embed(request, state, record, runtime.graph.pooling, body, deadline.at)
+        return await _embed(request, state, record, runtime.graph.pooling, body)
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
@@ -140,14 +140,11 @@ async def _embed(
     record: ExtractorRecord,
     pooling: str | None,
     body: embeddings.Asked,
-    deadline: float,
 ) -> Response:
     options = _POOLED[(pooling or "cls") if record.outputs[0].prefix.class_token else "avg"]
     if body.dimensions is not None:
         _check_dimensions(body.dimensions, record.outputs[0], options.pool)
-    result = await state.engine.features(
-        record, body.images, options, deadline, reservation=reservation_of(request.scope)
-    )
+    result = await state.engine.features(record, body.images, options, reservation=reservation_of(request.scope))
     started = time.perf_counter()
     vectors = _truncate(result.outputs[record.outputs[0].key].reshape(result.images, -1), body.dimensions)
     writing = (vectors, body.model, body.encoding)

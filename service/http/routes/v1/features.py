@@ -230,7 +230,7 @@ async def _respond(
             body = body or await received()
             sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
         del body  # not needed once parsed
-        return await _extract(request, state, record, sent, options, accepted, query.encoding, deadline.at)
+        return await _extract(request, state, record, sent, options, accepted, query.encoding)
 
 
 def _negotiate(record: ExtractorRecord, options: FeatureOptions, accept: str | None) -> str:
@@ -255,7 +255,6 @@ async def _extract(
     options: FeatureOptions,
     accepted: str,
     encoding: str,
-    deadline: float,
 ) -> Response:
     """Compute the features of ``sent`` and write them as ``accepted``."""
     drawn = accepted == heatmap.MEDIA_TYPE
@@ -263,9 +262,7 @@ async def _extract(
         require_one_image(sent)
         options = replace(options, sent=False)  # the picture is small, whatever the map is
     reservation = reservation_of(request.scope)
-    features = await state.engine.features(
-        record, sent.inputs, options, deadline, sent.regions, reservation, sent.edits
-    )
+    features = await state.engine.features(record, sent.inputs, options, sent.regions, reservation, sent.edits)
     started = time.perf_counter()
     if drawn:
         assert not isinstance(sent.inputs, Mapping)

@@ -99,7 +99,7 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         if own_timeout is not None:
             deadline.shorten(own_timeout)
         packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-        return await _infer(request, state, target, name, payload, deadline.at, packed)
+        return await _infer(request, state, target, name, payload, packed)
 
 
 async def _infer(
@@ -108,7 +108,6 @@ async def _infer(
     target: ExtractorRecord | ModelEntry,
     name: str,
     payload: v2.Request,
-    deadline: float,
     packed: str | None,
 ) -> Response:
     options = _options(payload)
@@ -120,7 +119,7 @@ async def _infer(
     if 0 < len(nodes) < len(record.description.return_nodes):
         options = replace(options, keys=frozenset(nodes))
     inputs = payload.images if payload.images is not None else payload.tensors
-    result = await state.engine.features(record, inputs, options, deadline, reservation=reservation_of(request.scope))
+    result = await state.engine.features(record, inputs, options, reservation=reservation_of(request.scope))
     written = time.perf_counter()
     document = {"model_name": name, "model_version": metadata.VERSION}
     if payload.id is not None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
 
 from service.engine.requests.admission.admission import Reservation
 from service.engine.requests.attributing import Question
-from service.problems import ComputeFailed, DeadlineExceeded
+from service.problems import ComputeFailed
 from tests.service.engine.running import PATIENCE, MakeEngine, built
 
 pytestmark = pytest.mark.anyio
@@ -34,8 +33,7 @@ class Passes:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ends", ["cancelled", "late"])
-async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, ends: str) -> None:
+async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine) -> None:
     async with engine(lowering=False) as running:
         half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
         [begin] = half.description.inputs
@@ -44,17 +42,12 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine, end
         passes = Passes(runtime.extractor.module)
         at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
         question = Question("integrated_gradients", at, 0, STEPS)
-        deadline = time.monotonic() + (PATIENCE if ends == "cancelled" else 1)
         with Reservation(running.admission, "client") as reservation:
-            asked = asyncio.create_task(running.attribute(half, values, question, deadline, reservation))
+            asked = asyncio.create_task(running.attribute(half, values, question, reservation))
             await asyncio.to_thread(passes.begun.wait, PATIENCE)
-            if ends == "cancelled":
-                asked.cancel()
-            else:
-                await asyncio.sleep(deadline - time.monotonic())
+            asked.cancel()
             passes.open.set()
-            with pytest.raises(asyncio.CancelledError if ends == "cancelled" else DeadlineExceeded):
-                await asked
+            await asyncio.wait([asked])
         after = await built(running, nodes=("features.8",), backend="eager")
         await running.features(after, {"x": torch.rand(1, 3, 64, 64)})  # the worker has gone on
         assert passes.count < 3
@@ -74,6 +67,6 @@ async def test_errors_of_a_pass_are_problems(engine: MakeEngine, error: Exceptio
         runtime = await running.runtimes.load(half)
         runtime.extractor.module.register_forward_pre_hook(fail)
         with Reservation(running.admission, "client") as reservation:
-            asked = running.attribute(half, values, Question("gradient", at, 0, 1), time.monotonic() + 60, reservation)
+            asked = running.attribute(half, values, Question("gradient", at, 0, 1), reservation)
             with pytest.raises(ComputeFailed, match=str(error)):
                 await asked

@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import gc
 import io
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -274,9 +276,38 @@ def test_while_draining(make_client, photos):
     assert int(response.headers["retry-after"]) >= 1
     assert client.get("/readyz").status_code == 503
     assert client.get("/healthz").status_code == 200
-    assert client.get("/v1/models").status_code == 200
+    assert client.get("/v1/models?source=torchvision").status_code == 200
+    assert client.get("/v1/models/alexnet/nodes").json()["type"] == "/problems/draining"  # its threads have ended
     assert client.post("/v1/extractors").json()["type"] == "/problems/draining"
     assert client.delete("/v1/extractors/r50").json()["type"] == "/problems/draining"
     assert client.post("/v1/models/squeezenet1_1/attributions").json()["type"] == "/problems/draining"
     assert client.post("/v1/embeddings").json()["error"]["code"] == "draining"
     assert "shutting down" in client.post("/v2/models/squeezenet1_1/infer").json()["error"]
+
+
+@pytest.mark.parametrize("failure", ["image", "second image", "deadline"])
+def test_failed_requests_hold_no_memory(make_client, photos, failure):
+    """No error may be part of a cycle with the objects of its request: the garbage collector runs rarely."""
+    client = make_client()
+    request = {
+        "image": {"content": photos["coffee"][:2000], "headers": JPEG},
+        "second image": _multipart([photos["chelsea"], b"no image", b"nor this"]),
+        "deadline": {"content": photos["chelsea"], "headers": {**JPEG, "x-request-timeout": "0.005"}},
+    }[failure]
+
+    def held():
+        ours = [one for one in gc.get_objects() if type(one).__module__.startswith(("service.", "fxcore."))]
+        return Counter(type(one).__name__ for one in ours)
+
+    for _ in range(3):
+        client.post(ONE_STEP, **request)
+    gc.collect()
+    before = held()
+    gc.disable()
+    try:
+        status = {client.post(ONE_STEP, **request).status_code for _ in range(5)}
+        kept = {name for name, count in (held() - before).items() if count >= 5}
+    finally:
+        gc.enable()
+    assert status == {504 if failure == "deadline" else 422}
+    assert kept == set()
