@@ -197,6 +197,11 @@ class Item:
     since: float = field(default_factory=time.monotonic)
 
     @property
+    def runtime(self) -> Runtime:
+        """The runtime that computes the rows: the job's, or its variant for their size."""
+        return self.job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in self.inputs))
+
+    @property
     def key(self) -> Hashable:
         """The key that items must share to be in one batch."""
         return self.job.runtime, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)

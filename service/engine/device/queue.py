@@ -27,6 +27,10 @@ from service.problems import NotReady
 T = TypeVar("T")
 
 
+_LONGEST_SECONDS = 5.0
+"""Maximum predicted seconds of a batch of several rows, so that a batch of a slow model does not look like a hang."""
+
+
 class BackgroundTask:
     """Other work for the device worker, run when no batch waits or once it has waited ``max_wait`` seconds.
 
@@ -171,8 +175,7 @@ class Queue:
             if not item.job.wanted():
                 queue.popleft()
                 continue
-            most = self.max_rows if item.job.runtime.description.entry.batch else 1
-            room = min(most, max(1, self.max_bytes // item.row_bytes)) - rows
+            room = self._most(item) - rows
             if room <= 0:
                 break
             if len(item.rows) > room:
@@ -190,6 +193,14 @@ class Queue:
                 batch.pop()
             queue.appendleft(item)
             excess -= len(item.rows)
+
+    def _most(self, item: Item) -> int:
+        """Return the maximum rows of a batch of rows like those of ``item``."""
+        runtime = item.runtime
+        if not runtime.description.entry.batch or runtime.seconds_per_byte is None:
+            return 1
+        of_row = runtime.seconds_per_byte * item.row_bytes
+        return max(1, min(self.max_rows, self.max_bytes // item.row_bytes, int(_LONGEST_SECONDS / max(of_row, 1e-9))))
 
 
 def _due(item: Item) -> float:

@@ -223,7 +223,7 @@ class DeviceWorker:
     def _compute(self, items: Sequence[Item]) -> list[Finished]:
         """Run a batch through its extractor. Return the outputs of its items, grouped by equal options."""
         started = time.monotonic()
-        runtime = items[0].job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in items[0].inputs))
+        runtime = items[0].runtime
         run = runtime.run  # read once: backends are swapped between batches
         with torch.inference_mode():
             values = self._forward(runtime, run, items)
@@ -232,6 +232,7 @@ class DeviceWorker:
             del values
             finished = self._on_host([group for _, group, _ in groups], made)
         spent = time.monotonic() - started
+        runtime.seconds_per_byte = spent / sum(item.row_bytes * len(item.rows) for item in items)
         for job in {item.job for item in items}:
             job.computed += spent
         return finished

@@ -63,6 +63,8 @@ class Runtime:
         checked: set once the first backend's values were compared, or could not be.
         wanted: set to request the search for a faster backend.
         images: number of images it has processed.
+        seconds_per_byte: seconds of the last batch per predicted byte of its rows; None before the first. Set by the
+            worker.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted. In-flight requests finish; no new background work starts.
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
@@ -96,6 +98,7 @@ class Runtime:
         self.checked = asyncio.Event()
         self.wanted = asyncio.Event()
         self.images = 0
+        self.seconds_per_byte: float | None = None
         self.last_used = time.monotonic()
         self.retired = False
         self.variants: dict[Variant, Runtime] = {}

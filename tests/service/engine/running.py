@@ -90,6 +90,7 @@ class Watched:
         self.entered = threading.Event()
         self.fault: Callable[[torch.Tensor], None] = lambda batch: None
         runtime.serve(self, runtime.serving)
+        runtime.seconds_per_byte = 0.0  # as after a first batch, which has one row
 
     grown = 0
 

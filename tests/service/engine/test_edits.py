@@ -176,6 +176,7 @@ async def test_an_extractor_that_begins_at_a_vector(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, nodes=["classifier.3"], inputs=["flatten"])
         given = {"flatten": torch.rand(2, 576)}
+        await running.features(record, given)  # the first batch has one row
         plain = await running.features(record, given)
         found = await running.features(record, given, edits=[Edit("classifier.0", 0), Edit("classifier.3", 0, 7.0)])
         assert found.outputs["classifier.3"].unique().tolist() == [7.0]

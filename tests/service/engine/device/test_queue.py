@@ -20,7 +20,10 @@ from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Wa
 pytestmark = pytest.mark.anyio
 
 
-def job(record: ExtractorRecord, rows: int) -> Job:
+def job(record: ExtractorRecord, rows: int, row_seconds: float | None = 0.0) -> Job:
+    """A job whose rows take one byte each."""
+    assert record.runtime is not None
+    record.runtime.seconds_per_byte = row_seconds
     return Job(record.runtime, FeatureOptions(), rows)
 
 
@@ -225,6 +228,18 @@ async def test_many_shapes_do_not_hold_up_one(engine: MakeEngine) -> None:
         put(job(record, 1), 20.0, 224)
     turn()
     assert served == ["2 of many", "one", "2 of many", "one", *4 * ["2 of many"]]
+
+
+@pytest.mark.parametrize(("row_seconds", "rows"), [(None, 1), (30.0, 1), (2.0, 2), (0.01, 8)])
+async def test_batches_of_slow_models_are_small(engine: MakeEngine, row_seconds: float | None, rows: int) -> None:
+    """A long batch looks like one that hangs, and all other requests wait for it. The first one tells."""
+    async with engine() as running:
+        record = await built(running)
+        queue, many = Queue(8, 10**9), job(record, 8, row_seconds)
+        queue.put([Item(many, range(8), (torch.zeros(8, 3, 32, 32),), 1)])
+        assert sum(len(item.rows) for item in taken(queue)) == rows
+        assert (await running.features(record, tensors(1))).images == 1
+        assert 0 < record.runtime.seconds_per_byte < 30
 
 
 async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
