@@ -93,6 +93,10 @@ class Description:
         """A note to clients about its speed on this machine, if there is one."""
         return why_bfloat16_is_slow(torch.device(self.device)) if self.dtype == torch.bfloat16 else None
 
+    def rows_at_once(self, limit: int) -> int:
+        """Return the maximum rows of a batch: ``limit``, or 1 if an image's values depend on the others'."""
+        return limit if self.entry.batch else 1
+
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of one row of each input, for the usual image size."""
         size = self.preprocessing.nominal_size()

@@ -250,8 +250,8 @@ class Engine:
             NotReady: the store cannot be used, and ``keep`` is true or the spec has a name.
         """
         record, created = await self.extractors.get(spec, build, keep, trace_in)
-        if record.build is not None and wait > 0:
-            await asyncio.wait({record.build}, timeout=wait)
+        if wait > 0:
+            await self.runtimes.wait(record, wait)
         return record, created
 
     async def profile(self, runtime: Runtime) -> Measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from fxcore.analysis.verify import Verification, verify
 from fxcore.backends import Lowered
 from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor
+from fxcore.nesting import clones
 from fxcore.photos import NoPhotographs, calibration_rows, input_rows, photos
 from service.engine.description import Description
 from service.engine.runtime.candidate import MIN_COSINE, TOLERANCE
@@ -25,6 +26,17 @@ CALIBRATION_IMAGES = 32
 
 class PassFailed(Exception):
     """A forward pass of a comparison or a trial raised an exception."""
+
+
+class Expected(NamedTuple):
+    """A batch, and what a module computes for it."""
+
+    inputs: Inputs
+    values: Any
+
+    def compare(self, lowered: Lowered) -> Verification:
+        """Compare the values of ``lowered`` with these. Runs on the device worker."""
+        return verify(lambda *_: self.values, lowered, self.inputs)
 
 
 class Reference:
@@ -55,24 +67,32 @@ class Reference:
         """
         return [*(range(i, i + 1) for i in range(len(self._rows))), range(2), range(2)]
 
-    def compare(self, lowered: Lowered, photographs: range) -> Verification:
-        """Compare ``lowered`` with the module on a batch of these photographs."""
-        return verify(self._module, lowered, self._batch(photographs))
+    def expected(self, photographs: range) -> Expected:
+        """Compute the module's values for a batch of these photographs."""
+        return self._expected(self._batch(photographs))
 
-    def takes_another_size(self, lowered: Lowered) -> bool:
-        """Return whether ``lowered`` agrees with the module on inputs a quarter larger.
-
-        False if either does not accept them.
-        """
+    def expected_larger(self) -> Expected | None:
+        """Compute the module's values for inputs a quarter larger; None if it does not accept them."""
         # Per-channel factors have no spatial size.
         if self._one_size or any(x.shape[-2:].numel() == 1 for x in self._rows[0]):
-            return False
+            return None
         try:
             larger = []
             for x, shape in zip(self._rows[0], _larger_shapes(self._rows[0]), strict=True):
                 flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=shape[-2:])
                 larger.append(flat.to(x.dtype).reshape(len(x), *shape))
-            found = verify(self._module, lowered, tuple(larger))
+            return self._expected(tuple(larger))
+        except Exception:
+            return None
+
+    def _expected(self, inputs: Inputs) -> Expected:
+        with torch.no_grad():
+            return Expected(inputs, self._module(*clones(inputs)))
+
+    def agrees(self, lowered: Lowered, larger: Expected) -> bool:
+        """Return whether ``lowered`` accepts inputs of another size and is close to their expected values."""
+        try:
+            found = larger.compare(lowered)
         except Exception:
             return False
         if self.precision == "int8":

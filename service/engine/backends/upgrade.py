@@ -43,6 +43,7 @@ from service.engine.backends.int8_advice import int8_refusal, simulation, worst
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
 from service.engine.errors import is_shortage, shortage
+from service.engine.record import retry_seconds
 from service.engine.runtime.candidate import Candidate, CandidateState
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
@@ -51,6 +52,9 @@ from service.problems import BackendRefused, Problem
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
+
+_ATTEMPTS = 5
+"""Maximum attempts at a faster backend while the system is short of threads or memory."""
 
 
 @dataclass
@@ -223,14 +227,21 @@ class Upgrade:
         runtime = self._runtime
         eager = runtime.run
         others = [(Candidate(b.name), b) for b in faster_backends(runtime.description, self._tools.device)]
-        runtime.candidates += [candidate for candidate, _ in others]
+        runtime.candidates = [*runtime.candidates, *(candidate for candidate, _ in others)]
         for candidate, backend in others:
-            await self._try(candidate, backend, eager)
+            for attempt in range(_ATTEMPTS):
+                await self._try(candidate, backend, eager, attempt)
+                if candidate.state is not CandidateState.WAITING:
+                    break
+                await asyncio.sleep(retry_seconds(attempt))
             if candidate.state is CandidateState.SERVING:
                 return
 
-    async def _try(self, candidate: Candidate, backend: Backend, eager: Lowered) -> None:
-        """Lower to ``backend``, and replace ``eager`` with the result if it agrees and is faster."""
+    async def _try(self, candidate: Candidate, backend: Backend, eager: Lowered, attempt: int) -> None:
+        """Lower to ``backend``, and replace ``eager`` with the result if it agrees and is faster.
+
+        After a shortage, unless this is the last attempt, the candidate is waiting again.
+        """
         runtime = self._runtime
         candidate.state = CandidateState.LOWERING
         try:
@@ -244,6 +255,8 @@ class Upgrade:
         except (LoweringFailed, Problem, PassFailed) as error:
             candidate.fail(getattr(error, "detail", str(error)))
             log.warning("extractor %s stays on eager: %s", runtime.description.id, candidate.reason)
+            if attempt < _ATTEMPTS - 1 and is_shortage(error):
+                candidate.state = CandidateState.WAITING
         except Exception as error:
             candidate.fail(summarize(error))
             log.exception("looking for a faster backend for extractor %s failed", runtime.description.id)

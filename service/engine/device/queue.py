@@ -197,10 +197,11 @@ class Queue:
     def _most(self, item: Item) -> int:
         """Return the maximum rows of a batch of rows like those of ``item``."""
         runtime = item.runtime
-        if not runtime.description.entry.batch or runtime.seconds_per_byte is None:
+        if runtime.seconds_per_byte is None:
             return 1
         of_row = runtime.seconds_per_byte * item.row_bytes
-        return max(1, min(self.max_rows, self.max_bytes // item.row_bytes, int(_LONGEST_SECONDS / max(of_row, 1e-9))))
+        fit = min(self.max_bytes // item.row_bytes, int(_LONGEST_SECONDS / max(of_row, 1e-9)))
+        return runtime.description.rows_at_once(max(1, min(self.max_rows, fit)))
 
 
 def _due(item: Item) -> float:

@@ -129,9 +129,12 @@ class Extractors:
         return created, owner
 
     def _gives_up(self, id: str, name: str) -> bool:
-        """Return whether the extractor ``id`` gives up ``name``: it does if its build failed."""
+        """Return whether the extractor ``id`` gives up ``name``: it does if it was created here and its build failed.
+
+        One of another process may work there.
+        """
         record = self._records.get(id)
-        return id != name and record is not None and record.state == "failed"
+        return id != name and record is not None and record.state == "failed" and not record.adopted
 
     async def _require(self, record: ExtractorRecord) -> None:
         """Check that ``record`` already exists, here or in the store.

@@ -109,18 +109,22 @@ class Runtimes:
             FxError: the error of its build.
         """
         self.ensure(record)
-        runtime = record.runtime
-        if runtime is None and record.build is not None:
-            build = record.build
-            record.waiting += 1
-            try:
-                await asyncio.wait({build})
-            finally:
-                record.waiting -= 1
+        runtime, build = record.runtime, record.build
+        if runtime is None and build is not None:
+            await self.wait(record)
             runtime = None if build.cancelled() else build.result()
         if runtime is None:
             raise record.failure or NotReady(f"extractor {record.id} is not built")
         return runtime
+
+    async def wait(self, record: ExtractorRecord, timeout: float | None = None) -> None:
+        """Wait until ``record`` is built or has failed, at most ``timeout`` seconds. Nobody cancels the build then."""
+        if record.build is not None:
+            record.waiting += 1
+            try:
+                await asyncio.wait({record.build}, timeout=timeout)
+            finally:
+                record.waiting -= 1
 
     @asynccontextmanager
     async def use(self, record: ExtractorRecord) -> AsyncIterator[Runtime]:

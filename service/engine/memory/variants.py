@@ -63,8 +63,11 @@ class Variants:
 
     async def _hold(self, stack: AsyncExitStack, runtime: Runtime, which: Variant) -> Runtime:
         variant = await self._get(runtime, which)
+        if which not in runtime.variants:  # it was dropped meanwhile
+            runtime.variants = {**runtime.variants, which: variant}
+        variant = runtime.variants[which]
         stack.enter_context(variant.in_use())
-        return runtime.variants.setdefault(which, variant)  # it may have been dropped meanwhile
+        return variant
 
     async def _get(self, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)
@@ -84,9 +87,8 @@ class Variants:
             del self._builds[runtime, which]
         if runtime.retired:
             variant.retire()
-        kept = runtime.variants
+        kept = runtime.variants = {**runtime.variants, which: variant}
         with variant.in_use():  # so that making room does not evict it
-            kept[which] = variant
             idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
             for oldest in idle[: max(0, len(kept) - MOST)]:
                 runtime.drop(kept[oldest])

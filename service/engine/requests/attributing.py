@@ -99,7 +99,7 @@ async def attribute(
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
     row_bytes = await asyncio.to_thread(_row_bytes, runtime, given)
-    rows = max(1, min(len(given[0]), queue.max_rows, queue.max_bytes // row_bytes))
+    rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, queue.max_bytes // row_bytes)))
     size = asked.answered_bytes(given[at].shape, max_response_bytes)
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
     parts, seconds = [], 0.0

@@ -76,6 +76,9 @@ class Pipeline:
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
         async with edited(self._variants, runtime, plan.shapes, edits) as (variant, edits):
+            for shape in dict.fromkeys(plan.shapes):
+                if isinstance(run := variant.at(shape).run, Named):
+                    run.check(shape)
             regions = None
             if given is not None:
                 regions = await placed_regions(variant, plan, given, options.roi_size, self._intake)
@@ -126,7 +129,4 @@ class Pipeline:
         else:
             plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
         check_sizes(description, plan, max_pixels)
-        if isinstance(runtime.run, Named):
-            for shape in dict.fromkeys(plan.shapes):
-                runtime.run.check(shape)
         return plan

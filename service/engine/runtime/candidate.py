@@ -84,7 +84,7 @@ class Candidate:
     def time(self, rows: int, seconds: float) -> None:
         """Record the time of a forward pass of ``rows`` rows, keeping the fastest."""
         known = self.ms.get(str(rows), float("inf"))
-        self.ms[str(rows)] = min(known, round(seconds * 1000, 3))
+        self.ms = {**self.ms, str(rows): min(known, round(seconds * 1000, 3))}  # other threads may read it
 
     def recall(self, before: Candidate) -> None:
         """Restore a cached verdict."""

@@ -68,7 +68,8 @@ class Runtime:
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted. In-flight requests finish; no new background work starts.
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
-            edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`.
+            edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`. Replaced and never
+            changed, since other threads read it.
         row_sizes: cache of row sizes by row shape; see :mod:`service.engine.requests.plan.sizes`.
         response_sizes: cache of response row sizes by row shape and options.
     """
@@ -117,11 +118,12 @@ class Runtime:
 
     def drop(self, variant: Runtime) -> None:
         """Retire one of its variants, or one of theirs."""
-        for which, one in list(self.variants.items()):
-            if one is variant:
-                self.variants.pop(which).retire()
-            else:
-                one.drop(variant)
+        kept = {which: one for which, one in self.variants.items() if one is not variant}
+        if len(kept) < len(self.variants):
+            self.variants = kept
+            variant.retire()
+        for one in kept.values():
+            one.drop(variant)
 
     @property
     def all(self) -> list[Runtime]:

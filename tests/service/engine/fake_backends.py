@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from typing import Any
@@ -15,8 +16,8 @@ from tests.service.engine.running import PATIENCE, until
 
 
 class Broken:
-    """The eager backend with a ``fault``: ``fails``, ``differs``, ``slower``, ``breaks later``, ``one size``, ``two
-    rows`` or ``none``."""
+    """The eager backend with a ``fault``: ``fails``, ``short once`` (of threads), ``differs``, ``slower``, ``breaks
+    later``, ``one size``, ``two rows`` or ``none``."""
 
     name = "openvino"
 
@@ -29,6 +30,9 @@ class Broken:
     def lower(self, module: Any, example: Any, options: Options) -> Lowered:
         if self.fault == "fails":
             raise LoweringFailed("lowering to openvino failed: no such operation", backend=self.name)
+        if self.fault == "short once":
+            self.fault = "none"
+            raise LoweringFailed("lowering failed", backend=self.name) from BlockingIOError(errno.EAGAIN, "no threads")
         eager = BACKENDS["eager"].lower(module, example, options)
         fault, batches = self.fault, 0
 

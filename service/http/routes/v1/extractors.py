@@ -85,8 +85,8 @@ COMPUTE_PROBLEMS = (
 
 def describe(record: ExtractorRecord) -> dict[str, Any]:
     """Describe a record as :class:`service.schemas.v1.extractors.ExtractorDetail`."""
-    description, failed = record.description, record.problem
-    variants = record.runtime.variants.values() if record.runtime is not None else ()
+    description, failed, runtime = record.description, record.problem, record.runtime
+    variants = runtime.variants.values() if runtime is not None else ()
     return {
         "id": record.id,
         "name": record.name,
@@ -236,8 +236,8 @@ async def list_extractors(state: Shared, caller: Calling) -> Response:
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
     record = await state.engine.extractors.look_up(extractor)
-    if record.build is not None and not record.outputs and record.adopted:  # just loaded from the store
-        await asyncio.wait({record.build}, timeout=DEFAULT_WAIT)
+    if not record.outputs and record.adopted:  # just loaded from the store
+        await state.engine.runtimes.wait(record, DEFAULT_WAIT)
     return Response(orjson.dumps(describe(record)), media_type="application/json")
 
 

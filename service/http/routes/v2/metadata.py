@@ -115,8 +115,8 @@ def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
     It may trace the model, so run it in a thread.
     """
     if isinstance(target, ExtractorRecord):
-        own, preprocessing = target.description, target.description.preprocessing
-        graph = target.runtime.graph if target.runtime is not None else graph_for(own.spec, own.entry, own.weights)
+        own, preprocessing, runtime = target.description, target.description.preprocessing, target.runtime
+        graph = runtime.graph if runtime is not None else graph_for(own.spec, own.entry, own.weights)
         part = ModelPart(graph, own.begins_at, own.return_nodes) if own.begins_at else None
         outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.entry.dtype, own.dtype)
         if own.spec.fit == "pad":

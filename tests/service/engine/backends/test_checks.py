@@ -30,7 +30,12 @@ def test_a_model_of_one_size_is_not_tried_at_another() -> None:
     rows = [(torch.zeros(1, 3, 64, 64),)]
     for one_size in (False, True):
         reference = Reference(torch.nn.ReLU(), rows, "float32", one_size)
-        assert reference.takes_another_size(torch.nn.ReLU()) is not one_size
+        larger = reference.expected_larger()
+        assert (larger is None) is one_size
+        if larger is not None:
+            assert larger.inputs[0].shape == (1, 3, 96, 96)
+            assert reference.agrees(torch.nn.ReLU(), larger)
+            assert not reference.agrees(torch.nn.Softplus(), larger)
 
 
 @pytest.mark.parametrize(("node", "one_size"), [("patch_embed.proj", False), ("blocks.0", True)])

@@ -12,6 +12,7 @@ import torch
 from fxcore.backends import BACKENDS, Lowered, Options
 from fxcore.backends.eager import EagerModule
 from fxcore.errors import BadTensor
+from service.engine.backends import upgrade
 from service.engine.backends.checks import Reference
 from service.engine.runtime.candidate import Candidate
 from service.problems import BackendRefused
@@ -214,6 +215,19 @@ async def test_what_is_worse_is_left_aside(
         assert (record.backend, eager["state"], other["state"]) == ("eager", "serving", state)
         assert reason in other["reason"]
         assert far((await running.features(record, jpegs)).outputs, before.outputs) < 1e-5
+
+
+async def test_a_search_goes_on_after_a_shortage(
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("short once"))
+    monkeypatch.setattr(upgrade, "retry_seconds", lambda failures: 0.0)
+    async with engine(lowering=True, max_batch=2) as running:
+        record = await built(running, backend="auto")
+        await running.features(record, jpegs)
+        checks = await settled(record)
+        assert checks["candidates"][1]["state"] in ("serving", "slower")
+        assert checks["candidates"][1]["ms"]
 
 
 @pytest.mark.parametrize(("share", "rounds"), [(0.3, 1), (0.9, 3)])

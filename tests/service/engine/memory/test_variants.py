@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from fxcore.backends import BACKENDS
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
 from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.memory import variants
-from tests.service.engine.fake_backends import Held
+from tests.service.engine.fake_backends import Broken, Held
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
 
 pytestmark = pytest.mark.anyio
@@ -117,3 +118,16 @@ async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> 
         again = await running.features(record, images, AVERAGE)
         torch.testing.assert_close(again.outputs["blocks"], before.outputs["blocks"])
         assert not any(sized.retired for sized in runtime.variants.values())
+
+
+async def test_each_size_has_the_backend_that_is_named(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    async with engine() as running:
+        own = {"image_size": 64, "fit": "native"}
+        named = await built(running, "timm.test_vit", ["blocks"], backend="openvino", **own)
+        eager = await built(running, "timm.test_vit", ["blocks"], backend="eager", **own)
+        images = [image(64, 96), image(64, 64)]
+        found, expected = [await running.features(record, images, AVERAGE) for record in (named, eager)]
+        torch.testing.assert_close(found.outputs["blocks"], expected.outputs["blocks"], rtol=1e-4, atol=1e-4)
+        assert named.runtime is not None
+        assert named.runtime.variants[64, 96].backend == "openvino"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,21 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine) -> 
         await running.features(after, {"x": torch.rand(1, 3, 64, 64)})  # the worker has gone on
         assert passes.count < 3
         assert running.admission.requests == running.admission.bytes == 0
+
+
+async def test_images_that_depend_on_their_batch_are_attributed_one_by_one(engine: MakeEngine) -> None:
+    async with engine(lowering=False) as running:
+        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        [begin] = half.description.inputs
+        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        runtime = await running.runtimes.load(half)
+        runtime.description = replace(half.description, entry=replace(half.description.entry, batch=False))
+        rows: list[int] = []
+        runtime.extractor.module.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+        values = {begin.name: torch.rand(2, *(size or 2 for size in begin.shape[1:]))}
+        with Reservation(running.admission, "client") as reservation:
+            await running.attribute(half, values, Question("gradient", at, 0), reservation)
+        assert rows == [1, 1]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no gradient"), SystemError("Resource temporarily unavailable")])
