@@ -307,7 +307,8 @@ class Engine:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self.in_flight:
-            async with self.runtimes.use(record) as runtime:
+            runtime = await self.runtimes.load(record)
+            with runtime.in_use():
                 return await self._pipeline.compute(runtime, images, regions, options, ticket, edits)
 
     async def attribute(
@@ -324,7 +325,8 @@ class Engine:
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         with self.admission.enter(reservation.client, reservation) as ticket:
-            async with self.runtimes.use(record) as runtime:
+            runtime = await self.runtimes.load(record)
+            with runtime.in_use():
                 most = self.settings.max_response_bytes
                 return await attribute(runtime, values, asked, self._queue, ticket, most)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
 
 from fxcore.errors import FxError
 from service.engine.backends.upgrades import Upgrades
@@ -105,6 +103,8 @@ class Runtimes:
     async def load(self, record: ExtractorRecord) -> Runtime:
         """Return the runtime of ``record``, waiting for its build. If it was evicted or failed, build it again.
 
+        Hold :meth:`Runtime.in_use` over its use, before the next ``await``: it may be evicted otherwise.
+
         Raises:
             FxError: the error of its build.
         """
@@ -125,17 +125,6 @@ class Runtimes:
                 await asyncio.wait({record.build}, timeout=timeout)
             finally:
                 record.waiting -= 1
-
-    @asynccontextmanager
-    async def use(self, record: ExtractorRecord) -> AsyncIterator[Runtime]:
-        """Load ``record`` and keep it in memory for the ``async with`` block.
-
-        Raises:
-            FxError: the error of its build.
-        """
-        runtime = await self.load(record)
-        with runtime.in_use():
-            yield runtime
 
     def unload(self, record: ExtractorRecord) -> None:
         """Free an extractor's memory. It stays known, and its next request builds it again.

@@ -237,8 +237,8 @@ async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngi
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec(), PATIENCE)
-        assert running.models.loaded_weights() == set()
-        async with running.runtimes.use(record):
+        await until(lambda: not running.models.loaded_weights())
+        with (await running.runtimes.load(record)).in_use():
             watched = Watched(record)
             watched.open.clear()
             task = asyncio.create_task(running.features(record, jpegs))
@@ -257,7 +257,7 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec())
-        async with running.runtimes.use(record):
+        with (await running.runtimes.load(record)).in_use():
             pass
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
         await until(lambda: not running.models.loaded_weights())
@@ -268,7 +268,7 @@ async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: Mak
     async with engine() as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
         running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
-        async with running.runtimes.use(records[-1]):
+        with (await running.runtimes.load(records[-1])).in_use():
             await built(running, nodes=["features.12"])
             assert records[0].runtime is None
             assert all(record.runtime is not None for record in records[-3:])
