@@ -244,12 +244,12 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
             task = asyncio.create_task(running.features(record, jpegs))
             await watched.begun()
         await built(running, "squeezenet1_1", ["features.12"])
-        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
+        await until(lambda: running.models.loaded_weights() == {("mobilenet_v3_small", "random")})
         record.pinned = True
         watched.open.set()
         await task
         await built(running, "squeezenet1_1", ["features.3"])
-        assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
+        await until(lambda: running.models.loaded_weights() == {("mobilenet_v3_small", "random")})
 
 
 @pytest.mark.exhaustive
