@@ -212,7 +212,11 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     ),
     "pdf named jpg": (lambda: saved(photo(), "PDF"), 422),
     "postscript": (lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", 422),
+    "html comments": (lambda: b"<!---->" * 100, 422),
     "html": (lambda: b"<!doctype html><script>alert(1)</script>", 422),
     "zeros": (lambda: bytes(100_000), 422),
+    "jpeg fill without a marker": (lambda: b"\xff\xd8" + b"\xff" * 10**6, 422),
+    "jpeg fill before zeros": (lambda: b"\xff\xd8" + b"\xff" * 10**6 + b"\0", 422),
+    "jpeg fill after its end": (lambda: b"\xff\xd8\xff\xd9" + b"\xff" * 10**6, 422),
     "jpeg markers": (lambda: b"\xff\xd8" + b"\xff\xe0\x00\x02" * 20_000, 422),
 }

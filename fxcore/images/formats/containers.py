@@ -43,7 +43,7 @@ _PNG_EXIF, _PNG_XMP = b"Raw profile type exif", b"XML:com.adobe.xmp"
 # Frame headers, tables, the first scan, JFIF and Adobe, which defines the colour space (ITU-T T.81, table B.1).
 _JPEG_KEPT = frozenset((*range(0xC0, 0xD0), 0xDA, 0xDB, 0xDC, 0xDD, 0xE0, 0xEE)) - {0xC8}
 _JPEG_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
-_JPEG_MARKER = re.compile(rb"\xff+([^\xff\x00])")
+_JPEG_MARKER = re.compile(rb"\xff([^\xff\x00])")  # the last of a run of fill bytes is the marker's own
 _JPEG_SCAN, _JPEG_END, _JPEG_APP1 = 0xDA, 0xD9, 0xE1
 _JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
@@ -145,12 +145,12 @@ def _jpeg(data: bytes) -> tuple[bytes, int]:
     at = 2
     exif = xmp = None
     for _ in range(MAX_SEGMENTS):
-        found = _JPEG_MARKER.search(data, at)  # skips any fill bytes before it
+        found = _JPEG_MARKER.search(data, at)
         if found is None:
-            return data, 1
+            return data[:at], 1  # Pillow would read the rest byte by byte
         kind, body = found[1][0], found.end()
         if kind == _JPEG_END:
-            return data, 1
+            return data[:body], 1
         if kind in _JPEG_ALONE:
             at = body
             continue

@@ -36,7 +36,8 @@ _BRANDS: dict[bytes, str] = {
 }
 """Major brands of ISO base media files (ISO/IEC 14496-12); files of other brands are videos."""
 
-_SVG = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*|<!DOCTYPE\s+svg[^>]*>\s*)*<svg\b", re.IGNORECASE | re.DOTALL)
+# The repetition is possessive: comments can be divided in exponentially many ways.
+_SVG = re.compile(rb"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*|<!DOCTYPE\s+svg[^>]*>\s*)*+<svg\b", re.IGNORECASE | re.DOTALL)
 _HEAD = 1024
 
 _JPEG_FRAME = re.compile(rb"\xff([\xc0-\xc3\xc5-\xc7\xc9-\xcb\xcd-\xcf])..(.)", re.DOTALL)

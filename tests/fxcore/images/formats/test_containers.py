@@ -114,6 +114,17 @@ def test_what_decides_no_pixel_costs_next_to_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["html comments", "jpeg fill without a marker", "jpeg fill before zeros", "jpeg fill after its end"]
+)
+def test_what_is_no_image_is_refused_at_once(name: str) -> None:
+    data = hostile_images.HOSTILE[name][0]()
+    began = time.thread_time()
+    with pytest.raises(BadImage, match="are not an image"):
+        image_header(data)
+    assert time.thread_time() - began < 0.1
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: png(1, 1, *[(b"teSt", b"")] * MAX_PIECES, PIXEL), "16,384 chunks"),
