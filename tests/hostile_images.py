@@ -149,6 +149,31 @@ def frames_on_a_large_canvas(count: int = 100) -> bytes:
     return data[:6] + struct.pack("<HH", 1000, 1000) + data[10:-1] + frame * count + b";"
 
 
+def jpeg2000(layers: int = 1, block: int = 4, precincts: bytes = b"", boxes: bool = False) -> bytes:
+    """Build a JPEG 2000 with another coding style: layers, logarithm of the sides of code-blocks minus 2, precincts."""
+    data = saved(photo(), "JPEG2000", num_resolutions=6, no_jp2=not boxes)
+    at = data.index(b"\xff\x52")
+    style = bytes([bool(precincts)]) + data[at + 5 : at + 6] + struct.pack(">H", layers) + data[at + 8 : at + 10]
+    style += bytes([block, block]) + data[at + 12 : at + 14] + precincts
+    return data[: at + 2] + struct.pack(">H", len(style) + 2) + style + data[at + 14 :]
+
+
+def jpeg2000_of_components(count: int = 16_384) -> bytes:
+    data = saved(photo(), "JPEG2000")
+    at = data.index(b"\xff\x4f\xff\x51") + 40
+    return data[:at] + struct.pack(">H", count) + data[at + 2 :]
+
+
+def jpeg2000_of_two_sizes() -> bytes:
+    """Build a JPEG 2000 with a second size in its header, which is the one that Pillow reads."""
+    data = saved(photo(), "JPEG2000")
+    header, size = data.index(b"jp2h"), data.index(b"ihdr")
+    (length,) = struct.unpack_from(">I", data, header - 4)
+    end = header - 4 + length
+    second = data[size - 4 : size + 4] + struct.pack(">II", 1, 1) + data[size + 12 : size + 18]
+    return data[: header - 4] + struct.pack(">I", length + len(second)) + data[header:end] + second + data[end:]
+
+
 HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "one pixel": (lambda: saved(photo(size=(1, 1)), "PNG"), 200),
     "one pixel jpeg": (lambda: saved(photo(size=(1, 1)), "JPEG"), 200),
@@ -218,5 +243,13 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "jpeg fill without a marker": (lambda: b"\xff\xd8" + b"\xff" * 10**6, 422),
     "jpeg fill before zeros": (lambda: b"\xff\xd8" + b"\xff" * 10**6 + b"\0", 422),
     "jpeg fill after its end": (lambda: b"\xff\xd8\xff\xd9" + b"\xff" * 10**6, 422),
+    "jpeg 2000 of tiles": (lambda: saved(photo(size=(32, 32)), "JPEG2000", tile_size=(1, 1)), 422),
+    "raw jpeg 2000 of tiles": (lambda: saved(photo(size=(32, 32)), "JPEG2000", tile_size=(1, 1), no_jp2=True), 422),
+    "jpeg 2000 of components": (jpeg2000_of_components, 422),
+    "jpeg 2000 of layers": (lambda: jpeg2000(layers=65_535), 422),
+    "jpeg 2000 of code-blocks": (lambda: jpeg2000(block=0), 422),
+    "jpeg 2000 of precincts": (lambda: jpeg2000(precincts=bytes(17 * n for n in (0, 1, 2, 3, 4, 5)), boxes=True), 422),
+    "jpeg 2000 of two sizes": (jpeg2000_of_two_sizes, 422),
+    "jpeg 2000 of segments": (lambda: jpeg2000()[:51] + b"\xff\x64\0\2" * 10**5 + jpeg2000()[51:], 422),
     "jpeg markers": (lambda: b"\xff\xd8" + b"\xff\xe0\x00\x02" * 20_000, 422),
 }

@@ -13,7 +13,7 @@ import PIL.TiffImagePlugin
 from PIL import features
 
 from fxcore.errors import BadArgument, BadImage, ImageTooLarge
-from fxcore.images.formats import avif, webp
+from fxcore.images.formats import avif, jpeg2000, webp
 from fxcore.images.formats.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.kinds import described
@@ -282,6 +282,8 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
     elif image.format == "AVIF":
         avif.check(data, image.height * image.width)
         turn = orientation(image.info.get("exif"), None)
+    elif image.format == "JPEG2000" and jpeg2000.checked_size(pixels) != image.size:  # limits apply to the header's
+        raise BadImage("the JPEG 2000 file has two sizes; save it again with an image editor, or as PNG")
     return Opened(image, turn, pixels)
 
 

@@ -37,7 +37,7 @@ def check(data: bytes, pixels: int) -> None:
             raise BadImage(f"the AVIF file has a frame of {width} x {height} in an image of {pixels} pixels; {_REMEDY}")
 
 
-def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
+def boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield type, start and end of each box of ISO/IEC 14496-12 from ``at`` to ``end``."""
     for _ in range(_MAX_BOXES):
         if at + 8 > end:
@@ -52,20 +52,20 @@ def _boxes(data: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:
             return
         yield kind, at + head, min(at + size, end)
         at += size
-    raise BadImage(f"the AVIF has over {_MAX_BOXES:,} boxes; {_REMEDY}")
+    raise BadImage(f"the image has over {_MAX_BOXES:,} boxes; {_REMEDY}")
 
 
 def _items(data: bytes) -> Iterator[bytes]:
     """Yield the contents of each item of the file."""
-    outer = list(_boxes(data, 0, len(data)))
+    outer = list(boxes(data, 0, len(data)))
     if data[8:12] == b"avis" and any(kind == b"moov" for kind, _, _ in outer):
         raise BadImage("this is an animated AVIF, which is not supported; send one frame of it as an image")
     for kind, begin, end in outer:
         if kind != b"meta":
             continue
-        inner = {name: (start, stop) for name, start, stop in _boxes(data, begin + 4, end)}
+        inner = {name: (start, stop) for name, start, stop in boxes(data, begin + 4, end)}
         start, stop = inner.get(b"iref", (0, 0))
-        if any(name == b"dimg" for name, _, _ in _boxes(data, start + 4, stop)):
+        if any(name == b"dimg" for name, _, _ in boxes(data, start + 4, stop)):
             raise BadImage(f"this is an AVIF image made of tiles, which is not supported; {_REMEDY}")
         if b"iloc" in inner:
             yield from _located(data, inner[b"iloc"][0], inner.get(b"idat", (0, 0)))

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
+from fxcore.images.formats import jpeg2000
 from fxcore.images.formats.orientation import orientation
 
 MAX_PIECES = 16_384
@@ -282,30 +283,13 @@ def _tiff_entries(data: bytes, at: int, tags: int, entry: str) -> Iterator[tuple
         yield (*struct.unpack_from(entry, data, start), data[start : start + size])
 
 
-# -- JPEG 2000 ---------------------------------------------------------------------------------------------------------
+# -- Others ------------------------------------------------------------------------------------------------------------
 
 
 def _jpeg2000(data: bytes) -> tuple[bytes, int]:
-    """Check that the size in the file's header, which limits apply to, equals that of the codestream to be decoded."""
-    at = 0
-    said: tuple[int, int] | None = None
-    for _ in range(MAX_PIECES):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        head = 8
-        if length == 1:
-            (length,) = struct.unpack_from(">Q", data, at + 8)
-            head = 16
-        if kind == b"jp2c":
-            right, lower, left, upper = struct.unpack_from(">4I", data, at + head + 8)  # ISO/IEC 15444-1, A.5.1
-            if said != (lower - upper, right - left):
-                raise BadImage("the JPEG 2000 file has two sizes; save it again with an image editor, or as PNG")
-            return data, 1
-        if kind == b"jp2h":
-            said = struct.unpack_from(">II", data, at + head + 8)  # its first box is the image's header
-        if length < head:
-            return data, 1
-        at += length
-    raise _too_many("JPEG 2000", "boxes before its codestream", MAX_PIECES)
+    """Check the file before Pillow reads its boxes and segments one by one."""
+    jpeg2000.checked_size(data)
+    return data, 1
 
 
 def _too_many(format: str, what: str, most: int) -> BadImage:
@@ -324,5 +308,6 @@ _FORMATS: dict[bytes, Callable[[bytes], tuple[bytes, int]]] = {
     b"MM*\0": _tiff,
     b"II+\0": _tiff,
     b"MM\0+": _tiff,
-    b"\0\0\0\x0cjP  \r\n\x87\n": _jpeg2000,
+    jpeg2000.BOXES: _jpeg2000,
+    jpeg2000.CODESTREAM: _jpeg2000,
 }
