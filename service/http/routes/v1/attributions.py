@@ -217,7 +217,11 @@ async def _halves(
 
 
 def _rows(inputs: Inputs) -> int:
-    return len(next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs)
+    """Return the number of rows; 0 for a scalar, which is refused when its tensors are planned."""
+    if not isinstance(inputs, Mapping):
+        return len(inputs)
+    tensor = next(iter(inputs.values()))
+    return tensor.shape[0] if tensor.ndim else 0
 
 
 def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | None) -> str:

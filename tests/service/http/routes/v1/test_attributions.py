@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from captum.attr import IntegratedGradients, LayerGradCam
-from safetensors.torch import load
+from safetensors.torch import load, save
 from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor, resize
 
@@ -185,6 +185,13 @@ def test_int8_weights_are_refused(client: Client) -> None:
     response = asked(client, "of=fc&at=C5", route="/v1/models/quantized_shufflenet_v2_x0_5/attributions")
     document = response.json()
     assert (response.status_code, document["field"], document["available"]) == (422, "weights", ["random"])
+
+
+def test_a_scalar_is_refused(client: Client) -> None:
+    headers = {"Content-Type": "application/x-safetensors"}
+    content = save({"x": torch.tensor(1.0)})
+    response = client.post(f"{ROUTE}?weights=random&of=fc&at=C5", content=content, headers=headers)
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-tensor"), response.text
 
 
 def test_regions_are_refused(client: Client) -> None:
