@@ -32,7 +32,7 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
         if node.name == name and node.op != "output":
             return node
     raise CannotTransform(
-        f"{transform}: the graph has no node {name!r}; see the list of nodes", transform=transform, node=name
+        f"{transform}: the graph has no node {name!r}; name one of its nodes", transform=transform, node=name
     )
 
 

@@ -125,7 +125,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         "remove has no parameter 'relu'; it has dropout, identity", {"transform": "remove", "parameter": "relu"}
     ),
     problems.CannotTransform: Example(
-        "insert_after: the graph has no node 'layer9'; see the list of nodes",
+        "insert_after: the graph has no node 'layer9'; name one of its nodes",
         {"transform": "insert_after", "node": "layer9"},
     ),
     problems.CannotKeep: Example(

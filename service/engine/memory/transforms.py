@@ -204,7 +204,7 @@ def _named(graph: ModelGraph, step: Step) -> Step:
     named = dict(step)
     if "node" in step:
         with suppress(UnknownNode):
-            [named["node"]] = graph.resolve([step["node"]]).values()
+            named |= graph.resolve({step["node"]: "node"})  # a map, in which a name cannot stand for several nodes
     if "nodes" in step:
         levels = {level: info.node for level, info in graph.levels.items() if level not in graph.by_name}
         named["nodes"] = [levels.get(name, name) for name in step["nodes"]]

@@ -226,6 +226,11 @@ def test_levels_and_paths_name_nodes_to_transforms(client, name):
             "cannot-transform",
             {"node": "layer9"},
         ),
+        (
+            {"name": "insert_after", "params": {"node": "layer1.*", "function": "relu"}},
+            "cannot-transform",
+            {"detail": "insert_after: the graph has no node 'layer1.*'; name one of its nodes"},
+        ),
         ({"name": "fold_normalization", "params": {"mean": [0.5]}}, "bad-parameter", {"parameter": "mean"}),
         ({"name": "attention_maps", "params": {"heads": [1]}}, "bad-parameter", {"parameter": "heads"}),
         (
