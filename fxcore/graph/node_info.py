@@ -11,7 +11,7 @@ from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
-from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.names import public_name
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def describe(
         target=target_name(node),
         module_type=type_name(module) if module is not None else None,
         args=[public_name(n) for n in node.all_input_nodes],
-        users=[n.meta.get(PATH, "output") for n in node.users],
+        users=["output" if n.op == "output" else public_name(n) for n in node.users],
         shape=shape,
         dtype=dtype_name(value.dtype) if isinstance(value, Tensor) else None,
         layout=layout_name(node.meta.get("axes")) if isinstance(value, Tensor) else None,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Query, Request, Response
-from torch import fx
 
+from fxcore.extractor import Extractor
+from fxcore.graph.annotate import own_parameters
 from fxcore.graph.model_graph import ModelGraph
-from fxcore.graph.node_info import NodeInfo
+from fxcore.graph.node_info import NodeInfo, describe
 from fxcore.rendering.render import render
-from fxcore.tracing.names import PATH
 from service.choices import GraphFormat
 from service.codecs.negotiation import choose
 from service.engine.requests.profiling import Measured
@@ -115,32 +115,69 @@ def write(
 ) -> bytes:
     """Render the eval graph of a model."""
     if format == "json":
-        return _document(graph, graph.nodes, graph.totals)
+        return _document(graph, graph.input_shape, graph.nodes, graph.totals)
     return render(graph, format, depth, expanded).encode()
 
 
 def write_part(
-    graph: ModelGraph, part: fx.Graph, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
+    extractor: Extractor, format: GraphFormat, depth: int | None = None, measured: Measured | None = None
 ) -> bytes:
-    """Render the part of ``graph`` that an extractor runs, as JSON with its profile if ``measured``."""
+    """Render the graph that an extractor runs, as JSON with its profile if ``measured``."""
+    graph = extractor.graph
     if format != "json":
-        return render(part, format, depth, title=graph.entry.name).encode()
-    kept = {node.meta.get(PATH) for node in part.nodes}
-    nodes = [node for node in graph.nodes if node.name in kept]
+        return render(extractor.module, format, depth, title=graph.entry.name).encode()
+    nodes = _part_nodes(extractor)
     totals = {
         "params": sum(node.params for node in nodes),
         "flops": sum(node.flops for node in nodes),
         "nodes": len(nodes),
     }
-    return _document(graph, nodes, totals, measured)
+    return _document(graph, extractor.inputs[0].shape, nodes, totals, measured)
+
+
+def _part_nodes(extractor: Extractor) -> list[NodeInfo]:
+    """Describe the nodes of an extractor's own graph, some of which its transforms may have added or replaced."""
+    graph, module = extractor.graph, extractor.module
+    of_model = {info.name: info for info in graph.nodes}
+    seen: set[int] = set()
+    nodes = []
+    for node in module.graph.nodes:
+        if node.op == "output":
+            continue
+        params = own_parameters(module, node, seen)
+        stride = graph.stride_of(node)
+        info = describe(node, module, graph.shape_of(node), stride=stride, level=None, params=params, flops=0)
+        if (known := of_model.get(info.name)) is not None:
+            # A grid of tokens is found only in the whole graph.
+            info = replace(info, level=known.level, tokens=known.tokens, flops=_flops(info, known, of_model))
+        nodes.append(info)
+    return nodes
+
+
+def _flops(info: NodeInfo, known: NodeInfo, of_model: Mapping[str, NodeInfo]) -> int:
+    """Return the FLOPs of an extractor's node, given the model's node of that name.
+
+    A convolution with a folded batch norm has the name of the batch norm.
+    """
+    if info.op in ("placeholder", "get_attr"):
+        return 0
+    if info.module_type == known.module_type:
+        return known.flops
+    called = info.target, info.module_type
+    folded = (of_model[name] for name in known.args if (of_model[name].target, of_model[name].module_type) == called)
+    return next((one.flops for one in folded), 0)
 
 
 def _document(
-    graph: ModelGraph, nodes: Sequence[NodeInfo], totals: dict[str, int], measured: Measured | None = None
+    graph: ModelGraph,
+    input_shape: Sequence[int | None],
+    nodes: Sequence[NodeInfo],
+    totals: dict[str, int],
+    measured: Measured | None = None,
 ) -> bytes:
     document = {
         "model": graph.entry.name,
-        "input_shape": graph.input_shape,
+        "input_shape": input_shape,
         "nodes": [asdict(node) for node in nodes],
         "totals": totals,
         "closed": closed_parts(graph),

@@ -323,8 +323,9 @@ async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> byt
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
-                part = runtime.extractor.module.graph
-                content = await place.run(lambda: graph_formats.write_part(runtime.graph, part, "json", measured=found))
+                content = await place.run(
+                    lambda: graph_formats.write_part(runtime.extractor, "json", measured=found)
+                )
             state.graphs.put(key, content)
     return content
 
@@ -338,7 +339,6 @@ async def _render(
         async with state.lookups.place(caller) as place:
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
-                part = runtime.extractor.module.graph
-                content = await place.run(lambda: graph_formats.write_part(runtime.graph, part, format, depth))
+                content = await place.run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
         state.graphs.put(key, content)
     return content

@@ -219,6 +219,37 @@ def test_graph_and_code_are_of_what_runs(client):
     assert client.get("/v1/extractors/unknown/code").status_code == 404
 
 
+def test_the_graph_has_what_transforms_change_and_add(client):
+    transforms = [
+        {"name": "fuse_conv_bn"},
+        {"name": "replace_activation", "params": {"old": "relu", "new": "tanh"}},
+        {"name": "insert_after", "params": {"node": "maxpool", "function": "sigmoid"}},
+    ]
+    made = client.post("/v1/extractors", json=spec(return_nodes=["layer1.0.bn1"], transforms=transforms)).json()
+    document = client.get(f"/v1/extractors/{made['id']}/graph").json()
+    nodes = [(node["name"], node["target"], node["args"], node["users"]) for node in document["nodes"]]
+    assert nodes == [
+        ("x", "x", [], ["bn1"]),
+        ("bn1", "conv1", ["x"], ["relu"]),
+        ("relu", "torch.tanh", ["bn1"], ["maxpool"]),
+        ("maxpool", "maxpool", ["relu"], ["maxpool.sigmoid"]),
+        ("maxpool.sigmoid", "torch.sigmoid", ["maxpool"], ["layer1.0.bn1"]),
+        ("layer1.0.bn1", "layer1.0.conv1", ["maxpool.sigmoid"], ["output"]),
+    ]
+    weights = [64 * 3 * 49, 64 * 64 * 9]
+    flops = 2 * weights[0] * 112**2 + 2 * weights[1] * 56**2
+    assert document["totals"] == {"params": sum(weights) + 2 * 64, "flops": flops, "nodes": 6}
+
+
+def test_the_graph_begins_at_the_inputs(client):
+    made = client.post("/v1/extractors", json=spec(return_nodes=["layer3.0.bn1"], inputs=["layer3.0.conv1"])).json()
+    document = client.get(f"/v1/extractors/{made['id']}/graph").json()
+    nodes = [(node["name"], node["op"], node["args"]) for node in document["nodes"]]
+    assert nodes == [("layer3.0.conv1", "placeholder", []), ("layer3.0.bn1", "call_module", ["layer3.0.conv1"])]
+    assert document["totals"] == {"params": 2 * 256, "flops": 0, "nodes": 2}
+    assert document["input_shape"] == made["inputs"][0]["shape"] == [None, 256, None, None]
+
+
 @pytest.mark.parametrize("of", ["/v1/models/resnet18", "/v1/extractors/{id}"])
 def test_accept_chooses_the_format_of_a_graph(client, of):
     url = of.format(id=client.post("/v1/extractors", json=spec()).json()["id"]) + "/graph"
