@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,24 +23,17 @@ def problem(error: FxError | Problem) -> Document:
     """Build the problem document of ``error``.
 
     An error of fxcore becomes the problem whose class has the same name. Other errors, which libraries on top of fxcore
-    may raise, get a type derived from the name of their class.
+    may raise, become ``invalid-request``.
     """
-    kind = type(error) if isinstance(error, Problem) else _NAMED.get(type(error).__name__)
-    if kind is not None:
-        return _document(kind, error.detail, error.extra)
-    slug = re.sub(r"(?<!^)(?=[A-Z])", "-", type(error).__name__).lower()
-    return _document_of(slug, slug.replace("-", " ").capitalize(), 422, error.detail, error.extra)
+    kind = type(error) if isinstance(error, Problem) else _NAMED.get(type(error).__name__, InvalidRequest)
+    return _document(kind, error.detail, error.extra)
 
 
 def _document(kind: type[Problem], detail: str, extra: Mapping[str, Any]) -> Document:
-    return _document_of(kind.slug, kind.title, kind.status, detail, extra)
-
-
-def _document_of(slug: str, title: str, status: int, detail: str, extra: Mapping[str, Any]) -> Document:
     return {
-        "type": f"/problems/{slug}",
-        "title": title,
-        "status": status,
+        "type": f"/problems/{kind.slug}",
+        "title": kind.title,
+        "status": kind.status,
         "detail": detail,
         **{key: value for key, value in extra.items() if key not in FIELDS},
     }

@@ -50,14 +50,14 @@ def test_problems_and_the_client_load_no_framework():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
-def test_an_error_without_a_kind_is_a_problem_all_the_same():
+def test_an_error_without_a_kind_is_an_invalid_request():
     class SomethingElse(FxError):
         """As a library on top of fxcore may raise."""
 
     document = problem(SomethingElse("no", why="because"))
     assert document == {
-        "type": "/problems/something-else",
-        "title": "Something else",
+        "type": "/problems/invalid-request",
+        "title": "Invalid request",
         "status": 422,
         "detail": "no",
         "why": "because",

@@ -288,6 +288,12 @@ def test_wrong_sizes(client, photos, query, kind, detail):
     assert response.json()["detail"].count("image_size") <= 1
 
 
+def test_clips_are_squares(client):
+    spec = {"model": "r3d_18", "weights": "random", "return_nodes": ["layer4"], "image_size": [112, 224]}
+    document = client.post("/v1/extractors", json=spec).json()
+    assert (document["type"], "image_size is one number" in document["detail"]) == ("/problems/invalid-request", True)
+
+
 def test_wrong_specs(client):
     spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.3": "valid_box"}}
     response = client.post("/v1/extractors", json={**spec, "fit": "pad"})
