@@ -12,7 +12,7 @@ from torch import Tensor
 from service.codecs import heatmap
 from service.codecs.negotiation import choose
 from service.codecs.tensors import json, npy, safetensors
-from service.problems import NotAcceptable, Problem
+from service.problems import NotAcceptable
 
 # Written as a header and the tensors' own memory, which is faster than switching threads twice.
 IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
@@ -33,7 +33,7 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool)
         reduced: whether the outputs are pooled, projected or selected tokens.
 
     Raises:
-        Problem: 406, with the reason and the possible types.
+        NotAcceptable: with the reason and the possible types.
     """
     impossible: dict[str, str] = {}
     if "bfloat16" in dtypes:
@@ -48,8 +48,11 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool)
     possible = [kind for kind in OFFERED if kind not in impossible]
     try:
         return choose(accept, possible)
-    except Problem:
-        wanted = choose(accept, OFFERED)
+    except NotAcceptable as refused:
+        try:
+            wanted = choose(accept, OFFERED)
+        except NotAcceptable:
+            raise refused from None
         detail = f"{wanted} is not possible here: {impossible[wanted]}"
         raise NotAcceptable(detail, available=possible) from None
 
