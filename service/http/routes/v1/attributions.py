@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -27,7 +28,7 @@ from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
 from service.http.requests.reservations import reservation_of
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.v1.features import BODY, RESPONSE, draw, require_one_image, write
+from service.http.routes.v1.features import BODY, RESPONSE, draw, negotiate, write
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
@@ -119,12 +120,13 @@ async def _respond(
         check_result(back.outputs[0].shape[1:], target)
         if query.method == "gradcam":
             check_positions(at.layout, at.tokens, at.shape)
-        accepted = _negotiate(front, query, joined_header(request.scope, b"accept"))
+        accept = joined_header(request.scope, b"accept")
+        negotiated = partial(negotiate, accept, ("float32",), False, None if query.method == "gradcam" else at)
+        negotiated()
         sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
         del body
+        accepted = negotiated(sent)
         drawn = accepted == heatmap.MEDIA_TYPE
-        if drawn:
-            require_one_image(sent)
         options = FeatureOptions(preprocess=query.preprocess, sent=False)
         options.check_regions(sent.regions)
         if sent.edits:
@@ -222,14 +224,6 @@ def _rows(inputs: Inputs) -> int:
         return len(inputs)
     tensor = next(iter(inputs.values()))
     return tensor.shape[0] if tensor.ndim else 0
-
-
-def _negotiate(front: ExtractorRecord, query: AttributionQuery, accept: str | None) -> str:
-    accepted = responses.negotiate(accept, ("float32",), False)
-    if accepted == heatmap.MEDIA_TYPE and query.method != "gradcam":
-        at = front.outputs[0]
-        heatmap.check(at.shape, at.layout if at.rows_per_image == 1 else None, at.tokens)
-    return accepted
 
 
 def _outputs(accepted: str, found: Attributed) -> dict[str, Tensor]:

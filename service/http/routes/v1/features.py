@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 from torch import Tensor
 
+from fxcore.extractor import OutputInfo
 from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.images.files import image_header
 from fxcore.images.preprocessing import Preprocessing
@@ -225,25 +226,60 @@ async def _respond(
         if record.runtime is None:
             body = body or await received()  # before that, a disconnect is not noticed
             await state.engine.runtimes.load(record)
-        accepted = _negotiate(record, options, joined_header(request.scope, b"accept"))
+        accept = joined_header(request.scope, b"accept")
+        accepted = _negotiate(record, options, accept)
         if sent is None:
             body = body or await received()
             sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
         del body  # not needed once parsed
+        if accepted == heatmap.MEDIA_TYPE:
+            accepted = _negotiate(record, options, accept, sent)
         return await _extract(request, state, record, sent, options, accepted, query.encoding)
 
 
-def _negotiate(record: ExtractorRecord, options: FeatureOptions, accept: str | None) -> str:
+def _negotiate(
+    record: ExtractorRecord, options: FeatureOptions, accept: str | None, sent: bodies.Sent | None = None
+) -> str:
     added = KINDS[options.pool].output if options.pool in KINDS else None
     if added in record.description.return_nodes:
         detail = f"pool={options.pool} adds an output {added!r}: give the extractor's output of that name another key"
         raise problems.DuplicateKey(detail, key=added)
     dtypes = (options.dtype if options.dtype and "float" in o.dtype else o.dtype for o in record.outputs)
     reduced = options.one_shape or options.tokens is not None
-    accepted = responses.negotiate(accept, tuple(dtypes), reduced)
-    if accepted == heatmap.MEDIA_TYPE:
-        output = record.outputs[0]
-        heatmap.check(output.shape, output.layout if output.rows_per_image == 1 else None, output.tokens)
+    return negotiate(accept, tuple(dtypes), reduced, record.outputs[0], sent)
+
+
+def negotiate(
+    accept: str | None,
+    dtypes: tuple[str | None, ...],
+    reduced: bool,
+    shown: OutputInfo | None,
+    sent: bodies.Sent | None = None,
+) -> str:
+    """Return the media type of the response: that of a heat-map only if it can be drawn or nothing else is accepted.
+
+    Args:
+        accept, dtypes, reduced: see :func:`service.codecs.responses.negotiate`.
+        shown: the output that a heat-map shows; None if it is certainly a map.
+        sent: the images; None if they are not known yet.
+
+    Raises:
+        NotAcceptable: no type is possible, or a heat-map of these images is not.
+        NoHeatMap: only a heat-map is accepted, and ``shown`` is not a map.
+    """
+    accepted = responses.negotiate(accept, dtypes, reduced)
+    if accepted != heatmap.MEDIA_TYPE:
+        return accepted
+    try:
+        if shown is not None:
+            heatmap.check(shown.shape, shown.layout if shown.rows_per_image == 1 else None, shown.tokens)
+        if sent is not None:
+            _require_one_image(sent)
+    except problems.Invalid as undrawable:
+        try:
+            return responses.negotiate(accept, dtypes, reduced=True)
+        except problems.NotAcceptable:
+            raise undrawable from None
     return accepted
 
 
@@ -259,7 +295,6 @@ async def _extract(
     """Compute the features of ``sent`` and write them as ``accepted``."""
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn:
-        require_one_image(sent)
         options = replace(options, sent=False)  # the picture is small, whatever the map is
     reservation = reservation_of(request.scope)
     features = await state.engine.features(record, sent.inputs, options, sent.regions, reservation, sent.edits)
@@ -281,7 +316,7 @@ async def _extract(
     return responses.PartsResponse(parts, accepted, headers)
 
 
-def require_one_image(sent: bodies.Sent) -> None:
+def _require_one_image(sent: bodies.Sent) -> None:
     """Check that a body has exactly one encoded image, over which a heat-map can be drawn.
 
     Raises:

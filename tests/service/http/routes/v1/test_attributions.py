@@ -103,6 +103,16 @@ def test_an_extractor_has_its_models_attributions_as_pictures(client: Client) ->
     assert PIL.Image.open(io.BytesIO(response.content)).size == (224, 224)
 
 
+@pytest.mark.parametrize(("query", "images"), [("at=flatten&method=gradient", 1), ("at=layer4", 2)])
+def test_what_cannot_be_drawn_is_another_type_that_is_accepted(client: Client, query: str, images: int) -> None:
+    body = {"images": [base64.b64encode(PHOTO).decode()] * images}
+    url = f"{ROUTE}?weights=random&of=fc&{query}"
+    response = client.post(url, json=body, headers={"Accept": "image/png, application/x-safetensors;q=0.5"})
+    assert response.headers["content-type"] == "application/x-safetensors", response.text
+    refused = client.post(url, json=body, headers={"Accept": "image/png"}).json()
+    assert refused["type"] == ("/problems/no-heat-map" if images == 1 else "/problems/not-acceptable")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "query",

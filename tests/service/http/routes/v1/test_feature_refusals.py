@@ -181,6 +181,25 @@ def test_a_second_choice_is_taken_where_the_first_is_impossible(client, extracto
     assert response.headers["content-type"] == "application/x-npz"
 
 
+def test_available_types_are_possible(client, extractor):
+    response = client.post(extractor, content=b"x", headers={**JPEG, "accept": "text/csv"})
+    document = response.json()
+    assert document["available"] == ["application/json", "application/x-safetensors", "application/x-npz"]
+    assert document["detail"] == f"cannot respond with 'text/csv'; Accept one of {', '.join(document['available'])}"
+
+
+@pytest.mark.parametrize(("nodes", "count"), [("flatten", 1), ("layer4", 2), ("layer4", 0)])
+def test_a_second_choice_is_taken_where_no_heat_map_can_be_drawn(client, photos, nodes, count):
+    headers = {"accept": "image/png, application/x-npy;q=0.5"}
+    options = _multipart([photos["chelsea"]] * count)
+    if count == 0:
+        headers |= {"content-type": "application/x-npy"}
+        options = {"content": _file("x-npy", np.zeros((1, 64, 64, 3), np.uint8))}
+    response = client.post(f"/v1/models/resnet18/features?weights=random&nodes={nodes}", headers=headers, **options)
+    assert response.headers["content-type"] == "application/x-npy", response.text
+    assert np.load(io.BytesIO(response.content)).shape[:2] == (max(count, 1), 512)
+
+
 def test_accept_on_two_lines_is_the_same_as_on_one(client, extractor, photos):
     headers = [*JPEG.items(), ("accept", "text/html"), ("accept", "application/x-npz")]
     response = client.post(extractor, content=photos["chelsea"], headers=headers)
