@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.schemas.problems import Shape
-from service.schemas.specs import MAX_NAME_LENGTH, MAX_NODES
+from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, MAX_NODES
 from service.schemas.v1.features import MAX_DIMENSIONS
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
@@ -88,7 +88,7 @@ class InferRequest(BaseModel):
 
     id: str | None = Field(default=None, max_length=4096, examples=["42"])
     parameters: Parameters = Field(default_factory=dict, examples=[{"binary_data_output": True}])
-    inputs: Annotated[list[RequestInput], Field(min_length=1, max_length=16)]
+    inputs: Annotated[list[RequestInput], Field(min_length=1, max_length=MAX_INPUTS)]
     outputs: Annotated[list[RequestedOutput], Field(max_length=MAX_NODES)] | None = None
 
 

@@ -47,6 +47,25 @@ def test_the_second_half_gives_what_the_whole_does(client: Client, values: dict[
         assert torch.dist(found[key], values[name]) <= 1e-5 * values[name].norm()
 
 
+@pytest.mark.exhaustive
+def test_v2_takes_as_many_inputs_as_an_extractor_has(client: Client) -> None:
+    """A layer of DenseNet concatenates the values of all layers before it."""
+    names = ["features.transition2.pool", *(f"features.denseblock3.denselayer{i}.conv2" for i in range(1, 18))]
+    of = "features.denseblock3.denselayer18.norm1"
+    spec = {"model": "densenet121", "weights": "random", "return_nodes": [of], "inputs": names, "name": "dense"}
+    assert client.post("/v1/extractors?wait=60", json=spec).status_code in (200, 201)
+    values = [torch.full((1, 32 if i else 256, 1, 1), float(i)) for i in range(18)]
+    inputs = [
+        {"name": name, "datatype": "FP32", "shape": list(value.shape), "data": value.flatten().tolist()}
+        for name, value in zip(names, values, strict=True)
+    ]
+    response = client.post("/v2/models/dense/infer", json={"inputs": inputs})
+    assert response.status_code == 200, response.text
+    with torch.no_grad():
+        expected = load_model(get_model("densenet121"), "random").eval().get_submodule(of)(torch.cat(values, 1))
+    torch.testing.assert_close(torch.tensor(response.json()["outputs"][0]["data"]), expected.flatten())
+
+
 def test_parts_take_clips_of_any_number_of_frames_and_size(client: Client) -> None:
     """As the whole model does; values as of hooks on the model itself."""
     model = load_model(get_model("mc3_18"), "random").eval()
