@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from fastapi import Request
@@ -140,15 +143,21 @@ def _json(chunks: list[bytes], first_input: str) -> Sent:
         )
         raise InvalidRequest(detail)
     try:
-        document = orjson.loads(b"".join(chunks))
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
-    try:
-        body = ImagesBody.model_validate(document)
+        body = ImagesBody.model_validate(_document(b"".join(chunks)))
     except ValidationError as error:
         raise invalid_body(error) from error
     edits = [Edit(**dict(edit)) for edit in body.edits]
     return Sent(image_text.decode(body.images), regions.read(body), edits)
+
+
+def _document(text: bytes) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        # Python's parser also reads NaN and infinities, which are refused with the place of their box, point or edit.
+        with suppress(ValueError, RecursionError):
+            return json.loads(text.decode(), parse_int=orjson.loads)
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 
 _PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {

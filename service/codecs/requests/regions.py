@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def given(pool: RegionPooling, lists: Sequence[Any]) -> GivenRegions:
         return GivenRegions(pool, [_masks(of_image, index) for index, of_image in enumerate(lists)])
     for index, of_image in enumerate(lists):
         for place, one in enumerate(of_image):
-            if not isinstance(one, list) or not all(type(value) in (int, float) for value in one):
+            if not isinstance(one, list) or not all(type(x) in (int, float) and math.isfinite(x) for x in one):
                 wanted = f"is not {_NUMBERS[pool][1]} finite numbers: write {kind.form}"
                 raise problem(f"image {index}: {kind.one} {place} {wanted}", None, index=index, **{kind.one: place})
     return GivenRegions(pool, lists)

@@ -1,6 +1,7 @@
 """Edits in JSON bodies, on both routes, equal forward hooks; wrong ones are refused by their index."""
 
 import base64
+import json
 
 import pytest
 import torch
@@ -74,6 +75,13 @@ def test_wrong_edits_are_named(client, photos, edit, said):
     assert document["edit"] == 1
     assert document["detail"].startswith("edit 1: ")
     assert said in document["detail"]
+
+
+def test_numbers_that_are_not_finite_are_named(client, photos):
+    text = json.dumps(body(photos, [{"node": "C3"}, {"node": "layer2", "scale": float("nan")}]))
+    url = "/v1/models/resnet18/features?weights=random&nodes=layer2"
+    document = client.post(url, content=text, headers={"content-type": "application/json"}).json()
+    assert (document["type"], document["edit"]) == ("/problems/bad-edit", 1)
 
 
 def test_edits_behind_the_nodes_asked_for_are_refused(client, photos):

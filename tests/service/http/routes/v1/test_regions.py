@@ -224,10 +224,23 @@ def test_boxes_that_are_none(client, photos, boxes, index, box, said):
     assert (problem.get("index"), problem.get("box")) == (index, box)
 
 
-def test_infinite_numbers_are_no_json_or_no_box(client, photos):
-    text = json.dumps(body(photos, {"chelsea": [[0, 0, 77, 5]]})).replace("77", "1e999")
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_numbers_that_are_not_finite_are_named(client, photos, number):
+    text = json.dumps(body(photos, {"chelsea": [[0, 0, 9, 9], [0, 0, 77.125, 5]]})).replace("77.125", number)
     url = "/v1/models/resnet18/features?weights=random&nodes=C4&pool=roi"
-    assert client.post(url, content=text, headers={"content-type": "application/json"}).status_code == 422
+    response = client.post(url, content=text, headers={"content-type": "application/json"})
+    problem = response.json()
+    assert (response.status_code, problem["type"]) == (422, "/problems/bad-box")
+    assert (problem["index"], problem["box"]) == (0, 1)
+    assert "box 1 is not four finite numbers" in problem["detail"]
+
+
+@pytest.mark.parametrize("end", [', "more": NaN', "9" * 400, "]" + "[" * 90_000])
+def test_other_faults_of_bodies_with_numbers_that_are_not_finite(client, photos, end):
+    text = json.dumps(body(photos, {"chelsea": [[0, 0, 77.125, 5]]})).replace("77.125", "NaN")
+    url = "/v1/models/resnet18/features?weights=random&nodes=C4&pool=roi"
+    response = client.post(url, content=text[:-1] + end + "}", headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/invalid-request")
 
 
 @pytest.mark.parametrize("node", ["avgpool", "flatten", "fc"])
