@@ -13,12 +13,15 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.http.middleware.body_limit import LINGER_BYTES, LINGER_SECONDS
 from service.http.middleware.request_context import REFUSED, request_id
 from service.http.problem_responses import error_response
+from service.http.requests.headers import header
+from service.http.routing.declared import route_path
 from service.http.server import heads
 from service.http.server.transport import HeadWithBody, SendTimeout
 from service.problems import Draining, NotHTTP, Problem, RequestTimeout
@@ -271,18 +274,18 @@ class Connection(HttpToolsProtocol):
         if earlier:
             earlier[-1].keep_alive = False  # so uvicorn closes the connection after it
         elif can_respond:
-            self._refuse(why)
+            self._refuse(why, unread.scope if unread is not None else None)
         else:
             self.transport.close()
 
-    def _refuse(self, why: Problem) -> None:
+    def _refuse(self, why: Problem, scope: Scope | None) -> None:
         """Send ``why`` and close our side of the connection.
 
         The client has some time to close its own side: closing with unread bytes would reset the connection, which can
         destroy the response.
         """
         is_head = self._method_read and self.parser.get_method() == b"HEAD"
-        self.transport.write(_written(why, with_body=not is_head))
+        self.transport.write(_written(why, scope, with_body=not is_head))
         self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
@@ -306,11 +309,12 @@ def _disconnect(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def _written(why: Problem, *, with_body: bool) -> bytes:
-    """Serialize the last response of a connection, to a request whose path and id are unknown."""
-    response = error_response("", why)
+def _written(why: Problem, scope: Scope | None, *, with_body: bool) -> bytes:
+    """Serialize the last response of a connection. Without a ``scope``, the request's path and id are unknown."""
+    response = error_response("" if scope is None else route_path(scope), why)
+    id = request_id(None if scope is None else header(scope, b"x-request-id"))
     status = HTTPStatus(response.status_code)
-    fields = [*response.raw_headers, (b"x-request-id", request_id(None).encode()), (b"connection", b"close")]
+    fields = [*response.raw_headers, (b"x-request-id", id.encode()), (b"connection", b"close")]
     head = b"".join(b"%b: %b\r\n" % field for field in fields)
     return (
         f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()

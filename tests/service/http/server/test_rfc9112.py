@@ -285,3 +285,22 @@ def test_what_is_neither_head_nor_body_has_an_end(echo: Echoing, start: bytes) -
     received = echo.ask(CHUNKED, start, *[b"x" * 60_000] * 10)
     connection_problem(received, 431, "head-too-large")
     assert not echo.lines()
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type", "fields"),
+    [
+        (b"/v1/extractors", b"application/problem+json", {"type", "title", "status", "detail"}),
+        (b"/v1/embeddings", b"application/json", {"error"}),
+        (b"/v2/models/x/infer", b"application/json", {"error"}),
+    ],
+)
+def test_a_malformed_body_is_answered_as_its_route_does(
+    echo: Echoing, path: bytes, media_type: bytes, fields: set[str]
+) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nX-Request-ID: mine\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    received, _, body = echo.ask(head + b"0x5\r\n").partition(b"\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"\r\ncontent-type: %b\r\n" % media_type in received
+    assert b"\r\nx-request-id: mine\r\n" in received
+    assert set(json.loads(body)) == fields
