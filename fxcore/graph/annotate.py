@@ -1,6 +1,7 @@
 """Run a graph on meta tensors and record the shape, dtype and FLOPs of each node's value.
 
-Nothing is computed: the results come from torch's meta kernels and FLOP counter.
+Nothing is computed, except for models that do not run on meta tensors: the results come from torch's meta kernels and
+FLOP counter.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def values_at(
 ) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
-    Other nodes are not run, and annotations are left unchanged. Thread-safe.
+    Other nodes are not run, no value is kept, and annotations are left unchanged. Thread-safe.
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
@@ -250,7 +251,7 @@ def values_at(
             found[node] = value.shape, value.dtype
 
     with torch.inference_mode():
-        _Recorder(module, remember, needed, device).run(*_inputs(shapes, 1, device, dtype))
+        _Recorder(module, remember, needed, device, keep=False).run(*_inputs(shapes, 1, device, dtype))
     return found
 
 

@@ -37,9 +37,9 @@ from fxcore.tracing.names import PATH, names, public_name
 VIDEO_FRAMES = 16
 """Number of frames that video graphs are annotated for; MViT accepts no other number."""
 
-_LARGEST_COMPUTED = 16
-"""Maximum input size, in multiples of the usual size's pixels, for models that do not run on meta tensors, since all
-their activations are in memory."""
+LARGEST_COMPUTED = 16
+"""Maximum input size, in multiples of the usual size's pixels, for models that do not run on meta tensors, since they
+are computed."""
 
 # Estimated bytes of Python objects per node: in a graph with its own modules, and in one that shares them.
 _NODE_BYTES, _DERIVED_NODE_BYTES = 8 * 1024, 5 * 512
@@ -207,14 +207,17 @@ class ModelGraph:
             return self
         if self.entry.one_size:
             return self._built_for(height, width)
-        usual = self.preprocessing.nominal_size()
-        if self.device.type != "meta" and height * width > _LARGEST_COMPUTED * math.prod(usual):
-            raise BadTensor(
-                f"{self.entry.name} is run to describe it, which takes memory: {height} x {width} is more than "
-                f"{_LARGEST_COMPUTED} times the pixels of its usual size, {usual[0]} x {usual[1]}"
-            )
+        self._check_computed((height, width))
         # Tracing does not depend on sizes, so nothing is traced again.
         return ModelGraph(self._traced, (height, width), self._module, self)
+
+    def _check_computed(self, size: Sequence[int]) -> None:
+        usual = self.preprocessing.nominal_size()
+        if self.device.type != "meta" and math.prod(size) > LARGEST_COMPUTED * math.prod(usual):
+            raise BadTensor(
+                f"{self.entry.name} is run to describe it, which takes memory: {' x '.join(map(str, size))} is more "
+                f"than {LARGEST_COMPUTED} times the pixels of its usual size, {usual[0]} x {usual[1]}"
+            )
 
     def _built_for(self, height: int, width: int) -> ModelGraph:
         try:
@@ -280,8 +283,11 @@ class ModelGraph:
             wanted: exact node names.
 
         Raises:
-            BadTensor: the model does not accept inputs of that shape.
+            BadTensor: the model does not accept inputs of that shape, or must be run to be described and they are too
+                large.
         """
+        for shape in shapes:
+            self._check_computed(shape[-2:])
         try:
             nodes = [self.by_name[name] for name in wanted]
             found = values_at(self._module, shapes, self.device, nodes, self.entry.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from fxcore.errors import BadTensor, DuplicateKey, UnknownNode, summarize
 from fxcore.graph.annotate import values_at
 from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.cut import OpenCut, cut
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import LARGEST_COMPUTED, ModelGraph
 from fxcore.passes.functionalize import functionalize
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
@@ -74,13 +75,19 @@ class ModelPart:
         See :meth:`ModelGraph.values_at`.
 
         Raises:
-            BadTensor: the part does not accept inputs of that shape.
+            BadTensor: the part does not accept inputs of that shape, or must be run and they are too large.
         """
+        shown = ", ".join(f"{spec.name} {list(shape)}" for spec, shape in zip(self.inputs, shapes, strict=True))
+        usual = sum(math.prod(spec.usual or ()) for spec in self.inputs)
+        if self._device.type != "meta" and sum(map(math.prod, shapes)) > LARGEST_COMPUTED * usual:
+            raise BadTensor(
+                f"this part of {self._model} is run to know its shapes, which takes memory: {shown} is more than "
+                f"{LARGEST_COMPUTED} times its usual size"
+            )
         nodes = [node for node in self._module.graph.nodes if node.meta.get(PATH) in wanted]
         try:
             found = values_at(self._module, shapes, self._device, nodes, self._dtype)
         except Exception as error:
-            shown = ", ".join(f"{spec.name} {list(shape)}" for spec, shape in zip(self.inputs, shapes, strict=True))
             raise BadTensor(f"this part of {self._model} cannot take {shown}: {summarize(error)}") from error
         return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
 

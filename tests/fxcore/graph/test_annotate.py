@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.graph.annotate import annotate
+from fxcore.graph.annotate import annotate, values_at
 
 
 class Doubled(nn.Module):
@@ -48,3 +49,23 @@ def test_images_beside_each_other_are(joined: Callable[[Tensor], Tensor]) -> Non
     annotate(module, [(3, 8, 8)], torch.device("meta"))
     [conv] = [node for node in module.graph.nodes if node.name == "conv"]
     assert conv.meta["rows"] == 2
+
+
+def test_values_that_are_computed_for_their_shapes_are_not_kept() -> None:
+    """They would take as much memory as all activations."""
+    made: list[weakref.ref[Tensor]] = []
+    alive = []
+
+    def doubled(x: Tensor) -> Tensor:
+        alive.append(sum(one() is not None for one in made))
+        made.append(weakref.ref(value := 2 * x))
+        return value
+
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    for _ in range(5):
+        node = graph.call_function(doubled, (node,))
+    graph.output(node)
+    found = values_at(fx.GraphModule({}, graph), [(3,)], torch.device("cpu"), [node])
+    assert found[node] == (torch.Size([1, 3]), torch.float32)
+    assert alive == [0, 1, 1, 1, 1]

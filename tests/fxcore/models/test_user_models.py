@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fxcore import FxError, build_extractor, get_model, list_models, load_model, model_graph
 from fxcore.errors import BadTensor, NotTraceable
+from fxcore.graph.model_part import ModelPart
 from fxcore.models.catalog import register
 from fxcore.models.descriptions import read_models
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
@@ -264,6 +265,11 @@ def test_what_is_kept_whole_may_decide_by_values(module: str, read: Callable[[st
     assert all(n.meta["value"].is_meta for n in graph.graph.nodes)  # its activations do not stay in memory
     with pytest.raises(BadTensor, match="16 times the pixels of its usual size, 224 x 224"):
         graph.at(4096, 4096)
+    with pytest.raises(BadTensor, match="more than 16 times the pixels"):
+        graph.values_at([(3, 4096, 4096)], ["stem"])
+    part = ModelPart(graph, {"x": "x"}, {"stem": "stem"})
+    with pytest.raises(BadTensor, match=r"x \[3, 4096, 4096\] is more than 16 times"):
+        part.values_at([(3, 4096, 4096)], ["stem"])
     torch.manual_seed(0)
     model = sys.modules[module].Deciding()
     extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve(["stem"]))
