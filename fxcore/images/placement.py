@@ -128,14 +128,19 @@ class Placement:
             raise BadPoint(f"point {fault[1]}", point=fault[0])
         return carried.float()
 
-    def carry_masks(self, masks: Sequence[Mask], grids: Sequence[Grid]) -> list[Tensor]:
+    def carry_masks(self, masks: Sequence[Mask], grids: Sequence[Grid], first: int = 0) -> list[Tensor]:
         """Convert masks of the image to weights of the positions of each grid, float32 ``[n, height * width]``.
 
         A position's weight is the mask's area in it divided by the mask's whole area in the grid.
 
+        Args:
+            masks: some masks of the image.
+            grids: the positions of each map.
+            first: index of the first of ``masks`` among all masks of the image.
+
         Raises:
             BadMask: a mask is damaged, does not have the size of the image, or has no area in the part of the image
-                that the model sees; ``extra["mask"]`` is its index.
+                that the model sees; ``extra["mask"]`` is its index among all.
         """
         carried = [torch.empty(len(masks), grid.height * grid.width) for grid in grids]
         edges = [
@@ -152,7 +157,7 @@ class Placement:
                         raise BadMask("lies outside of the part of its image that the model sees: leave it out")
                     shared[index] = torch.from_numpy(areas / whole).flatten()
             except BadMask as error:
-                raise BadMask(f"mask {index} {error.detail}", mask=index) from None
+                raise BadMask(f"mask {first + index} {error.detail}", mask=first + index) from None
         return carried
 
     def _edges(self, axis: int, count: int, stride: float) -> NDArray[np.float64]:

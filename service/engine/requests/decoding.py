@@ -14,7 +14,7 @@ from torch import Tensor
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
 from service.engine.requests.plan.plan import Plan
-from service.engine.rows.shapes import RowShape
+from service.engine.rows.shapes import RowShape, RowSize
 from service.engine.threads import Decoders
 
 
@@ -27,15 +27,15 @@ class Decoding:
         plan: the parts.
         job: the job. If parts fail, it fails with the error of the first one, in the order sent.
         queue: receives the rows.
-        row_bytes: predicted bytes of a row of each shape while it is computed.
+        sizes: predicted sizes of a row of each shape.
         at_once: maximum parts decoded at a time; the request has claimed memory for that many.
     """
 
-    def __init__(self, plan: Plan, job: Job, queue: Queue, row_bytes: Mapping[RowShape, int], at_once: int = 1) -> None:
+    def __init__(self, plan: Plan, job: Job, queue: Queue, sizes: Mapping[RowShape, RowSize], at_once: int) -> None:
         self._plan = plan
         self._job = job
         self._queue = queue
-        self._row_bytes = row_bytes
+        self._sizes = sizes
         self._at_once = at_once
         self._left = deque(range(len(plan.parts)))
         self._guard = threading.Lock()
@@ -62,14 +62,14 @@ class Decoding:
         if not self._job.wanted():
             return
         try:
-            rows, decode = self._plan.parts[index]
-            tensors = decode()
+            part = self._plan.parts[index]
+            tensors = part.decode()
             if self._plan.pad is not None:
                 padded = self._padded(index, tensors[0])
                 if padded is not None:
                     self._queue.put([padded])
             else:
-                self._queue.put([self._item(rows, tensors)])
+                self._queue.put([self._item(part.rows, part.shape, tensors)])
             self._end(index)
         except BaseException as error:
             self._end(index, error)
@@ -95,8 +95,9 @@ class Decoding:
                 return None
             self._kept = []
         assert self._plan.pad is not None
-        return self._item(range(len(self._plan.shapes)), (self._plan.pad([rows[0] for rows in kept]),))
+        padded = self._plan.pad([rows[0] for rows in kept])
+        return self._item(range(len(kept)), self._plan.parts[0].shape, (padded,))
 
-    def _item(self, rows: range, tensors: tuple[Tensor, ...]) -> Item:
+    def _item(self, rows: range, shape: RowShape, tensors: tuple[Tensor, ...]) -> Item:
         self._job.queued = time.monotonic()
-        return Item(self._job, rows, tensors, self._row_bytes[self._plan.shapes[rows.start]])
+        return Item(self._job, rows, tensors, self._sizes[shape].bytes)

@@ -6,8 +6,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from fxcore.edits import Edit
 from service.engine.backends.fallback import Named
 from service.engine.backends.upgrades import Upgrades
@@ -18,12 +16,12 @@ from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
-from service.engine.requests.plan.edits import EditFactors, edited
+from service.engine.requests.plan.edits import edited, planned_factors
 from service.engine.requests.plan.images import plan_images
 from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
-from service.engine.requests.plan.regions import placed_regions
-from service.engine.requests.plan.sizes import are_known, sizes
+from service.engine.requests.plan.regions import PlannedRegions
+from service.engine.requests.plan.sizes import sizes
 from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import Threads, in_pool
@@ -75,45 +73,46 @@ class Pipeline:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        async with edited(self._variants, runtime, plan.shapes, edits) as (variant, edits):
-            for shape in dict.fromkeys(plan.shapes):
+        async with edited(self._variants, runtime, list(plan.shapes), edits) as (variant, edits):
+            for shape in plan.shapes:
                 if isinstance(run := variant.at(shape).run, Named):
                     run.check(shape)
-            regions = None
-            if given is not None:
-                regions = await placed_regions(variant, plan, given, options.roi_size, self._intake)
-            counts = None if regions is None else regions.counts
+            placing = None if given is None else PlannedRegions(plan, given, options.roi_size)
+            counts = plan.shapes if placing is None else placing.counts
             limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
-            if are_known(variant, plan.shapes):
-                sized = sizes(variant, plan.shapes, options, limit, counts)
-            else:
-                sized = await in_pool(self._intake, sizes, variant, plan.shapes, options, limit, counts)
+            sized = await sizes(variant, plan, counts, options, limit, self._intake)
             matrices = {}
             if options.project is not None:
                 matrices = await self._projections.get(sized.lengths, options.project, options.seed)
             at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-            factors = await in_pool(self._intake, EditFactors, variant, edits, plan.shapes) if edits else None
-            ticket.claim(plan.held(at_once) + (factors.bytes if factors else 0), sized.response)
+            held, factors, regions = plan.held(at_once), None, None
+            if edits:
+                factors = await planned_factors(variant, edits, plan, sized.rows, self._intake)
+                held += factors.bytes
+            if placing is not None:
+                held += await in_pool(self._intake, placing.weight_bytes, variant, sized.rows)
+            ticket.claim(held, sized.response)
+            if placing is not None:
+                regions = await placing.place(variant, sized.rows, self._intake)
             waited = await ticket.turn()
             made = await asyncio.to_thread(factors.make) if factors else None
-            job = Job(variant, options, len(plan.shapes), regions, matrices, made)
+            job = Job(variant, options, plan.shapes.total(), regions, matrices, made)
             Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
             try:
                 outputs = await job.result()
             except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then
                 self._queue.discard(job)
                 raise
-            self._upgrades.used(variant, plan.shapes)
+            self._upgrades.used(variant, list(plan.shapes.elements()))
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
         answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
-        if plan.valid_boxes:
-            boxes_of_images = torch.tensor(plan.valid_boxes, dtype=torch.float32)
+        if plan.valid_boxes is not None:
             of_rows = slice(None) if regions is None else regions.image
-            answered[VALID_BOX] = boxes_of_images[of_rows]
+            answered[VALID_BOX] = plan.valid_boxes[of_rows].contiguous()
         return FeatureResult(
             answered,
             {stage: seconds * 1000 for stage, seconds in timings.items()},

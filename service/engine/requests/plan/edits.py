@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from fxcore.edits import BadEdit, Edit, PlannedFactors, numbered
 from service.engine.memory.variants import Variants
-from service.engine.requests.plan.sizes import row_size
+from service.engine.requests.plan.plan import Plan
 from service.engine.rows.edits import Edits
-from service.engine.rows.shapes import RowShape
+from service.engine.rows.shapes import RowShape, RowSize
 from service.engine.runtime.runtime import Runtime
+from service.engine.threads import in_pool
 
 
 def _resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
@@ -65,28 +67,17 @@ class EditFactors:
     """The planned factors of a request's rows.
 
     Args:
-        runtime: the extractor that edits these nodes.
-        edits: edits with exact node names.
-        shapes: shapes of the rows.
+        plan: the rows.
+        factors: those of the rows of each shape, from :func:`planned_factors`.
 
     Attributes:
         bytes: bytes of the factors.
-
-    Raises:
-        BadEdit: an edit selects something that the values do not have; ``extra["edit"]`` is its index.
     """
 
-    def __init__(self, runtime: Runtime, edits: Sequence[Edit], shapes: Sequence[RowShape]) -> None:
-        self._shapes = shapes
-        self._factors = {}
-        for shape in dict.fromkeys(shapes):
-            dims = row_size(runtime, shape).edited
-            size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
-            self._factors[shape] = [
-                PlannedFactors(node, edits, len(shapes), dims[node.name], size, runtime.description.dtype)
-                for node in runtime.at(shape).extractor.edited  # the number of windows depends on the input size
-            ]
-        self.bytes = sum(one.bytes for factors in self._factors.values() for one in factors)
+    def __init__(self, plan: Plan, factors: Mapping[RowShape, Sequence[PlannedFactors]]) -> None:
+        self._parts = plan.parts
+        self._factors = factors
+        self.bytes = sum(one.bytes for all in factors.values() for one in all)
 
     def make(self) -> Edits:
         """Compute the factors.
@@ -94,4 +85,32 @@ class EditFactors:
         Raises:
             BadEdit: the combined edits of a node overflow the dtype.
         """
-        return Edits({shape: [one.make() for one in all] for shape, all in self._factors.items()}, self._shapes)
+        made = {shape: [one.make() for one in all] for shape, all in self._factors.items()}
+        return Edits([made[part.shape] for part in self._parts for _ in part.rows])
+
+
+async def planned_factors(
+    runtime: Runtime, edits: Sequence[Edit], plan: Plan, sizes: Mapping[RowShape, RowSize], intake: Executor
+) -> EditFactors:
+    """Plan the factors of a request's rows, one shape at a time, so that other requests are served in between.
+
+    Args:
+        runtime: the extractor that edits these nodes.
+        edits: edits with exact node names.
+        plan: the rows.
+        sizes: sizes of one row of each shape.
+        intake: the threads to plan in.
+
+    Raises:
+        BadEdit: an edit selects something that the values do not have; ``extra["edit"]`` is its index.
+    """
+    rows = plan.shapes.total()
+
+    def of(shape: RowShape) -> list[PlannedFactors]:
+        size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
+        return [
+            PlannedFactors(node, edits, rows, sizes[shape].edited[node.name], size, runtime.description.dtype)
+            for node in runtime.at(shape).extractor.edited  # the number of windows depends on the input size
+        ]
+
+    return EditFactors(plan, {shape: await in_pool(intake, of, shape) for shape in sizes})

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
@@ -18,7 +19,7 @@ from fxcore.images.files import Header, has_plain_header, image_header
 from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, indexed, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, indexed, scaled, spread
 from service.engine.threads import in_pool
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
@@ -113,10 +114,14 @@ def _planned(
         with indexed(index):
             return (preparation.row(images[index])[None],)
 
-    parts = [(range(index, index + 1), partial(row, index)) for index in range(len(images))]
-    sent = [] if preprocess == "none" else [(height, width) for height, width, _ in headers]
+    shapes = [((preparation.channels, *size),) for size in sizes]
+    parts = [Part(range(index, index + 1), shape, partial(row, index)) for index, shape in enumerate(shapes)]
+    sent: dict[tuple[int, int], int] = {}
+    for index, (height, width, _) in enumerate(() if preprocess == "none" else headers):
+        sent.setdefault((height, width), index)
     boxes = [box for height, width, _ in headers if (box := preparation.valid_box(height, width)) is not None]
-    return Plan([((preparation.channels, *size),) for size in sizes], rows, costs, parts, pad, placements, sent, boxes)
+    valid_boxes = torch.tensor(boxes, dtype=torch.float32) if boxes else None
+    return Plan(parts, rows, costs, pad, placements, sent, valid_boxes)
 
 
 class _AsSent:

@@ -30,12 +30,12 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
     preprocessing = description.preprocessing
     # A model may resize even small images to more than max_pixels; reject only extreme aspect ratios.
     limit = max(max_pixels, _MAX_UPSCALE * math.prod(preprocessing.nominal_size()))
-    for height, width in dict.fromkeys(plan.sent):
+    for (height, width), index in plan.sent.items():
         size = preprocessing.largest_size(height, width)
         pixels = math.prod(size)
         if 0 < pixels <= limit:
             continue
-        with indexed(plan.sent.index((height, width)) % len(plan.shapes)):
+        with indexed(index):
             if not pixels:
                 raise BadImage(
                     f"the image has {width} x {height} pixels, and would have {size[1]} x {size[0]} after resizing"
@@ -49,14 +49,14 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
     if description.spec.fit != "native":
         return
     multiple = preprocessing.describe()["multiple"]
-    for index, shape in enumerate(plan.shapes):
-        height, width = shape[0][-2:]
+    for part in plan.parts:
+        height, width = part.shape[0][-2:]
         limits = {MAX_SIDE * min(height, width): f"no side may exceed {MAX_SIDE}"}
         if description.entry.one_size:
             limits[_MAX_PATCHES * multiple**2] = f"at most {_MAX_PATCHES:,} squares of {multiple} pixels are allowed"
         limit = min(limits)
         if height * width > limit:
-            with indexed(index):
+            with indexed(part.rows.start):
                 smaller = "ask for fit=crop or fit=pad, for a smaller image_size" if plan.sent else "send a smaller one"
                 raise ImageTooLarge(
                     f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "

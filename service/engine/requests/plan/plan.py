@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import nlargest
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -28,32 +31,54 @@ _DECODING_SHARE = 1 / 4
 """Maximum share of the total bytes that one request may use to decode several images at a time."""
 
 
+class Part(NamedTuple):
+    """Consecutive rows that are decoded together.
+
+    Attributes:
+        rows: their indices.
+        shape: the shape of each.
+        decode: decodes them; may be called in a decoder thread, concurrently with other parts and in any order. Returns
+            one tensor ``[n, ...]`` per model input, on the CPU; uint8 pixels ``[n, H, W, 3]`` are input for
+            :meth:`fxcore.images.decoding.Decoder.batch`.
+    """
+
+    rows: range
+    shape: RowShape
+    decode: Callable[[], tuple[Tensor, ...]]
+
+
 @dataclass
 class Plan:
     """The rows of a request, how to decode them, and how much memory that takes.
 
+    There may be a million rows, but only a few parts per image: do not go through single rows on the event loop.
+
     Attributes:
-        shapes: the shape of every row, in the order sent.
+        parts: the rows, in the order sent; each image is a part of its own.
         rows: bytes of all decoded rows.
         costs: for each part, the peak bytes of decoding it, without its rows, according to the headers.
-        parts: row indices, all of one shape, and the function that decodes them. The functions may be called in decoder
-            threads, concurrently and in any order. Each returns one tensor ``[n, ...]`` per model input, on the CPU;
-            uint8 pixels ``[n, H, W, 3]`` are input for :meth:`fxcore.images.decoding.Decoder.batch`.
-        placements: returns the placement of each image in its row; empty for tensors.
         pad: combines rows of different sizes into one batch, if the model's own preprocessing does so; then each part
             is one row.
-        sent: height and width of each image as sent, if it is preprocessed; those of one input after those of another.
-        valid_boxes: x1, y1, x2, y2 of each image in its row, if the rest of the row is padding; empty without padding.
+        placements: returns the placement of each image in its row; empty for tensors.
+        sent: the sizes, height and width, of images as sent, if they are preprocessed, and the first image of each.
+        valid_boxes: x1, y1, x2, y2 of each image in its row, if the rest of the row is padding, float32 ``[n, 4]``.
     """
 
-    shapes: list[RowShape]
+    parts: Sequence[Part]
     rows: int
     costs: Sequence[int]
-    parts: Sequence[tuple[range, Callable[[], tuple[Tensor, ...]]]]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
     placements: Callable[[], Sequence[Placement]] = tuple
-    sent: Sequence[tuple[int, int]] = ()
-    valid_boxes: Sequence[tuple[int, int, int, int]] = ()
+    sent: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    valid_boxes: Tensor | None = None
+
+    @cached_property
+    def shapes(self) -> Counter[RowShape]:
+        """The number of rows of each shape, in the order sent."""
+        counts: Counter[RowShape] = Counter()
+        for part in self.parts:
+            counts[part.shape] += len(part.rows)
+        return counts
 
     def is_small_tensor(self) -> bool:
         """Return whether there is a single part that only needs a quick conversion to float32."""

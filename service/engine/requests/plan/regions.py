@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from fxcore.images.placement import Placement
-from fxcore.pooling import pooled_regions_shape
+from fxcore.pooling import MapGrid, pooled_regions_shape
 from service.engine.options import PROBLEMS
 from service.engine.requests.plan.plan import Plan, indexed, spread
-from service.engine.requests.plan.sizes import row_size
 from service.engine.rows.regions import Regions
+from service.engine.rows.shapes import RowShape, RowSize
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 from service.schemas.regions import KINDS, GivenRegions
@@ -28,98 +29,137 @@ _MAX_MASK_PIXELS = 2**29
 _IMAGES_AT_ONCE = 64
 """Number of images whose boxes or points are mapped at a time."""
 
-
-async def placed_regions(runtime: Runtime, plan: Plan, given: GivenRegions, roi_size: int, intake: Executor) -> Regions:
-    """Place the regions ``given`` for a request's images on the feature maps, in the threads of ``intake``.
-
-    Raises:
-        BadBox, BadPoint, BadMask: see :func:`check_regions`, :func:`carry` and :func:`regions_of`.
-    """
-    for shape in set(plan.shapes):
-        await in_pool(intake, row_size, runtime, shape)
-    placements = check_regions(plan, given)
-    placed: list[Mapping[str, Tensor]] = []
-    # In steps, so that other requests are served in between.
-    for indices in spread(len(given.of_images), 1 if given.pool == "mask" else _IMAGES_AT_ONCE):
-        placed += await in_pool(intake, carry, runtime, plan, given, placements, indices)
-    return await in_pool(intake, regions_of, runtime, plan, given, placed, roi_size)
+_MASKS_AT_ONCE, _MASK_PIXELS_AT_ONCE = 64, 2**23
+"""Maximum masks, and their pixels unless a single one has more, that are mapped at a time."""
 
 
-def check_regions(plan: Plan, given: GivenRegions) -> list[Placement]:
-    """Check the number and size of the regions, and return the placement of each image in its row.
+class PlannedRegions:
+    """The regions of a request before they are placed on the feature maps.
+
+    Args:
+        plan: the images.
+        given: their regions.
+        roi_size: positions per side of each pooled box.
+
+    Attributes:
+        counts: number of regions in images of each shape.
 
     Raises:
         BadBox, BadPoint, BadMask: there is not one list per image, or the masks have too many pixels in total.
     """
-    kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
-    placements = list(plan.placements())
-    if len(given.of_images) != len(placements):
-        raise problem(
-            f"{kind.field} must have one list per image, {len(placements)} in all, not {len(given.of_images)}: give "
-            f"an empty list for an image without {kind.field}"
-        )
-    if given.pool == "mask":
-        pixels = sum(math.prod(p.image) * len(of) for p, of in zip(placements, given.of_images, strict=True))
-        if pixels > _MAX_MASK_PIXELS:
+
+    def __init__(self, plan: Plan, given: GivenRegions, roi_size: int) -> None:
+        kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
+        self._parts = plan.parts
+        self._given = given
+        self._roi_size = roi_size
+        self._placements = list(plan.placements())
+        if len(given.of_images) != len(self._placements):
             raise problem(
-                f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are allowed in one "
-                "request: send fewer at a time"
+                f"{kind.field} must have one list per image, {len(self._placements)} in all, not "
+                f"{len(given.of_images)}: give an empty list for an image without {kind.field}"
             )
-    return placements
-
-
-def carry(
-    runtime: Runtime, plan: Plan, given: GivenRegions, placements: Sequence[Placement], indices: range
-) -> list[Mapping[str, Tensor]]:
-    """Map the regions of some images, given in pixels of the images as sent, to the model's input and its maps.
-
-    Raises:
-        BadBox, BadPoint, BadMask: one is invalid; ``index`` and ``box``, ``point`` or ``mask`` in ``extra`` identify
-            it.
-    """
-    placed: list[Mapping[str, Tensor]] = []
-    for index in indices:
-        grids = row_size(runtime, plan.shapes[index]).grids
-        placement, of_image = placements[index], given.of_images[index]
-        with indexed(index):
-            if given.pool == "mask":
-                distinct = {replace(grid, prefix=0) for grid in grids.values()}
-                weights = dict(zip(distinct, placement.carry_masks(of_image, list(distinct)), strict=True))
-                placed.append({key: weights[replace(grid, prefix=0)] for key, grid in grids.items()})
-            else:
-                one = placement.carry(of_image) if given.pool == "roi" else placement.carry_points(of_image)
-                placed.append(dict.fromkeys(grids, one))
-    return placed
-
-
-def regions_of(
-    runtime: Runtime, plan: Plan, given: GivenRegions, placed: Sequence[Mapping[str, Tensor]], roi_size: int
-) -> Regions:
-    """Return the regions of a request.
-
-    Args:
-        placed: the mapped regions of all images, from :func:`carry`.
-        roi_size: positions per side of each pooled box.
-
-    Raises:
-        BadBox, BadPoint, BadMask: pooling all of them would take too long.
-    """
-    rows = [row_size(runtime, shape) for shape in plan.shapes]
-    counts = [len(of_image) for of_image in given.of_images]
-    samples = 0
-    for row, of_image, count in zip(rows, placed, counts, strict=True):
-        for info in runtime.outputs:
-            if (grid := row.grids.get(info.key)) is not None:
-                channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
-                each = {"points": 4, "mask": grid.height * grid.width}
-                sampled = (
-                    grid.samples(of_image[info.key], roi_size) if given.pool == "roi" else count * each[given.pool]
+        if given.pool == "mask":
+            pixels = sum(math.prod(p.image) * len(of) for p, of in zip(self._placements, given.of_images, strict=True))
+            if pixels > _MAX_MASK_PIXELS:
+                raise problem(
+                    f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are allowed in one "
+                    "request: send fewer at a time"
                 )
-                samples += channels * sampled
-    if samples > _MAX_SAMPLES:
-        field = KINDS[given.pool].field
-        raise PROBLEMS[given.pool](
-            f"pooling these {field} needs {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are allowed in "
-            f"one request: send fewer or smaller {field}, or ask for a coarser level"
-        )
-    return Regions(counts, placed, [row.grids for row in rows])
+        self._numbers = [len(of_image) for of_image in given.of_images]
+        self.counts: Counter[RowShape] = Counter()
+        for part, number in zip(plan.parts, self._numbers, strict=True):
+            self.counts[part.shape] += number
+
+    def weight_bytes(self, runtime: Runtime, sizes: Mapping[RowShape, RowSize]) -> int:
+        """Return the bytes of the weights that masks become; 0 for boxes and points.
+
+        Raises:
+            BadPoint, BadMask: pooling all of them would take too long.
+        """
+        masks = self._given.pool == "mask"
+
+        def sampled(index: int, key: str, grid: MapGrid) -> int:
+            return self._numbers[index] * (grid.height * grid.width if masks else 4)
+
+        if self._given.pool != "roi":  # how large boxes are on a map is not known yet
+            self._check_samples(runtime, sizes, sampled)
+        positions = {shape: sum(g.height * g.width for g in _distinct(row.grids)) for shape, row in sizes.items()}
+        weights = sum(count * positions[shape] for shape, count in self.counts.items())
+        return torch.float32.itemsize * weights if masks else 0
+
+    async def place(self, runtime: Runtime, sizes: Mapping[RowShape, RowSize], intake: Executor) -> Regions:
+        """Place the regions on the feature maps, in the threads of ``intake``.
+
+        Raises:
+            BadBox, BadPoint, BadMask: one is invalid, ``index`` and ``box``, ``point`` or ``mask`` in ``extra``
+                identify it; or pooling all boxes would take too long.
+        """
+        grids = [sizes[part.shape].grids for part in self._parts]
+        placed: list[Mapping[str, Tensor]] = []
+        # In steps, so that other requests are served in between.
+        if self._given.pool == "mask":
+            for index in range(len(grids)):
+                placed.append(await self._weights(index, grids[index], intake))
+        else:
+            for indices in spread(len(grids), _IMAGES_AT_ONCE):
+                placed += await in_pool(intake, self._carried, grids, indices)
+        if self._given.pool == "roi":
+
+            def sampled(index: int, key: str, grid: MapGrid) -> int:
+                return grid.samples(placed[index][key], self._roi_size)
+
+            await in_pool(intake, self._check_samples, runtime, sizes, sampled)
+        return Regions(self._numbers, placed, grids)
+
+    def _carried(self, grids: Sequence[Mapping[str, MapGrid]], indices: range) -> list[Mapping[str, Tensor]]:
+        """Map the boxes or points of some images to the model's input."""
+        carried: list[Mapping[str, Tensor]] = []
+        for index in indices:
+            placement, of_image = self._placements[index], self._given.of_images[index]
+            with indexed(index):
+                one = placement.carry(of_image) if self._given.pool == "roi" else placement.carry_points(of_image)
+            carried.append(dict.fromkeys(grids[index], one))
+        return carried
+
+    async def _weights(self, index: int, grids: Mapping[str, MapGrid], intake: Executor) -> Mapping[str, Tensor]:
+        """Map the masks of an image to weights of the positions of each map."""
+        placement, masks = self._placements[index], self._given.of_images[index]
+        weights = {grid: torch.empty(len(masks), grid.height * grid.width) for grid in _distinct(grids)}
+
+        def carry(some: range) -> None:
+            with indexed(index):
+                carried = placement.carry_masks(masks[some.start : some.stop], list(weights), some.start)
+            for whole, part in zip(weights.values(), carried, strict=True):
+                whole[some.start : some.stop] = part
+
+        for some in spread(len(masks), max(1, min(_MASKS_AT_ONCE, _MASK_PIXELS_AT_ONCE // math.prod(placement.image)))):
+            await in_pool(intake, carry, some)
+        return {key: weights[replace(grid, prefix=0)] for key, grid in grids.items()}
+
+    def _check_samples(
+        self, runtime: Runtime, sizes: Mapping[RowShape, RowSize], sampled: Callable[[int, str, MapGrid], int]
+    ) -> None:
+        """Check the number of map values that pooling reads.
+
+        Args:
+            sampled: returns the number of positions read for the regions of an image on the map of an output.
+        """
+        samples = 0
+        for index, part in enumerate(self._parts):
+            row = sizes[part.shape]
+            for info in runtime.outputs:
+                if (grid := row.grids.get(info.key)) is not None:
+                    channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
+                    samples += channels * sampled(index, info.key, grid)
+        if samples > _MAX_SAMPLES:
+            field = KINDS[self._given.pool].field
+            raise PROBLEMS[self._given.pool](
+                f"pooling these {field} needs {samples:,} values of the maps, and at most {_MAX_SAMPLES:,} are allowed "
+                f"in one request: send fewer or smaller {field}, or ask for a coarser level"
+            )
+
+
+def _distinct(grids: Mapping[str, MapGrid]) -> set[MapGrid]:
+    """Return the distinct grids of maps, whatever tokens precede them."""
+    return {replace(grid, prefix=0) for grid in grids.values()}

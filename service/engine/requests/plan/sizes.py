@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,12 @@ from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
+from service.engine.requests.plan.plan import Plan
 from service.engine.rows.regions import grid_of
 from service.engine.rows.shapes import ResponseRow, RowShape, RowSize, row_layout, several_rows
 from service.engine.rows.tokens import has_tokens
 from service.engine.runtime.runtime import Runtime
+from service.engine.threads import in_pool
 from service.problems import RequestTooLarge, ResponseTooLarge
 
 _LONG = 64
@@ -24,62 +26,62 @@ _LONG = 64
 
 
 class Sizes(NamedTuple):
-    """The predicted bytes of a request.
+    """The predicted sizes of a request.
 
     Attributes:
-        rows: bytes of one row of each shape on the device.
+        rows: sizes of one row of each shape.
         response: bytes of the response.
         lengths: numbers of values of the rows that ``project`` projects.
     """
 
-    rows: dict[RowShape, int]
+    rows: dict[RowShape, RowSize]
     response: int
     lengths: frozenset[int]
 
 
-def are_known(runtime: Runtime, shapes: Sequence[RowShape]) -> bool:
-    """Return whether :func:`sizes` is fast for rows of ``shapes``, because they are cached."""
-    return all(shape in runtime.at(shape).row_sizes for shape in set(shapes))
-
-
-def sizes(
+async def sizes(
     runtime: Runtime,
-    shapes: Sequence[RowShape],
+    plan: Plan,
+    counts: Mapping[RowShape, int],
     options: FeatureOptions,
     limit: int,
-    regions: Sequence[int] | None = None,
+    intake: Executor,
 ) -> Sizes:
-    """Return the bytes of a request with rows of ``shapes``.
+    """Predict the sizes of a request, one shape at a time, so that other requests are served in between.
 
-    With ``regions``, the number of regions of each image, the response has one row per region.
+    Args:
+        runtime: the runtime that computes it.
+        plan: its rows.
+        counts: for each shape, the number of rows of the response: images or regions.
+        options: how its outputs are processed.
+        limit: maximum bytes of the response.
+        intake: the threads that predict new shapes.
 
     Raises:
         BadTensor, Ragged: the options do not apply to an output, or rows of these shapes cannot form one tensor, or
             their positions do not correspond.
-        ResponseTooLarge: they exceed ``limit``; RequestTooLarge if the outputs are not sent.
+        ResponseTooLarge: the response exceeds ``limit``; RequestTooLarge if the outputs are not sent.
     """
     total = 0
     # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
     native = runtime.description.spec.fit == "native"
     infos = {info.key: info for info in runtime.outputs}
-    counts = Counter(shapes)
-    if regions is not None:
-        counts = Counter({shape: 0 for shape in shapes})
-        for shape, many in zip(shapes, regions, strict=True):
-            counts[shape] += many
-    first: dict[str, ResponseRow] = {}
-    rows: dict[RowShape, int] = {}
+    first_shape = plan.parts[0].shape
+    first: Mapping[str, ResponseRow] = {}
+    rows: dict[RowShape, RowSize] = {}
     lengths: set[int] = set()
-    for shape, count in counts.items():  # a mismatch ends it, since each new shape takes a pass over the graph
-        row = row_size(runtime, shape)
-        outputs = _response_rows(runtime, shape, row, options)
-        rows[shape] = row.bytes
+    for shape, count in counts.items():
+        if shape in runtime.at(shape).row_sizes:
+            row, outputs = _predicted(runtime, shape, options)
+        else:
+            row, outputs = await in_pool(intake, _predicted, runtime, shape, options)
+        rows[shape] = row
         first = first or outputs
         for key, output in outputs.items():
             if output.shape != first[key].shape:
                 raise cannot_stack(runtime, key, [tuple(first[key].shape[1:]), tuple(output.shape[1:])])
-            if shape != shapes[0] and _is_of_places(infos[key], output.shape, options, native):
-                raise unlike_positions(key, shapes[0][0], shape[0])
+            if shape != first_shape and _is_of_places(infos[key], output.shape, options, native):
+                raise unlike_positions(key, first_shape[0], shape[0])
             total += count * output.bytes
             lengths.add(output.length)
     if total > limit and not options.sent:
@@ -87,8 +89,14 @@ def sizes(
     if total > limit:
         kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
         choosable = all(has_tokens(*kind) for kind in kinds)
-        raise ResponseTooLarge(total, limit, options.ways_to_shrink(len(shapes), len(first), choosable))
+        raise ResponseTooLarge(total, limit, options.ways_to_shrink(plan.shapes.total(), len(first), choosable))
     return Sizes(rows, total, frozenset(lengths))
+
+
+def _predicted(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> tuple[RowSize, Mapping[str, ResponseRow]]:
+    """Return the size of one row of ``shape``, and its row of each returned output."""
+    row = row_size(runtime, shape)
+    return row, _response_rows(runtime, shape, row, options)
 
 
 def row_size(runtime: Runtime, shape: RowShape) -> RowSize:

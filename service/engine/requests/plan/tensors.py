@@ -12,11 +12,11 @@ from fxcore.errors import BadTensor, ImageTooLarge
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Plan, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, scaled, spread
 from service.engine.rows.shapes import RowShape
 
 MAX_ROWS = 2**20
-"""Maximum rows of a request of tensors: each is planned by itself, on the event loop."""
+"""Maximum rows of a request of tensors."""
 
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
@@ -46,8 +46,8 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
         raise BadTensor(f"the request has {rows} rows; send at most {MAX_ROWS} at a time")
     ordered = [tensors[spec.name] for spec in specs]
     shapes = []
-    boxes: list[tuple[int, int, int, int]] = []
-    sent: list[tuple[int, int]] = []
+    boxes = None
+    sent = {}
     for spec, tensor in zip(specs, ordered, strict=True):
         if spec.node is not None:
             _check_value(spec, tensor)
@@ -58,9 +58,9 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
             _check_pixels(tensor.shape[-3], tensor.shape[-2], max_pixels)
             if preprocess != "none":
                 _check_preprocessed(spec, tensor, description.preprocessing)
-                sent += [(tensor.shape[-3], tensor.shape[-2])] * rows
+                sent[tensor.shape[-3], tensor.shape[-2]] = 0
                 box = description.preprocessing.valid_box(tensor.shape[-3], tensor.shape[-2])
-                boxes = [] if box is None else [box] * rows
+                boxes = None if box is None else torch.tensor([box], dtype=torch.float32).expand(rows, 4)
         shapes.append(_row_shape(description.preprocessing, tensor, preprocess))
     row_shape: RowShape = tuple(shapes)
     decoded = sum(rows * FLOAT_BYTES * torch.Size(shape).numel() for shape in shapes)
@@ -77,11 +77,10 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
 
     # Images are split among threads; tensors are only converted.
     step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
-    parts = spread(rows, step)
+    parts = [Part(indices, row_shape, partial(prepare, indices)) for indices in spread(rows, step)]
     # Stacking single rows into a part needs a second copy of them.
-    costs = [cost and cost + decoded * len(part) // rows for part in parts]
-    prepared = [(part, partial(prepare, part)) for part in parts]
-    return Plan([row_shape] * rows, decoded, costs, prepared, sent=sent, valid_boxes=boxes)
+    costs = [cost and cost + decoded * len(part.rows) // rows for part in parts]
+    return Plan(parts, decoded, costs, sent=sent, valid_boxes=boxes)
 
 
 def _check_value(spec: TensorSpec, tensor: Tensor) -> None:

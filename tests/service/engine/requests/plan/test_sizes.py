@@ -1,14 +1,19 @@
-"""What is kept of the sizes of rows is bounded in bytes, and counts as memory of the extractor."""
+"""The predicted sizes of rows: how much is kept of them, what they limit, and that nobody waits for all of them."""
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 import torch
 
 from service.engine import FeatureOptions
 from service.engine.requests.plan.sizes import row_size, sizes
+from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.runtime.runtime import SIZES_BYTES
-from tests.service.engine.running import MakeEngine, built
+from service.engine.threads import in_pool
+from tests.service.engine.running import MakeEngine, built, encoded, until
 
 pytestmark = pytest.mark.anyio
 
@@ -22,10 +27,11 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         before = running.runtimes.eviction.bytes()
         for side in range(64, 164):
             row_size(record.runtime, ((3, side, side),))
-        shape = ((3, 64, 64),)
+        plan = plan_tensors(record.description, {"x": torch.zeros(1, 3, 64, 64)}, "none", 10**9)
         for number in range(1, 300):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
-            sizes(record.runtime, [shape], FeatureOptions(keys=keys), 10**9)
+            options, intake = FeatureOptions(keys=keys), running.threads.intake
+            await sizes(record.runtime, plan, plan.shapes, options, 10**9, intake)
         kept = record.runtime.row_sizes.bytes + record.runtime.response_sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
         assert running.runtimes.eviction.bytes() - before == kept
@@ -35,3 +41,16 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         running.runtimes.unload(record)
         again = await running.runtimes.load(record)
         assert again.row_sizes.bytes == again.response_sizes.bytes == 0
+
+
+async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
+    """A request that is given up stops after the shape at hand, and others are planned in between."""
+    images = [encoded(np.zeros((32, 32 + width, 3), np.uint8), "PNG") for width in range(64)]
+    async with engine() as running:
+        record = await built(running)
+        known = record.runtime.row_sizes
+        request = asyncio.create_task(running.features(record, images, FeatureOptions(pool="avg", preprocess="none")))
+        await until(lambda: known.bytes)
+        request.cancel()
+        await in_pool(running.threads.intake, lambda: None)
+        assert sum(((3, 32, 32 + width),) in known for width in range(64)) < 64
