@@ -18,7 +18,7 @@ from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
 from service.engine.requests.plan.edits import edited, planned_factors
 from service.engine.requests.plan.images import plan_images
-from service.engine.requests.plan.limits import check_sizes
+from service.engine.requests.plan.limits import check_rows, check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.regions import PlannedRegions
 from service.engine.requests.plan.sizes import sizes
@@ -81,6 +81,7 @@ class Pipeline:
             counts = plan.shapes if placing is None else placing.counts
             limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
             sized = await sizes(variant, plan, counts, options, limit, self._intake)
+            check_rows(runtime.description, plan, sized.rows, self._settings.max_batch_bytes)
             matrices = {}
             if options.project is not None:
                 matrices = await self._projections.get(sized.lengths, options.project, options.seed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan, indexed
+from service.engine.rows.shapes import RowShape, RowSize
 from service.schemas.image_size import MAX_SIDE
 
 _MAX_UPSCALE = 8
@@ -16,6 +18,9 @@ pixels out of 256, it allows an aspect ratio of about 6:1."""
 _MAX_PATCHES = 16_384
 """Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
 number of patches. A 2048-pixel square has this many 16-pixel patches."""
+
+_ABOUT_USUAL = 2
+"""Values of a row of about the usual size, as a multiple of that size: a detector's images vary in aspect ratio."""
 
 
 def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
@@ -57,10 +62,37 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
         limit = min(limits)
         if height * width > limit:
             with indexed(part.rows.start):
-                smaller = "ask for fit=crop or fit=pad, for a smaller image_size" if plan.sent else "send a smaller one"
                 raise ImageTooLarge(
                     f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "
-                    f"{smaller}, or cut the image into pieces",
+                    f"{_instead(plan)}",
                     pixels=height * width,
                     limit=limit,
                 )
+
+
+def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, RowSize], limit: int) -> None:
+    """Check the memory to compute each row of a request.
+
+    Rows of about the usual size are computed even if they need more: models may be larger than ``limit`` expects.
+
+    Raises:
+        ImageTooLarge: a row needs more than ``limit`` bytes; ``extra["index"]`` is its index.
+    """
+    usual = sum(map(math.prod, description.usual_shapes()))
+    for part in plan.parts:
+        taken = sizes[part.shape].bytes
+        if taken > limit and sum(map(math.prod, part.shape)) > _ABOUT_USUAL * usual:
+            pixels = math.prod(part.shape[0][-2:])
+            shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
+            with indexed(part.rows.start):
+                raise ImageTooLarge(
+                    f"computing an input of {shown} would need {taken:,} bytes of memory, and a batch may need "
+                    f"{limit:,} (FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
+                    pixels=pixels,
+                    limit=pixels * limit // taken,
+                )
+
+
+def _instead(plan: Plan) -> str:
+    smaller = "ask for fit=crop or fit=pad, for a smaller image_size" if plan.sent else "send a smaller one"
+    return f"{smaller}, or cut the image into pieces"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fxcore.errors import ImageTooLarge
 from service.engine import FeatureOptions
 from service.engine.requests.plan.sizes import row_size, sizes
 from service.engine.requests.plan.tensors import plan_tensors
@@ -41,6 +42,23 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         running.runtimes.unload(record)
         again = await running.runtimes.load(record)
         assert again.row_sizes.bytes == again.response_sizes.bytes == 0
+
+
+async def test_rows_that_need_more_than_a_batch_may(engine: MakeEngine) -> None:
+    """Only those of a usual size are computed all the same: the model could not be used otherwise."""
+    async with engine(max_batch_bytes=1_000_000) as running:
+        record = await built(running)
+        options = FeatureOptions(pool="avg", preprocess="none")
+        usual, larger = (encoded(np.zeros((size, size, 3), np.uint8), "PNG") for size in (300, 400))
+        assert (await running.features(record, [usual], options)).images == 1
+        taken = row_size(record.runtime, ((3, 400, 400),)).bytes
+        with pytest.raises(
+            ImageTooLarge, match=f"image 1: .* 3 x 400 x 400 would need {taken:,} bytes.* 1,000,000"
+        ) as caught:
+            await running.features(record, [usual, larger], options)
+        with pytest.raises(ImageTooLarge, match=r"image 0: .*send a smaller one"):
+            await running.features(record, {"x": torch.zeros(1, 3, 400, 400)}, options)
+        assert caught.value.extra == {"index": 1, "pixels": 400 * 400, "limit": 400 * 400 * 1_000_000 // taken}
 
 
 async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
