@@ -378,4 +378,4 @@ def test_what_cannot_be_a_store_is_said_at_the_start(tmp_path: Path) -> None:
     assert server.process.wait(120) == 1
     server.stop()
     [line] = [line for line in server.log.read_text().splitlines() if line]
-    assert line.startswith("fxserve: the store of extractors /proc/nothing cannot be opened: ")
+    assert line.startswith("fxserve: the store of extractors /proc/nothing cannot be written: ")

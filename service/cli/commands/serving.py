@@ -116,9 +116,9 @@ def _check_dependencies(settings: Settings) -> None:
             _check_preload(text)
         if settings.extractors is not None:
             store = Store(settings.extractors)
-            store.open()
+            store.check()
             try:
-                store.probe()
+                store.check(write=True)
             except StoreError as error:
                 print(
                     f"fxserve: {error}; existing extractors are served, but none can be added or deleted",

@@ -97,10 +97,9 @@ class Extractors:
         """
         new = self._records.get(record.id) is None
         if self._sharing is None:
-            if name is not None:
-                other = self._records.known(name)
-                if other is not None and other.id != record.id and not self._gives_up(other.id, name):
-                    raise NameTaken(name, other.id)
+            other = None if name is None else self._records.known(name)
+            if name is not None and other is not None and other.id not in (record.id, *self._yielding(name)):
+                raise NameTaken(name, other.id)
             return new, record.id
         if not keep and time.monotonic() - record.put_at < CHECK_SECONDS:
             return new, record.id
@@ -110,31 +109,28 @@ class Extractors:
         stored = Stored(id=made.id, spec=spec, return_nodes=made.return_nodes, fingerprint=made.fingerprint)
         store, owner = self._sharing.store, record.id
         try:
-            # Read first: if the store already has it, neither a writer thread nor a writable store is needed.
-            there = not self._sharing.is_written(made.id) and await self._sharing.read(store.has, made.id)
-            if name is not None or not there:
-                await self._sharing.read(store.count)
-            if name is not None:
-                await self._sharing.read(store.check_name, name, record.id, self._gives_up)
-            created = not there and await self._sharing.write(made.id, store.save, stored, keep)
+            created = await self._sharing.write(made.id, store.save, stored, keep, name, self._yielding(name))
             record.saved = True  # whether or not it gets its name
             if created:
                 self._records.free_names(record)
             if name is not None:
-                owner = await self._sharing.write(record.id, store.claim, name, record.id, self._gives_up)
+                owner = await self._sharing.write(record.id, store.claim, name, record.id, self._yielding(name))
         except (NotReady, StoreFull):
             if keep:
                 raise
             return new, record.id
         return created, owner
 
-    def _gives_up(self, id: str, name: str) -> bool:
-        """Return whether the extractor ``id`` gives up ``name``: it does if it was created here and its build failed.
+    def _yielding(self, name: str | None) -> set[str]:
+        """Return the ids that give up ``name``, unless it is that id: of extractors created here whose build failed.
 
         One of another process may work there.
         """
-        record = self._records.get(id)
-        return id != name and record is not None and record.state == "failed" and not record.adopted
+        return {
+            record.id
+            for record in self._records.values()
+            if record.state == "failed" and not record.adopted and record.id != name
+        }
 
     async def _require(self, record: ExtractorRecord) -> None:
         """Check that ``record`` already exists, here or in the store.

@@ -21,7 +21,6 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import summarize
-from service.problems import Problem
 
 VERSION = 2
 """Format version of written objects, and the newest version that can be read."""
@@ -30,22 +29,29 @@ _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memo
 """Protocols whose drivers can create an object only if it does not exist."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_PART_SECONDS = 24 * 3600.0
 
 
 class StoreError(Exception):
     """The store, or one of its objects, cannot be read or written; the message says which and why."""
 
 
+class Unwritable(StoreError):
+    """The store cannot be written."""
+
+
 class DamagedObject(StoreError):
-    """One object is damaged or was written by a newer version; the others are not affected."""
+    """One object cannot be used; the others are not affected."""
 
 
-class NewerVersion(ValueError):
-    """A newer version wrote this object."""
+class NewerVersion(DamagedObject):
+    """A newer version wrote this object, so it must not be replaced."""
 
 
 class Objects:
     """Reads, creates and removes objects. Methods block, so do not call them on the event loop. Thread-safe.
+
+    Methods raise :class:`StoreError` if the driver fails: :class:`Unwritable` if they were to change something.
 
     Args:
         url: a folder, or any URL that fsspec knows.
@@ -72,27 +78,24 @@ class Objects:
                 "folder, or a bucket of S3, GCS or Azure"
             )
 
-    def make_folders(self, *folders: str) -> None:
-        """Create folders on a local disk; other drivers need none."""
+    def prepare(self, *folders: str) -> None:
+        """Create folders and remove the partial files of writers that died a day ago; only local disks have either."""
         if self._local:
-            for folder in ("parts", *folders):
-                Path(self._root, folder).mkdir(parents=True, exist_ok=True)
-
-    def prune_parts(self, seconds: float) -> None:
-        """Remove partial files that dead writers left on a local disk more than ``seconds`` ago."""
-        if self._local:
-            before = time.time() - seconds
-            for part in Path(self._root, "parts").iterdir():
-                with suppress(FileNotFoundError):
-                    if part.stat().st_mtime < before:
-                        part.unlink()
+            with self._errors(Unwritable):
+                for folder in ("parts", *folders):
+                    Path(self._root, folder).mkdir(parents=True, exist_ok=True)
+                for part in Path(self._root, "parts").iterdir():
+                    with suppress(FileNotFoundError):
+                        if part.stat().st_mtime < time.time() - _PART_SECONDS:
+                            part.unlink()
 
     def names_in(self, folder: str) -> list[str]:
         """Return the names of the objects in ``folder``; an empty list if it does not exist."""
-        try:
-            paths = self._fs.ls(f"{self._root}/{folder}", detail=False)
-        except FileNotFoundError:
-            return []
+        with self._errors(StoreError):
+            try:
+                paths = self._fs.ls(f"{self._root}/{folder}", detail=False)
+            except FileNotFoundError:
+                return []
         return [PurePosixPath(str(path)).name for path in paths]
 
     def read(self, path: str) -> dict[str, Any] | None:
@@ -102,54 +105,57 @@ class Objects:
             DamagedObject: it is damaged, or a newer version wrote it.
         """
         for delay in (0.02, 0.1, 0.0):
-            try:
-                data = self._fs.cat_file(f"{self._root}/{path}")
-            except FileNotFoundError:
-                return None
+            with self._errors(StoreError):
+                try:
+                    data = self._fs.cat_file(f"{self._root}/{path}")
+                except FileNotFoundError:
+                    return None
             if data:
                 break
             time.sleep(delay)  # on disks without hard links, a file is empty until it is complete
+        unusable = f"{path} in {self._url} cannot be used"
         try:
             content = json.loads(data)
             if not isinstance(content, dict):
                 raise ValueError("it is not a JSON object")
-            if content["version"] > VERSION:
-                raise NewerVersion(f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})")
+            newer = content["version"] > VERSION
         except (ValueError, KeyError, TypeError) as error:
-            raise DamagedObject(f"{path} in {self._url} cannot be used: {summarize(error)}") from error
+            raise DamagedObject(f"{unusable}: {summarize(error)}") from error
+        if newer:
+            wrote = f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})"
+            raise NewerVersion(f"{unusable}: {wrote}")
         return content
 
     def create(self, path: str, content: dict[str, Any]) -> bool:
         """Create an object atomically. Return False if it already exists."""
         data = json.dumps({"version": VERSION, "made": time.time(), **content}).encode()
         target = f"{self._root}/{path}"
-        try:
-            if self._local:
-                _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
-            else:
-                self._fs.pipe_file(target, data, mode="create")
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno == errno.EINVAL and not self._local and self._fs.exists(target):  # S3's 412 without a cause
+        with self._errors(Unwritable):
+            try:
+                if self._local:
+                    _create_file(Path(target), Path(self._root, "parts", secrets.token_hex(8)), data)
+                else:
+                    self._fs.pipe_file(target, data, mode="create")
+            except FileExistsError:
                 return False
-            raise
+            except OSError as error:
+                if error.errno == errno.EINVAL and not self._local and self._fs.exists(target):  # S3's 412, no cause
+                    return False
+                raise
         return True
 
     def remove(self, path: str) -> None:
         """Remove an object, if it exists."""
-        with suppress(FileNotFoundError):
+        with self._errors(Unwritable), suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._root}/{path}")
 
     @contextmanager
-    def errors(self, done: str) -> Iterator[None]:
-        """Convert a driver's errors to :class:`StoreError`: the store cannot be ``done`` (read, written, opened)."""
+    def _errors(self, kind: type[StoreError]) -> Iterator[None]:
         try:
             yield
-        except (StoreError, Problem):
-            raise
         except Exception as error:
-            raise StoreError(f"the store of extractors {self._url} cannot be {done}: {summarize(error)}") from error
+            done = "written" if kind is Unwritable else "read"
+            raise kind(f"the store of extractors {self._url} cannot be {done}: {summarize(error)}") from error
 
 
 def _create_file(target: Path, part: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from service.engine.extractors.objects import DamagedObject, StoreError
+from service.engine.extractors.objects import DamagedObject, StoreError, Unwritable
 from service.engine.extractors.store import Store, Stored
 from service.engine.tasks import background
 from service.engine.threads import Pool, in_pool, run_at_low_priority
@@ -52,7 +52,6 @@ class Sharing:
         self._pool = Pool(_THREADS, "fxserve-store")
         self._lister = Pool(1, "fxserve-store-list", run_at_low_priority)
         self._writing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._listing = asyncio.Lock()
         self._unavailable: str | None = "the store of extractors has not been read yet"
         self._unwritable: str | None = "it has not been written yet"
         self._damaged: tuple[float, str | None] = -math.inf, None
@@ -106,20 +105,14 @@ class Sharing:
     async def all(self) -> list[tuple[Stored, str | None]]:
         """Return all extractors, each with one of its names; an empty list while the store is unavailable.
 
-        Only one listing runs at a time, in its own thread, so that no other operation waits for it.
+        Listings take turns in a thread of their own, so that no other operation waits for them. One may read thousands
+        of objects: the caller limits its time.
         """
-        found: list[tuple[Stored, str | None]] = []
-        async with self._listing:
-            pages = self.store.pages()
-            try:
-                while True:
-                    self._require_available()
-                    page = await self._answer("read", in_pool(self._lister, next, pages, None))
-                    if page is None:
-                        return found
-                    found += page
-            except NotReady:
-                return []
+        self._check_soon()  # nothing else may notice a store that hangs
+        with suppress(NotReady):
+            self._require_available()
+            return await self._answer("read", in_pool(self._lister, self.store.all), limited=False)
+        return []
 
     async def read(self, function: Callable[..., T], *args: object) -> T:
         """Call ``function``, which reads from the store, in a thread."""
@@ -127,31 +120,19 @@ class Sharing:
         return await self._answer("read", in_pool(self._pool, function, *args))
 
     async def write(self, id: str, function: Callable[..., T], *args: object) -> T:
-        """Call ``function``, which writes data of the extractor ``id``, after all its earlier writes.
+        """Call ``function``, which may write data of the extractor ``id``, after all its earlier writes.
 
         After a timeout the thread keeps running, and the next write must not overtake it.
         """
         self._require_available()
-        result = await self._answer("write", self._in_turn(id, function, *args))
-        self._unwritable = None
-        return result
-
-    def is_written(self, id: str) -> bool:
-        """Return whether data of the extractor ``id`` is being written, so that a read may soon be outdated."""
-        lock = self._writing.get(id)
-        return lock is not None and lock.locked()
+        return await self._answer("write", self._in_turn(id, function, *args))
 
     async def _in_turn(self, id: str, function: Callable[..., T], *args: object) -> T:
         lock = self._writing.setdefault(id, asyncio.Lock())
         await lock.acquire()
         task = background(in_pool(self._pool, function, *args), "store")
-
-        def ended(done: asyncio.Task[T]) -> None:
-            lock.release()
-            if not done.cancelled():
-                done.exception()  # otherwise asyncio logs it if nobody waits any more
-
-        task.add_done_callback(ended)
+        task.add_done_callback(lambda done: lock.release())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
         return await asyncio.shield(task)
 
     def _require_available(self) -> None:
@@ -159,12 +140,14 @@ class Sharing:
             self._check_soon()
             raise NotReady(self._unavailable, 1.0)
 
-    async def _answer(self, kind: str, called: Awaitable[T]) -> T:
-        """Wait at most :data:`TIMEOUT_SECONDS` for ``called``, a read or write (``kind``)."""
+    async def _answer(self, kind: str, called: Awaitable[T], limited: bool = True) -> T:
+        """Wait for ``called``, a read or write (``kind``), at most :data:`TIMEOUT_SECONDS` if ``limited``."""
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
+            async with asyncio.timeout(TIMEOUT_SECONDS if limited else None):
                 return await called
         except (StoreError, TimeoutError) as error:
+            if isinstance(error, StoreError):  # what writes reads first
+                kind = "write" if isinstance(error, Unwritable) else "read"
             self._errors.labels(kind).inc()
             reason = str(error) or f"the store of extractors {self.store.url} did not answer in {TIMEOUT_SECONDS:.0f} s"
             if reason not in (self._unavailable, self._unwritable):
@@ -198,5 +181,5 @@ class Sharing:
         self._up.set(1)
         if self._unwritable is not None:
             with suppress(NotReady):
-                await self._answer("write", in_pool(self._pool, self.store.probe))
+                await self._answer("write", in_pool(self._pool, self.store.check, True))
                 self._unwritable = None

@@ -19,7 +19,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +27,14 @@ from pydantic import BaseModel
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.extractors.objects import VERSION, DamagedObject, NewerVersion, Objects, StoreError
+from service.engine.extractors.objects import (
+    VERSION,
+    DamagedObject,
+    NewerVersion,
+    Objects,
+    StoreError,
+    Unwritable,
+)
 from service.problems import NameTaken, StoreFull
 from service.schemas.specs import STORED, ExtractorSpec
 
@@ -35,10 +42,7 @@ NAMES_PER_EXTRACTOR = 4
 """Maximum names in the store, as a multiple of the maximum number of extractors."""
 
 _FOLDERS = "specs", "names", "named", "marks"
-_PAGE = 50
-_ATTEMPTS = 40
-_DEAD_SECONDS = 60.0
-_PART_SECONDS = 24 * 3600.0
+_ATTEMPTS, _DEAD_SECONDS = 40, 60.0
 _COUNT_SECONDS, _RECOUNT_SECONDS = 60.0, 2.0
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
@@ -82,44 +86,34 @@ class Store:
         self.url = url
         self._objects = Objects(url)
         self._mark: dict[str, Any] | None = None
-        self._limit = limit
-        self._extractors = self._names = 0
+        self._limits = {"extractors": limit, "names": NAMES_PER_EXTRACTOR * limit}
+        self._counts = dict.fromkeys(self._limits, 0)
         self._counted = -_COUNT_SECONDS
         self._counting = threading.Lock()
         self._cached: ByteCache[str, Stored] = ByteCache(_CACHED_BYTES, lambda stored: len(repr(stored)))
 
-    def open(self) -> None:
-        """Read the store's mark, creating the store if it does not exist. A read-only store can be opened."""
-        with self._objects.errors("opened"):
-            mark = self._objects.read("store.json")
+    def check(self, write: bool = False) -> None:
+        """Check that the store is the one that was opened. The first time, open it, creating it if it does not exist.
+
+        A read-only store can be opened. With ``write``, also test writing.
+        """
+        mark = self._objects.read("store.json")
+        if self._mark is None:
             if mark is None:
-                self._objects.make_folders(*_FOLDERS)
+                self._objects.prepare(*_FOLDERS)
                 self._objects.create("store.json", {"store": secrets.token_hex(8)})
                 mark = self._objects.read("store.json")
             elif mark["version"] < VERSION:
-                with suppress(OSError, StoreError):  # the store is read-only
+                with suppress(StoreError):  # the store is read-only
                     self._take_over()
-        self._mark = mark
-
-    def check(self) -> None:
-        """Check that the store is the one that was opened; open it the first time."""
-        if self._mark is None:
-            self.open()
-            return
-        with self._objects.errors("read"):
-            mark = self._objects.read("store.json")
-        if mark is None or mark["store"] != self._mark["store"]:
+            self._mark = mark
+        if mark is None or mark != self._mark:
             raise StoreError(
                 f"the store of extractors {self.url} cannot be read: "
                 + ("its store.json is missing" if mark is None else "another store has taken its place")
             )
-
-    def probe(self) -> None:
-        """Test writing by creating and removing an object. Also remove files that dead writers left over a day ago."""
-        self.check()  # otherwise the folders would be created where a store was removed
-        with self._objects.errors("written"):
-            self._objects.make_folders(*_FOLDERS)
-            self._objects.prune_parts(_PART_SECONDS)
+        if write:
+            self._objects.prepare(*_FOLDERS)
             probe = f"parts/probe-{secrets.token_hex(8)}.json"
             self._objects.create(probe, {})
             self._objects.remove(probe)
@@ -127,109 +121,77 @@ class Store:
     def get(self, id: str) -> Stored | None:
         """Return the extractor ``id``; None if it does not exist."""
         path = f"specs/{id}.json"
-        with self._objects.errors("read"):
-            content = self._objects.read(path)
+        content = self._objects.read(path)
         try:
             return None if content is None else Stored.model_validate(content, context=STORED)
         except ValueError as error:
             raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
 
-    def has(self, id: str) -> bool:
-        """Return whether the extractor ``id`` exists. A damaged one counts as missing: it can be saved again."""
-        with suppress(DamagedObject):
-            return self.get(id) is not None
-        return False
-
     def find(self, id_or_name: str) -> str | None:
         """Return the id of the extractor with that id or name, or None."""
         if _ID.fullmatch(id_or_name) and self.get(id_or_name) is not None:
             return id_or_name
-        with self._objects.errors("read"):
-            entry = self._entry(id_or_name) if _NAME.fullmatch(id_or_name) else None
-            if entry is not None and self.get(entry["id"]) is not None:
-                return str(entry["id"])
+        entry = self._entry(id_or_name) if _NAME.fullmatch(id_or_name) else None
+        if entry is not None and self.get(entry["id"]) is not None:
+            return str(entry["id"])
         self.check()  # otherwise a store that is gone looks empty
         return None
 
-    def count(self) -> None:
-        """Count the extractors and names if that is due: once a minute, and sooner if the store seems full.
-
-        Limits are checked against the last count. Listing thousands of objects takes seconds, so only one thread
-        counts.
-        """
-        with self._counting:
-            full = self._extractors >= self._limit or self._names >= NAMES_PER_EXTRACTOR * self._limit
-            before = self._counted
-            if time.monotonic() - before < (_RECOUNT_SECONDS if full else _COUNT_SECONDS):
-                return
-            self._counted = time.monotonic()
-        try:
-            with self._objects.errors("read"):
-                self._extractors, self._names = (len(self._objects.names_in(kind)) for kind in ("specs", "named"))
-        except StoreError:
-            self._counted = before
-            raise
-
-    def save(self, stored: Stored, asked_for: bool = True) -> bool:
+    def save(self, stored: Stored, keep: bool = True, name: str | None = None, yielding: Collection[str] = ()) -> bool:
         """Create an extractor unless it exists, and return whether it was created. A damaged object is replaced.
+
+        Nothing is written if it exists.
 
         Args:
             stored: the extractor.
-            asked_for: whether a client requested that it be kept. Extractors created by one-step requests are saved
-                only until the store is half full, so that they cannot fill it.
+            keep: whether a client requested that it be kept. Extractors created by one-step requests are saved only
+                until the store is half full, so that they cannot fill it.
+            name: the name that it will claim: nothing is created if another extractor has it.
+            yielding: the ids of extractors that give up their names.
 
         Raises:
-            StoreFull: the store holds the maximum number of extractors.
+            NameTaken: another extractor has the name.
+            StoreFull: the store holds the maximum number of extractors or names.
         """
+        exists = self._has(stored.id)
+        if name is not None or not exists:
+            self._count()
+        if name is not None and (owner := self.find(name)) != stored.id:
+            if owner is None:
+                self._require_room("names")
+            elif owner not in yielding:
+                raise NameTaken(name, owner)
+        if exists:
+            return False
+        self._require_room("extractors", 1 if keep else 2)
         path = f"specs/{stored.id}.json"
-        with self._objects.errors("written"):
-            if self._exists(stored.id, path):
-                return False
-            self._require_room("extractors", self._limit if asked_for else self._limit // 2)
-            # Without defaults: versions that lack a field read the specs that do not use it.
-            created = self._objects.create(path, stored.model_dump(mode="json", exclude_defaults=True))
-            self._extractors += created
-            return created
+        # Without defaults: versions that lack a field read the specs that do not use it.
+        content = stored.model_dump(mode="json", exclude_defaults=True)
+        created = self._objects.create(path, content)
+        if not created and not self._has(stored.id):  # it is damaged
+            self._objects.remove(path)
+            created = self._objects.create(path, content)
+        self._counts["extractors"] += created
+        return created
 
-    def check_name(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> None:
-        """Check that ``id`` has ``name`` or may take it.
-
-        Args:
-            name: the name.
-            id: the extractor that wants it.
-            gives_up: returns whether the extractor with an id gives up a name.
-
-        Raises:
-            NameTaken: another extractor has it.
-            StoreFull: the store holds the maximum number of names.
-        """
-        owner = self.find(name)
-        if owner is None:
-            self._require_room("names", NAMES_PER_EXTRACTOR * self._limit)
-        elif owner != id and not gives_up(owner, name):
-            raise NameTaken(name, owner)
-
-    def claim(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
-        """Give ``name`` to ``id`` unless another extractor has it and keeps it.
+    def claim(self, name: str, id: str, yielding: Collection[str] = ()) -> str:
+        """Give ``name`` to ``id`` unless another extractor has it and is not ``yielding``.
 
         Return the id that has the name afterwards.
         """
-        listed = f"named/{id}.{name}.json"
-        with self._objects.errors("written"):
-            self._names += self._objects.create(listed, {})
-            try:
-                owner = self._take(name, id, gives_up)
-            except Exception:
-                with suppress(Exception):  # it may have got the name despite the error
+        listed, owner = f"named/{id}.{name}.json", ""
+        self._counts["names"] += self._objects.create(listed, {})
+        try:
+            owner = self._take(name, id, yielding)
+            return owner
+        finally:
+            if owner != id:
+                with suppress(StoreError):  # it may have got the name despite an error
                     entry = self._entry(name)
                     if entry is None or entry["id"] != id:
                         self._objects.remove(listed)
-                raise
-            if owner != id:
-                self._objects.remove(listed)
-            return owner
 
-    def _take(self, name: str, id: str, gives_up: Callable[[str, str], bool]) -> str:
+    def _take(self, name: str, id: str, yielding: Collection[str]) -> str:
         for _ in range(_ATTEMPTS):
             if self._objects.create(f"names/{name}.json", {"id": id, "token": secrets.token_hex(8)}):
                 if self.get(id) is None:  # deleted meanwhile, perhaps before its name could be removed
@@ -238,9 +200,10 @@ class Store:
             entry = self._entry(name)
             if entry is None:
                 continue
-            if entry["id"] == id or (self.get(entry["id"]) is not None and not gives_up(entry["id"], name)):
-                return str(entry["id"])
-            self._free(name, entry["id"])
+            owner = str(entry["id"])
+            if owner == id or (owner not in yielding and self.get(owner) is not None):
+                return owner
+            self._free(name, owner)
         raise StoreError(f"the name {name} in {self.url} is being freed by another process")
 
     def delete(self, id: str) -> None:
@@ -249,37 +212,29 @@ class Store:
         The extractor is removed before its names, so that a name given meanwhile is either found here or freed by its
         claim.
         """
-        path = f"specs/{id}.json"
-        with self._objects.errors("written"):
-            if self._exists(id, path):
-                self._extractors -= 1
-            else:
-                self.check()
-            self._objects.remove(path)
-            for owner, name in self._named():
+        if self._has(id):
+            self._counts["extractors"] -= 1
+        else:
+            self.check()
+        self._objects.remove(f"specs/{id}.json")
+        for owner, name in self._named():
+            if owner == id:
                 with suppress(DamagedObject):
-                    if owner == id:
-                        self._free(name, id)
+                    self._free(name, id)
 
     def mark_preloaded(self, id: str) -> None:
         """Record that the extractor ``id``, which exists, was preloaded."""
-        with self._objects.errors("written"):
-            self._objects.create(f"marks/preloaded-{id}.json", {})
+        self._objects.create(f"marks/preloaded-{id}.json", {})
 
     def was_deleted(self, id: str) -> bool:
         """Return whether the extractor ``id`` was once preloaded and no longer exists."""
-        with self._objects.errors("read"):
-            return self._objects.read(f"marks/preloaded-{id}.json") is not None and self.find(id) is None
+        return self._objects.read(f"marks/preloaded-{id}.json") is not None and self.find(id) is None
 
-    def pages(self) -> Iterator[list[tuple[Stored, str | None]]]:
-        """Yield all readable extractors, each with one of its names, in pages, so that no step takes long."""
-        with self._objects.errors("read"):
-            names = dict(sorted(self._named()))
-            yield []
-            ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
-            for start in range(0, len(ids), _PAGE):
-                found = map(self._listed, ids[start : start + _PAGE])
-                yield [(stored, names.get(stored.id)) for stored in found if stored is not None]
+    def all(self) -> list[tuple[Stored, str | None]]:
+        """Return all readable extractors, each with one of its names."""
+        names = dict(sorted(self._named()))
+        ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
+        return [(stored, names.get(id)) for id in ids if (stored := self._listed(id)) is not None]
 
     def _listed(self, id: str) -> Stored | None:
         """Return the extractor ``id``, cached because an id always means the same one. None if it cannot be read."""
@@ -296,21 +251,35 @@ class Store:
         pairs = (file.removesuffix(".json").partition(".") for file in self._objects.names_in("named"))
         return [(id, name) for id, _, name in pairs]
 
-    def _exists(self, id: str, path: str) -> bool:
-        """Return whether the extractor ``id`` exists. Remove a damaged one, unless a newer version wrote it."""
+    def _has(self, id: str) -> bool:
+        """Return whether the extractor ``id`` exists. A damaged one counts as missing: it can be saved again."""
         try:
             return self.get(id) is not None
-        except DamagedObject as damaged:
-            if isinstance(damaged.__cause__, NewerVersion):
-                raise
-            self._objects.remove(path)
+        except NewerVersion:
+            raise
+        except DamagedObject:
             return False
 
-    def _require_room(self, kind: str, limit: int) -> None:
-        """Check that the number of extractors or names (``kind``) is below ``limit``."""
-        count = self._extractors if kind == "extractors" else self._names
-        if count >= limit:
-            raise StoreFull(kind, count, limit)
+    def _count(self) -> None:
+        """Count the extractors and names if that is due: once a minute, and sooner if the store seems full.
+
+        Listing thousands of objects takes seconds, so only one thread counts. The others use the last count.
+        """
+        full = any(self._counts[kind] >= limit for kind, limit in self._limits.items())
+        age = time.monotonic() - self._counted
+        if age >= (_RECOUNT_SECONDS if full else _COUNT_SECONDS) and self._counting.acquire(blocking=False):
+            try:
+                extractors, names = (len(self._objects.names_in(folder)) for folder in ("specs", "named"))
+                self._counts = {"extractors": extractors, "names": names}
+                self._counted = time.monotonic()
+            finally:
+                self._counting.release()
+
+    def _require_room(self, kind: str, share: int = 1) -> None:
+        """Check that fewer extractors or names (``kind``) are there than the limit divided by ``share``."""
+        limit = self._limits[kind] // share
+        if self._counts[kind] >= limit:
+            raise StoreFull(kind, self._counts[kind], limit)
 
     def _entry(self, name: str) -> dict[str, Any] | None:
         """Return the object of ``name``, an ``id`` and a ``token``; None if there is none.
@@ -319,13 +288,12 @@ class Store:
         """
         try:
             entry = self._objects.read(f"names/{name}.json")
-        except DamagedObject as damaged:
-            if isinstance(damaged.__cause__, NewerVersion):
-                raise
+        except NewerVersion:
+            raise
+        except DamagedObject:
             return _DAMAGED
-        if entry is None or (isinstance(entry.get("id"), str) and isinstance(entry.get("token"), str)):
-            return entry
-        return _DAMAGED
+        whole = entry is None or all(isinstance(entry.get(key), str) for key in _DAMAGED)
+        return entry if whole else _DAMAGED
 
     def _free(self, name: str, id: str) -> None:
         """Take ``name`` from ``id``, unless another extractor has it.
@@ -337,9 +305,12 @@ class Store:
         if entry is None or entry["id"] != id:
             return
         mark = f"marks/free-{name}-{entry['token']}.json"
-        mine = True
-        with suppress(OSError):  # on a full disk nobody creates a name either
+        try:
             mine = self._objects.create(mark, {})
+        except Unwritable as error:
+            if not isinstance(error.__cause__, OSError):
+                raise
+            mine = True  # on a full disk nobody creates a name either
         if mine:
             if self._entry(name) == entry:
                 self._objects.remove(f"names/{name}.json")
@@ -352,7 +323,7 @@ class Store:
 
     def _take_over(self) -> None:
         """Migrate a store of format 1 once: in it, names were folders and deletions were notices."""
-        self._objects.make_folders(*_FOLDERS)
+        self._objects.prepare(*_FOLDERS)
         if self._objects.read("marks/format-2.json") is not None:
             return
         for name in self._objects.names_in("names"):
@@ -362,7 +333,7 @@ class Store:
                 entry = self._objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
                 spec = None if entry is None else self._objects.read(f"specs/{entry['id']}.json")
                 if entry is not None and spec is not None and spec["token"] == entry["token"]:
-                    self.claim(name, entry["id"], lambda *_: False)
+                    self.claim(name, entry["id"])
         for notice in self._objects.names_in("deleted"):
             kind, _, id = notice.partition(".")[0].partition("-")
             if kind == "extractor":

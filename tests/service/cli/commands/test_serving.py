@@ -18,13 +18,13 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
-        Store(url).open()
+        Store(url).check()
         disk.fill()
         serving._check_dependencies(Settings(extractors=url))
         said = capsys.readouterr().err
         assert said.count("\n") == 1
         assert "No space left on device; existing extractors are served, but none can be added or deleted" in said
-        with pytest.raises(FxError, match=r"cannot be opened: OSError: \[Errno 28\] No space left"):
+        with pytest.raises(FxError, match=r"cannot be written: OSError: \[Errno 28\] No space left"):
             serving._check_dependencies(Settings(extractors=str(disk.path / "other")))
         disk.free()
         serving._check_dependencies(Settings(extractors=url))

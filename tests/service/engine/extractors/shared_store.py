@@ -14,7 +14,7 @@ from tests.service.engine.running import PATIENCE
 
 
 def ids(url: str) -> set[str]:
-    return {stored.id for page in Store(url).pages() for stored, _ in page}
+    return {stored.id for stored, _ in Store(url).all()}
 
 
 class Held:

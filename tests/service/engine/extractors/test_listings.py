@@ -19,18 +19,18 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(str(tmp_path))
-    store.open()
+    store.check()
     ids = [f"{number:012x}" for number in range(120)]
     for id in ids:
         store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
-    pages, gate, begun = Store.pages, threading.Event(), []
+    listed, gate, begun = Store.all, threading.Event(), []
 
     def held(store: Store) -> Any:
         begun.append(store)
         assert gate.wait(PATIENCE)
-        yield from pages(store)
+        return listed(store)
 
-    monkeypatch.setattr(Store, "pages", held)
+    monkeypatch.setattr(Store, "all", held)
     async with engine(extractors=str(tmp_path)) as running:
         listings = [asyncio.create_task(running.extractors.elsewhere()) for _ in range(8)]
         await until(lambda: begun)
@@ -38,8 +38,8 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
         assert await asyncio.gather(*map(running._sharing.find, ids[:8])) == ids[:8]
         assert len(begun) == 1
         gate.set()
-        for listed in await asyncio.gather(*listings):
-            assert [stored.id for stored, _ in listed] == ids
+        for found in await asyncio.gather(*listings):
+            assert [stored.id for stored, _ in found] == ids
 
 
 async def test_listings_that_hang_keep_nothing_else_waiting(
@@ -50,11 +50,11 @@ async def test_listings_that_hang_keep_nothing_else_waiting(
     def hang(store: Store) -> Any:
         begun.append(store)
         assert gate.wait(2 * PATIENCE)
-        yield []
+        return []
 
     async with engine(extractors=str(tmp_path / "store")) as one:
         record, _ = await one.extractor(spec(), PATIENCE, keep=True)
-        monkeypatch.setattr(Store, "pages", hang)
+        monkeypatch.setattr(Store, "all", hang)
         leaving = [asyncio.create_task(one.extractors.elsewhere()) for _ in range(8)]
         for listing in leaving:
             await until(lambda: begun)

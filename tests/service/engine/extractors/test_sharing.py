@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.engine.extractors import extractors, resolving, sharing
+from service.engine.extractors.objects import Objects
 from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
 from tests.service.engine.extractors.shared_store import Held, ids
@@ -239,7 +240,7 @@ async def test_what_the_store_has_is_not_written_again(
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         record, _ = await one.extractor(spec(), PATIENCE, keep=True)
-        monkeypatch.setattr(Store, "save", None)
+        monkeypatch.setattr(Objects, "create", None)
         again, created = await other.extractor(spec(), keep=True)
         assert (again.id, created) == (record.id, False)
 
@@ -269,7 +270,7 @@ async def test_a_store_that_was_repaired_is_not_called_damaged(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "_DAMAGE_SECONDS", 2 * PATIENCE)
-    Store(str(tmp_path)).open()
+    Store(str(tmp_path)).check()
     mark = tmp_path / "store.json"
     whole = mark.read_text()
     mark.write_text("{")

@@ -16,7 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.extractors.objects import DamagedObject, Objects, StoreError
+from service.engine.extractors.objects import DamagedObject, Objects, StoreError, Unwritable
 from service.engine.extractors.store import Store, Stored
 from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
@@ -33,18 +33,14 @@ def extractor(id: str, fingerprint: str = "fingerprint") -> Stored:
     return Stored(id=id, spec=SPEC, return_nodes=NODES, fingerprint=fingerprint)
 
 
-def never(id: str, name: str) -> bool:
-    return False
-
-
 def put(store: Store, id: str) -> Stored:
     store.save(extractor(id))
     return extractor(id)
 
 
-def claim(store: Store, name: str, id: str, failed: str | None = None) -> str:
+def claim(store: Store, name: str, id: str, failed: str = "") -> str:
     """Name the extractor ``id``; which one has the name then. ``failed`` gives up its names."""
-    return store.claim(name, id, lambda id, name: id == failed)
+    return store.claim(name, id, {failed})
 
 
 @pytest.fixture(
@@ -68,13 +64,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return str(tmp_path / "store")
 
 
-def listed(store: Store) -> list[tuple[Stored, str | None]]:
-    return [stored for page in store.pages() for stored in page]
-
-
 def opened(url: str, **limits: int) -> Store:
     store = Store(url, **limits)
-    store.open()
+    store.check()
     return store
 
 
@@ -86,25 +78,25 @@ def test_one_writes_and_another_reads(url: str) -> None:
     assert one.save(extractor(IDS[0])) is True
     assert full.save(extractor(IDS[0])) is False
     with pytest.raises(StoreFull, match="0 names"):
-        full.check_name("r18", IDS[0], never)
+        full.save(extractor(IDS[0]), name="r18")
     assert (other.find(IDS[0]), other.get(IDS[0])) == (IDS[0], extractor(IDS[0]))
-    assert listed(other) == [(extractor(IDS[0]), None)]
+    assert other.all() == [(extractor(IDS[0]), None)]
 
     assert claim(other, "r18", IDS[0]) == IDS[0]
     assert claim(one, "r18", IDS[0]) == IDS[0]
     assert one.find("r18") == IDS[0]
-    assert listed(one) == [(extractor(IDS[0]), "r18")]
+    assert one.all() == [(extractor(IDS[0]), "r18")]
     put(one, IDS[1])
     assert claim(one, "r18", IDS[1]) == IDS[0]
     for name in ("r18", IDS[0]):
-        one.check_name(name, IDS[0], never)
+        assert one.save(extractor(IDS[0]), name=name) is False
         with pytest.raises(NameTaken, match=IDS[0]):
-            other.check_name(name, IDS[1], never)
-    other.check_name("r18", IDS[1], lambda id, name: id == IDS[0])
-    assert listed(one) == [(extractor(IDS[0]), "r18"), (extractor(IDS[1]), None)]
+            other.save(extractor(IDS[1]), name=name)
+    assert other.save(extractor(IDS[1]), name="r18", yielding={IDS[0]}) is False
+    assert one.all() == [(extractor(IDS[0]), "r18"), (extractor(IDS[1]), None)]
     assert claim(one, "r18", IDS[1], failed=IDS[0]) == IDS[1]
     assert other.find("r18") == IDS[1]
-    assert listed(other) == [(extractor(IDS[0]), None), (extractor(IDS[1]), "r18")]
+    assert other.all() == [(extractor(IDS[0]), None), (extractor(IDS[1]), "r18")]
 
 
 def test_what_is_at_its_default_is_not_written(url: str) -> None:
@@ -149,7 +141,7 @@ def test_a_name_of_a_deletion_that_did_not_end_is_free(url: str) -> None:
     assert other.find("r18") is None
     put(other, IDS[1])
     assert claim(other, "r18", IDS[1]) == IDS[1]
-    assert listed(one) == [(extractor(IDS[1]), "r18")]
+    assert one.all() == [(extractor(IDS[1]), "r18")]
 
 
 def test_a_name_given_during_a_deletion_goes_with_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +192,7 @@ def test_a_claim_that_fails_lists_no_name(url: str, monkeypatch: pytest.MonkeyPa
         if path == "names/late.json":
             create(objects, path, content)
         if path.startswith("names/"):
-            raise OSError("cut off")
+            raise Unwritable("cut off")
         return create(objects, path, content)
 
     claim(store, "r18", IDS[0])
@@ -289,11 +281,15 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
     with pytest.raises(DamagedObject, match=IDS[1]):
         store.find(IDS[1])
     fresh = opened(url)
-    assert listed(fresh) == [(whole, None)]
+    assert fresh.all() == [(whole, None)]
     if b"3" in content:  # a newer version's: not ours to replace
         with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
     else:
+        with pytest.raises(StoreFull):
+            opened(url, limit=1).save(extractor(IDS[1]))
+        with pytest.raises(DamagedObject, match=IDS[1]):  # what is not replaced stays
+            store.find(IDS[1])
         assert store.save(extractor(IDS[1])) is True
         assert store.find(IDS[1]) == IDS[1]
 
@@ -303,15 +299,15 @@ def test_a_damaged_name_can_be_given_again(url: str, content: bytes) -> None:
     store = opened(url)
     put(store, IDS[0])
     put(store, IDS[1])
-    assert store.claim("mine", IDS[0], lambda *_: False) == IDS[0]
+    assert claim(store, "mine", IDS[0]) == IDS[0]
     files, root = _files(url)
     files.pipe_file(f"{root}/names/mine.json", content)
     if b"3}" in content and b"id" not in content:  # a newer version's: not ours to replace
         with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
-            store.claim("mine", IDS[1], lambda *_: False)
+            claim(store, "mine", IDS[1])
         return
     assert store.find("mine") is None
-    assert opened(url).claim("mine", IDS[1], lambda *_: False) == IDS[1]
+    assert claim(opened(url), "mine", IDS[1]) == IDS[1]
     assert store.find("mine") == IDS[1]
 
 
@@ -337,17 +333,17 @@ def test_a_full_disk_takes_nothing_away(tmp_path: Path) -> None:
         later = opened(url)
         assert later.find("r18") == IDS[0]
         for change in (
-            later.probe,
+            lambda: later.check(write=True),
             lambda: put(later, IDS[1]),
             lambda: claim(later, "other", IDS[0]),
         ):
             with pytest.raises(StoreError, match=r"cannot be written: OSError: .*No space left on device"):
                 change()
-        assert listed(later) == [(stored, "r18")]
+        assert later.all() == [(stored, "r18")]
         later.delete(IDS[0])  # which makes room
         assert later.find("r18") is None
         disk.free()
-        later.probe()
+        later.check(write=True)
         assert later.save(extractor(IDS[1]))
         assert not list((disk.path / "store/parts").iterdir())
 
@@ -357,7 +353,7 @@ def test_what_writers_that_died_left_goes_after_a_day(tmp_path: Path) -> None:
     for name, age in (("old", 25 * 3600), ("new", 23 * 3600)):
         (tmp_path / "parts" / name).write_text("{")
         os.utime(tmp_path / "parts" / name, (time.time() - age,) * 2)
-    store.probe()
+    store.check(write=True)
     assert [part.name for part in (tmp_path / "parts").iterdir()] == ["new"]
 
 
@@ -375,28 +371,25 @@ def test_one_thread_counts_and_no_other_waits(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Objects, "names_in", slow)
     with ThreadPoolExecutor(1) as pool:
-        counting = pool.submit(one.count)
+        counting = pool.submit(one.save, extractor(IDS[0]), name="r18")
         assert begun.wait(60)
-        one.count()
         assert one.save(extractor(IDS[2]))  # of what is known so far
-        one.check_name("r18", IDS[2], never)
         resume.set()
-        counting.result()
+        assert counting.result() is False
     with pytest.raises(StoreFull, match="3 extractors"):
         one.save(extractor(IDS[3]))
 
 
 def test_a_count_that_fails_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
-        raise OSError("cut off")
+        raise StoreError("cut off")
 
     store = opened(str(tmp_path), limit=1)
     put(opened(str(tmp_path)), IDS[0])
     with monkeypatch.context() as broken:
         broken.setattr(Objects, "names_in", fail)
         with pytest.raises(StoreError, match="cut off"):
-            store.count()
-    store.count()
+            store.save(extractor(IDS[1]))
     with pytest.raises(StoreFull, match="1 extractor"):
         store.save(extractor(IDS[1]))
 
@@ -417,7 +410,7 @@ def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     assert "gcsfs" in _refused(lambda path: "gs://bucket/x", tmp_path)  # not installed here
     assert "cannot create an object only if it does not exist" in _refused(lambda path: "https://host/x", tmp_path)
     (tmp_path / "file").write_text("")
-    assert "cannot be opened" in _refused(lambda path: str(path / "file"), tmp_path)
+    assert "cannot be read" in _refused(lambda path: str(path / "file"), tmp_path)
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer/store.json").write_text('{"version": 99, "store": "x"}')
     assert "a newer fxserve wrote it (format 99" in _refused(lambda path: str(path / "newer"), tmp_path)
@@ -427,7 +420,7 @@ def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
 def test_an_unresponsive_store_times_out(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()
-    with pytest.raises(StoreError, match="cannot be opened"):
+    with pytest.raises(StoreError, match="cannot be read"):
         opened(f"{bucket}/x")
     assert time.monotonic() - began < 20
 
@@ -458,6 +451,6 @@ def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
     for writer in writers[:3]:
         writer.communicate()
     assert printed[0::2] == printed[1::2] == IDS
-    assert listed(opened(url)) == [(extractor(id, "x" * 100000), f"name{id}") for id in IDS]
+    assert opened(url).all() == [(extractor(id, "x" * 100000), f"name{id}") for id in IDS]
     for path in Path(url).rglob("*.json"):
         assert json.loads(path.read_text())["version"] == 2
