@@ -44,7 +44,7 @@ class ExtractorRecord:
 
     Attributes:
         description: the extractor's description.
-        name: the last name it was given.
+        names: the names it has, in the order they were given.
         state: ``building``, ``ready`` or ``failed``; a ready one may be evicted.
         problem: the error of a failed build; to raise it, use :attr:`failure`.
         failures: number of failed builds in a row.
@@ -63,7 +63,7 @@ class ExtractorRecord:
     """
 
     description: Description
-    name: str | None = None
+    names: list[str] = field(default_factory=list)
     state: State = "building"
     problem: FxError | Problem | None = None
     failures: int = 0
@@ -82,6 +82,11 @@ class ExtractorRecord:
     @property
     def id(self) -> str:
         return self.description.id
+
+    @property
+    def name(self) -> str | None:
+        """The last name it was given and still has."""
+        return self.names[-1] if self.names else None
 
     @property
     def active(self) -> bool:
@@ -134,10 +139,15 @@ class ExtractorRecord:
 
     @property
     def bytes(self) -> int:
-        """Approximate bytes of the record of an evicted extractor: its spec, nodes, outputs and problem."""
+        """Approximate bytes of the record of an evicted extractor: its spec, nodes, outputs, names and problem."""
+        names = sum(_NAME_BYTES + 2 * len(name) for name in self.names)
         problem = 0 if self.problem is None else 4 * len(self.problem.detail)
-        return _RECORD_BYTES + 4 * self.description.spec_bytes + 2 * OUTPUT_BYTES * len(self.outputs) + problem
+        outputs = 2 * OUTPUT_BYTES * len(self.outputs)
+        return _RECORD_BYTES + 4 * self.description.spec_bytes + outputs + names + problem
 
 
 _RECORD_BYTES = 8 * 1024
 """Bytes of an empty record with its preprocessing and decoder."""
+
+_NAME_BYTES = 200
+"""Approximate bytes of a name in a list and a dictionary, without its characters."""

@@ -15,7 +15,7 @@ from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
-from service.engine.extractors.names import MAX_NAMES
+from service.engine.extractors.records import MAX_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until
 
@@ -231,7 +231,7 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
 
 
 def test_the_back_off_doubles_up_to_a_minute() -> None:
-    record = ExtractorRecord(runtime_alone().description, name=None)
+    record = ExtractorRecord(runtime_alone().description)
     waits = []
     for _ in range(9):
         record.fail(NotReady("no threads"))
