@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from fxcore.errors import FxError, summarize
 from service.cluster.reduced import merge_table, reduced_table
-from service.cluster.rows import ERROR, Output, schema_of, table_of
+from service.cluster.rows import ERROR, Output, locked, schema_of, table_of
 from service.engine import FeatureOptions
 from service.offline import Job, Summary
 from service.offline.batches import Batches, Result, probe
@@ -94,7 +94,11 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, actors = _room(cores, settings.device)
     threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
-    with tempfile.TemporaryDirectory(prefix="fxserve-") as scratch, closing(Index(Path(scratch))) as index:
+    with (
+        ExitStack() as held,
+        tempfile.TemporaryDirectory(prefix="fxserve-") as scratch,
+        closing(Index(Path(scratch))) as index,
+    ):
         skipped = Skipped(job.out)
         add_images(job, sources.find(job.inputs, skipped), index)
         lost = dict(index.errors())  # they get rows too
@@ -107,7 +111,9 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
         made = SpecFile.of(info, job.options, FORMAT, probe)
         with write_errors(out):
             made.write_or_check(out)
-        output = Output(out, index, None if job.regions is None else job.options.pool)
+            held.enter_context(locked(out))
+        schema = schema_of(probe, made.metadata())
+        output = Output(out, index, schema, None if job.regions is None else job.options.pool)
         output.look()
         images, done, unreadable = index.counts()
         left = images - done - unreadable
@@ -115,7 +121,6 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             row_bytes = max(1, sum(values.nbytes for values in probe.values()))
             rows = job.shard_rows or max(1, min(_MAX_ROWS, _MAX_BYTES // row_bytes))
             rows = min(rows, -(-left // (_BLOCKS_AN_ACTOR * actors)))
-            schema = schema_of(probe, made.metadata())
             same = replace(engine, backend=info.backend)
             blocks: Any = [ray.put(block) for block in _blocks(index, lost, rows)]
             ray.data.from_arrow_refs(blocks).map_batches(

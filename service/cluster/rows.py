@@ -4,29 +4,35 @@ Their columns are ``path``, one per output, and ``error``. A row is an image, or
 column ``box``, ``point`` or ``mask``.
 
 Images already in these files are skipped. Partial files are deleted. If two runs wrote the same image, because a writer
-outlived its run, one row is kept.
+outlived its run, one row is kept. Other files in the folder are neither read nor changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 
+from fxcore.errors import FxError
 from service.offline.batches import Result
 from service.offline.failures import driver_errors
 from service.offline.folder import Folder
 from service.offline.outputs.index import Index, regions_changed
 from service.offline.outputs.shards import PATH, arrow_column
+from service.offline.outputs.spec_file import FILE as SPEC_FILE
 from service.offline.runners.runner import Rows
 from service.schemas.regions import KINDS, Kind
 
 ERROR = "error"
 """The column with the reason why an image has no features; null if it has features."""
 
-SUFFIX = ".parquet"
+_NAME = re.compile(r".*[0-9a-f]{32}_.*\.parquet")
+"""Names that Ray gives to files: they contain the id of the write."""
 
 
 def schema_of(probe: Rows, about: Mapping[str, str]) -> pyarrow.Schema:
@@ -59,20 +65,44 @@ def table_of(results: Sequence[Result], schema: pyarrow.Schema) -> pyarrow.Table
     return pyarrow.concat_tables(parts).combine_chunks()
 
 
+@contextmanager
+def locked(folder: Folder) -> Iterator[None]:
+    """Lock a folder on disk, which has a spec file, against other runs: they would remove files being written.
+
+    Raises:
+        FxError: another run has locked it.
+    """
+    if folder.disk is None or sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with (folder.disk / SPEC_FILE).open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FxError(f"{folder}: another run is writing to this folder") from error
+        except OSError:  # not every file system has locks
+            pass
+        yield
+
+
 class Output:
     """The rows in the folder of a run: those of earlier runs and its own.
 
     Args:
         folder: the folder of the files.
         index: the index of all images, in which finished ones are recorded.
+        schema: the schema of the files, with their metadata.
         pool: the region pooling of the rows; None if rows are images.
 
     Attributes:
         files: names of the files with rows.
     """
 
-    def __init__(self, folder: Folder, index: Index, pool: str | None) -> None:
+    def __init__(self, folder: Folder, index: Index, schema: pyarrow.Schema, pool: str | None) -> None:
         self.files: list[str] = []
+        self._schema = schema
         self._folder = folder
         self._index = index
         self._kind = None if pool is None else KINDS[pool]
@@ -84,7 +114,7 @@ class Output:
             FxError: the folder cannot be read or written, or has other regions of an image.
         """
         for name in self._folder.names():
-            if name.endswith(SUFFIX) and name not in self.files:
+            if _NAME.fullmatch(name) and name not in self.files:
                 with driver_errors(f"{self._folder}/{name}"):
                     self._enter(name)
 
@@ -93,7 +123,10 @@ class Output:
         places = [] if self._kind is None else [self._kind.one]
         try:
             with fs.open(place, "rb") as file:
-                table = pyarrow.parquet.read_table(file, columns=[PATH, *places, ERROR])
+                written = pyarrow.parquet.ParquetFile(file)
+                if not self._is_ours(written.schema_arrow):
+                    return
+                table = written.read(columns=[PATH, *places, ERROR])
         except pyarrow.ArrowInvalid:  # it is incomplete
             self._folder.remove(name)
             return
@@ -117,6 +150,10 @@ class Output:
             [(path, error) for path, error in rows if error is not None],
         )
         self.files.append(name)
+
+    def _is_ours(self, schema: pyarrow.Schema) -> bool:
+        same_columns = set(schema.names) == set(self._schema.names)
+        return same_columns and self._schema.metadata.items() <= (schema.metadata or {}).items()
 
     def _check_regions(self, kind: Kind, paths: Sequence[str], found: Sequence[Sequence[float] | int | None]) -> None:
         """Compare boxes and points with the requested ones. For masks only their number is compared."""

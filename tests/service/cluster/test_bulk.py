@@ -84,7 +84,7 @@ def test_every_row_is_the_one_of_a_run_without_ray(folder: Callable[..., Path], 
     assert "No such file" in errors[str(root / "lost.png")]
 
     before = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
-    (tmp_path / "ray" / "half.parquet").write_bytes(next(iter(before.values()))[:100])
+    (tmp_path / "ray" / f"{'0' * 32}_000000.parquet").write_bytes(next(iter(before.values()))[:100])
     (root / "new.png").write_bytes(png(77))
     assert "32 of 34 images" in ended(begin(root, tmp_path / "ray"))
     after = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
