@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from fxcore.errors import FxError
 from service.codecs.tensors import npy, safetensors
-from service.offline.atomic import remove, write_whole
+from service.offline.atomic import UNFINISHED, remove, write_whole
 
 PATH = "path"
 """Key of the image paths in a shard, next to the outputs."""
@@ -160,15 +161,25 @@ def write_shard(
 
 
 def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
-    """Remove shards that were never added to the index."""
-    for file in folder.glob(f"shard-*{suffix}*"):
-        if file.name not in kept:
+    """Remove shards that were never added to the index, also unfinished ones."""
+    indexed = set(kept)
+    for file in folder.iterdir():
+        if is_shard(file.name.removesuffix(UNFINISHED), suffix) and file.name not in indexed:
             remove(file)
 
 
 def shard_name(number: int, suffix: str) -> str:
     """Return the file name of a shard, such as ``shard-000012.npz``."""
     return f"shard-{number:06d}{suffix}"
+
+
+def is_shard(name: str, suffix: str) -> bool:
+    """Return whether ``name`` is one of :func:`shard_name`.
+
+    >>> is_shard("shard-000012.npz", ".npz"), is_shard("shard-000012.npz.sha256", ".npz")
+    (True, False)
+    """
+    return re.fullmatch(rf"shard-\d{{6,}}{re.escape(suffix)}", name) is not None
 
 
 def shard_number(name: str) -> int:

@@ -45,7 +45,7 @@ class WorkingFolder:
 
     def shards(self, suffix: str) -> list[str]:
         """List the names of the shards in the output folder."""
-        return [name for name in self._out.names() if name.startswith("shard-") and name.endswith(suffix)]
+        return [name for name in self._out.names() if shards.is_shard(name, suffix)]
 
     def remove_all_but(self, suffix: str, kept: Sequence[str]) -> None:
         """Remove shards that were never added to the index."""

@@ -98,9 +98,12 @@ def test_shards_that_do_not_count_are_removed(tmp_path: Path) -> None:
     kept = write("zarr", tmp_path)
     (tmp_path / "shard-000001.zarr/C5").mkdir(parents=True)
     (tmp_path / "shard-000002.zarr.part").mkdir()
-    (tmp_path / "shard-000002.npz").touch()
+    (tmp_path / "shard-1000000.zarr").mkdir()
+    others = ["shard-000000.zarr.bak", "shard-000002.npz", "shard-000003.zarr.sha256", "shard-mine.zarr"]
+    for name in others:
+        (tmp_path / name).touch()
     remove_all_but(tmp_path, ".zarr", [kept.name])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [kept.name, "shard-000002.npz"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [kept.name, *others]
 
 
 @pytest.mark.parametrize("keys", [["a/../b"], [".."], ["a", "a/b"], ["a//b"]])
