@@ -40,8 +40,9 @@ from service.offline.batches import Batches, Result, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.inputs import sources
+from service.offline.inputs.reader import Reader
 from service.offline.inputs.skipped import Skipped
-from service.offline.inputs.sources import Reader, Source
+from service.offline.inputs.sources import Source
 from service.offline.outputs import shards
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile

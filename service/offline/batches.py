@@ -13,7 +13,8 @@ import PIL.Image
 
 from fxcore.errors import BadImage
 from service.engine.threads import compute_with
-from service.offline.inputs.sources import Reader, Source
+from service.offline.inputs.reader import Reader
+from service.offline.inputs.sources import Source
 from service.offline.runners.runner import Rows, Runner, Unreadable, is_image_error
 
 _BATCH = 16

@@ -1,4 +1,4 @@
-"""Finding and reading images: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
+"""Finding images: files, folders, globs, members of tar archives (WebDataset shards), and URLs of these."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import os
 import posixpath
 import stat
 import tarfile
-import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
 
-from fxcore.errors import BadImage, FxError
+from fxcore.errors import FxError
 from fxcore.images.files import HEAD_BYTES, is_image, suffixes
 from service.offline.failures import driver_errors, reason_of
 from service.offline.folder import filesystem, is_url
@@ -24,7 +23,7 @@ from service.offline.inputs.skipped import Skipped
 
 TAR_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
-_UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
+UNREADABLE = (OSError, EOFError, tarfile.TarError, ValueError, zlib.error, lzma.LZMAError)
 """Exceptions raised when reading a damaged file or archive."""
 
 _NOT_REGULAR = "not a regular file but a pipe, a socket or a device; copy what it holds to a file"
@@ -65,7 +64,10 @@ class Source:
     @property
     def in_compressed_archive(self) -> bool:
         """Whether it is in a compressed archive, which can only be read sequentially."""
-        return self.offset != WHOLE and _compressed(self.file)
+        try:
+            return self.offset != WHOLE and _compressed(self.file)
+        except Exception:  # reported when it is read
+            return False
 
 
 def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Source]:
@@ -257,7 +259,7 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
                     yield Source(name, path, error=f"a link to {target}, which is not in the archive")
                 else:
                     skipped.add(name)
-    except _UNREADABLE as error:  # members before the damage are usable
+    except UNREADABLE as error:  # members before the damage are usable
         yield Source(shown, path, error=f"the archive cannot be read to its end: {reason_of(error)}")
 
 
@@ -303,88 +305,9 @@ def _compressed(path: str) -> bool:
             tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.ReadError:
         return True
-    except OSError:  # reported when it is read
-        return False
     return False
 
 
 def _printable(name: str) -> str:
     """Escape bytes of a file name that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
-class Reader:
-    """Reads encoded images. Thread-safe.
-
-    Args:
-        limit: maximum bytes of an image.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._archive: tuple[str, tarfile.TarFile, IO[bytes]] | None = None
-
-    def read(self, source: Source) -> bytes:
-        """Read an encoded image.
-
-        Raises:
-            BadImage: it cannot be read, or is larger than the limit.
-        """
-        try:
-            if source.in_compressed_archive:
-                self._check(source.size or 0)
-                return self._read_compressed(source)
-            if is_url(source.file):
-                return self._read_url(source)
-            with _open_local(source.file) as file:
-                size = os.fstat(file.fileno()).st_size if source.size is None else source.size
-                self._check(size)
-                if source.offset != WHOLE:
-                    file.seek(source.offset)
-                return file.read(size)
-        except _UNREADABLE as error:
-            raise BadImage(reason_of(error)) from error
-
-    def close(self) -> None:
-        """Close the open archive."""
-        with self._lock:
-            self._close_archive()
-
-    def _close_archive(self) -> None:
-        if self._archive is not None:
-            self._archive[1].close()
-            self._archive[2].close()
-            self._archive = None
-
-    def _read_url(self, source: Source) -> bytes:
-        """Read from a URL. A missing or forbidden file fails only its image; other errors end the run."""
-        fs, path = filesystem(source.file)
-        try:
-            if source.size == 0:  # HTTP has no empty ranges; servers would send the whole archive, or fail
-                return b""
-            self._check(fs.size(path) if source.size is None else source.size)
-            begin = None if source.offset == WHOLE else source.offset
-            end = None if begin is None else begin + (source.size or 0)
-            return bytes(fs.cat_file(path, start=begin, end=end))
-        except (FileNotFoundError, PermissionError, BadImage):
-            raise
-        except Exception as error:
-            with driver_errors(source.file):
-                raise error
-
-    def _check(self, size: int) -> None:
-        if size > self._limit:
-            raise BadImage(f"the file has {size:,} bytes; at most {self._limit:,} are allowed (FXSERVE_MAX_BODY_BYTES)")
-
-    def _read_compressed(self, source: Source) -> bytes:
-        """Read from a compressed archive. It stays open, because the next image usually follows this one."""
-        with self._lock:
-            if self._archive is None or self._archive[0] != source.file:
-                self._close_archive()
-                stream = open_binary(source.file)
-                self._archive = source.file, tarfile.open(fileobj=stream, mode="r:*"), stream  # noqa: SIM115
-            unpacked = self._archive[1].fileobj
-            assert unpacked is not None
-            unpacked.seek(source.offset)
-            return bytes(unpacked.read(source.size or 0))

@@ -16,8 +16,9 @@ import pytest
 
 from fxcore.errors import BadImage, FxError
 from fxcore.images.files import FORMATS
+from service.offline.inputs.reader import Reader
 from service.offline.inputs.skipped import Skipped
-from service.offline.inputs.sources import Reader, Source, find
+from service.offline.inputs.sources import Source, find
 from service.offline.outputs.index import Index
 from tests.service.offline.conftest import png
 

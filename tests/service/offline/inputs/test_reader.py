@@ -1,0 +1,88 @@
+"""Reading images from an HTTP server that refuses some of them, or fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from fxcore.errors import BadImage, FxError
+from service.offline.inputs import reader
+from service.offline.inputs.reader import Reader
+from service.offline.inputs.sources import Source, find
+
+
+class Photos(BaseHTTPRequestHandler):
+    """``/200.png`` is a photo; ``/403.png`` is answered 403; ``/once.png`` fails the first time."""
+
+    failed: set[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        name = self.path.strip("/").partition(".")[0]
+        if name == "once" and self.command == "GET":
+            status = 200 if name in self.failed else 500
+            self.failed.add(name)
+        else:
+            status = int(name) if name.isdigit() else 200
+        self.send_response(status)
+        self.end_headers()  # without Content-Length
+        if self.command == "GET":
+            self.wfile.write(b"a photo")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def photos(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(reader, "_RETRY_DELAYS", (0.0, 0.0))
+    monkeypatch.setattr(Photos, "failed", set(), raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Photos)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def at(url: str) -> Source:
+    return Source(url, url, size=7)
+
+
+def test_a_photo_of_unknown_size_is_read(photos: str) -> None:
+    [source] = find([f"{photos}/200.png"])
+    assert source.size is None
+    assert Reader(7).read(source) == b"a photo"
+    with pytest.raises(BadImage, match="the file has 7 bytes; at most 6 are allowed"):
+        Reader(6).read(source)
+
+
+@pytest.mark.parametrize("status", [401, 403, 410, 451])
+def test_refused_photos_fail_by_themselves(status: int, photos: str) -> None:
+    reader = Reader(100)
+    for _ in range(60):
+        with pytest.raises(BadImage, match=str(status)):
+            reader.read(at(f"{photos}/{status}.png"))
+
+
+def test_a_photo_is_read_again_after_a_failure(photos: str) -> None:
+    assert Reader(100).read(at(f"{photos}/once.png")) == b"a photo"
+
+
+def test_only_failures_in_a_row_end_the_run(photos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "_MAX_FAILURES", 3)
+    server = Reader(100)
+    for name in ("500", "503", "200", "500", "500"):
+        if name == "200":
+            server.read(at(f"{photos}/{name}.png"))
+        else:
+            with pytest.raises(BadImage, match=name):
+                server.read(at(f"{photos}/{name}.png"))
+    with pytest.raises(FxError, match=rf"^{photos}/500.png: ClientResponseError: 500") as raised:
+        server.read(at(f"{photos}/500.png"))
+    assert not isinstance(raised.value, BadImage)
