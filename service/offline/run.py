@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +41,9 @@ from service.settings import Settings
 
 _MAX_COUNTED = 20_000
 """Maximum images counted before the run: with more, searching for a faster backend pays off on any model."""
+
+_TERMINATED = 128 + signal.SIGTERM
+"""Exit status of a run that SIGTERM ended, as in shells."""
 
 Report = Callable[[int, int, int], None]
 """Progress callback: number of images, number done, and number that could not be read."""
@@ -98,13 +104,33 @@ class Summary:
 def extract(job: Job, settings: Settings, report: Report = lambda images, done, unreadable: None) -> Summary:
     """Run ``job``, or resume an earlier run of it.
 
+    In the main thread, SIGTERM ends it like Ctrl-C, with all finished work kept; a second one ends the process at once.
+
     Raises:
         FxError: the job is not possible, or the output folder holds something else or cannot be written.
+        SystemExit: it was ended by SIGTERM.
     """
-    return asyncio.run(_extract(job, settings, report))
+    try:
+        return asyncio.run(_extract(job, settings, report))
+    except asyncio.CancelledError:
+        raise SystemExit(_TERMINATED) from None
+
+
+def _cancel_on_sigterm() -> None:
+    """Make SIGTERM cancel the current task. By default, the first process of a container ignores it."""
+    task = asyncio.current_task()
+    if task is None or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        return
+
+    def cancel() -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(_TERMINATED))
+        task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, cancel)
 
 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
+    _cancel_on_sigterm()
     out = Folder(job.out)
     before = SpecFile.read(out)
     check_regions(job)
@@ -260,6 +286,8 @@ class _Pipeline:
         finally:
             for task in in_flight:
                 task.cancel()
-            await asyncio.gather(*in_flight, return_exceptions=True)
-            await self._writer.close()  # keep finished work, however the run ends
-            self._batches.close()
+            try:
+                self._writer.close()  # keep finished work, however the run ends
+            finally:
+                await asyncio.gather(*in_flight, return_exceptions=True)
+                self._batches.close()

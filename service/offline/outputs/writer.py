@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import orjson
 import torch
@@ -55,7 +55,7 @@ class Writer:
         # Not the last name: from a million shards on, names are longer and sort before shorter ones.
         self._number = 1 + max(map(shard_number, index.shards()), default=-1)
         self._thread = ThreadPoolExecutor(1, "fxserve-write", compute_with, (1,))
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: Future[None] | None = None
         self._paths: list[str] = []
         self._rows: dict[str, Tensor] = {}
         self._capacity = 0
@@ -81,13 +81,14 @@ class Writer:
         if len(self._errors) >= _MAX_ERRORS or time.monotonic() - self._last_flush > _MAX_SECONDS:
             await self._flush()
 
-    async def close(self) -> None:
-        """Write the remaining rows and wait for the writer."""
+    def close(self) -> None:
+        """Write the remaining rows and wait for the writer. Blocks, so that nothing can cancel it."""
         try:
-            await self._flush()
-            await self._wait_written()
+            self._end_writing()
+            self._begin_writing()
+            self._end_writing()
         finally:
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown()
 
     async def _add(self, paths: Sequence[str], part: Mapping[str, Tensor]) -> None:
         if self._paths and any(self._rows[key].shape[1:] != values.shape[1:] for key, values in part.items()):
@@ -117,22 +118,25 @@ class Writer:
         self._rows = {key: torch.empty(self._capacity, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
 
     async def _flush(self) -> None:
-        """Start writing the gathered rows."""
-        await self._wait_written()
+        """Start writing the gathered rows, once the rows before them are written."""
+        if self._writing is not None:
+            await asyncio.wait([asyncio.wrap_future(self._writing)])  # cancelling it does not cancel the writing
+            self._end_writing()
+        self._begin_writing()
+
+    def _begin_writing(self) -> None:
         if self._paths or self._errors:
             name = shard_name(self._number, self._format.suffix)
             self._number += bool(self._paths)
             rows = {key: values[: len(self._paths)] for key, values in self._rows.items()}
-            self._writing = asyncio.get_running_loop().run_in_executor(
-                self._thread, self._write, name, self._paths, rows, self._errors
-            )
+            self._writing = self._thread.submit(self._write, name, self._paths, rows, self._errors)
         self._paths, self._rows, self._errors = [], {}, []
         self._last_flush = time.monotonic()
 
-    async def _wait_written(self) -> None:
+    def _end_writing(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            await writing
+            writing.result()
 
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
         with write_errors(self._folder):

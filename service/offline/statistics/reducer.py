@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from service.engine.threads import compute_with
@@ -135,23 +135,20 @@ class Reducer:
         self._reduction = reduction
         self._layouts = layouts
         self._thread = ThreadPoolExecutor(1, "fxserve-reduce", compute_with, (1,))
-        self._adding: asyncio.Future[None] | None = None
+        self._adding: Future[None] | None = None
 
     async def add(self, paths: Sequence[str], parts: Sequence[Rows], errors: Sequence[tuple[str, str]]) -> None:
         """Add the features of some images; see :meth:`Reduction.add`."""
-        await self._wait()
-        run = asyncio.get_running_loop().run_in_executor
-        self._adding = run(self._thread, self._reduction.add, paths, parts, errors, self._layouts)
-
-    async def close(self) -> None:
-        """Finish the reduction."""
-        try:
-            await self._wait()
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._reduction.finish)
-        finally:
-            self._thread.shutdown(wait=False)
-
-    async def _wait(self) -> None:
         if self._adding is not None:
-            adding, self._adding = self._adding, None
-            await adding
+            await asyncio.wait([asyncio.wrap_future(self._adding)])  # cancelling it does not cancel the addition
+            self._adding.result()
+        self._adding = self._thread.submit(self._reduction.add, paths, parts, errors, self._layouts)
+
+    def close(self) -> None:
+        """Finish the reduction. Blocks, so that nothing can cancel it."""
+        try:
+            if self._adding is not None:
+                self._adding.result()
+            self._thread.submit(self._reduction.finish).result()
+        finally:
+            self._thread.shutdown()

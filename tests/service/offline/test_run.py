@@ -11,6 +11,7 @@ import sqlite3
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,27 @@ def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
     assert {name: (out / name).read_bytes() for name in counted} == before  # what counted was not touched again
     others = sorted(file.name for file in out.iterdir() if not file.name.startswith("shard-"))
     assert others == ["errors.jsonl", "index.sqlite", "spec.json"]
+
+
+@pytest.mark.parametrize("reduce", [None, "mean"])
+def test_a_run_that_is_terminated_keeps_its_finished_work(
+    reduce: str | None, folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The first shard is not full, and statistics are committed once a minute."""
+    root, out = folder(20), tmp_path / "out"
+    reports: list[int] = []
+
+    def report(images: int, done: int, unreadable: int) -> None:
+        reports.append(done)
+        if len(reports) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS, report)
+    assert ended.value.code == 143
+    with closing(Index(out)) as index:
+        assert index.counts() == (20, reports[-1], 0)
+    assert extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS).done == 20
 
 
 def test_what_a_kill_may_leave_behind_is_put_right(
