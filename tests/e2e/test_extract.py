@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from fxcore.errors import FxError
 from service.offline import extract
+from service.offline.runners import remote
 from tests.e2e.conftest import Server
 from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
 from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
@@ -169,3 +171,28 @@ def test_what_a_server_refuses_is_reported(server: Server, folder: Callable[...,
     with pytest.raises(FxError, match=f"{server.url}: squeezenet1_1 has no node 'layer9'"):
         extract(job(tmp_path / "out", folder(1), servers=(server.url,), spec={"return_nodes": ["layer9"]}), SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_does_not_answer_any_more_does_not_end_the_run(
+    start: Callable[..., Server],
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "_ATTEMPT_TIMEOUT", 2.0)
+    root, out = folder(150), tmp_path / "out"
+    healthy, stopped = start(), start()
+    told: list[int] = []
+
+    def report(images: int, done: int, unreadable: int) -> None:
+        told.append(done)
+        if len(told) == 3:
+            stopped.process.send_signal(signal.SIGSTOP)
+
+    try:
+        made = extract(job(out, root, servers=(healthy.url, stopped.url)), SETTINGS, report)
+    finally:
+        stopped.process.send_signal(signal.SIGCONT)
+    assert (made.images, made.done, made.unreadable) == (150, 150, 0)
+    assert told[2] < 150

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +30,10 @@ from service.schemas.regions import KINDS
 from service.schemas.specs import ExtractorSpec
 
 _SERVER_TIMEOUT = 600.0
-"""Maximum seconds of a batch, including retries, or of a server being unreachable."""
+"""Maximum seconds of a batch, including retries, while no server answers."""
+
+_ATTEMPT_TIMEOUT = 120.0
+"""Maximum seconds of the first attempt at a batch. A server that needs longer gets twice as long each time."""
 
 _MAX_RETRY_DELAY = 10.0
 """Maximum seconds between two attempts to reach a server."""
@@ -36,20 +41,29 @@ _MAX_RETRY_DELAY = 10.0
 _MAX_TIMEOUTS = 3
 """Number of timeouts after which a single image counts as unreadable."""
 
+_RECOVERY = 16
+"""Number of requests in time after which a server gets twice as many images; it doubles with each timeout."""
+
 # Errors that may not occur on another server, or later on the same one.
-_RETRYABLE = (exceptions.ConnectionFailed, exceptions.UnknownExtractor, exceptions.Draining)
+_RETRYABLE = (exceptions.ConnectionFailed, exceptions.TimedOut, exceptions.UnknownExtractor, exceptions.Busy)
+
+_BAD_GATEWAY = 502
+
+_log = logging.getLogger("fxserve.offline")
 
 
 class _Server:
     """One server and its state in this run.
 
-    After a request times out, the server gets one request at a time for the rest of the run, with half as many images
-    after each timeout. A single image that times out is retried, and counts as unreadable after :data:`_MAX_TIMEOUTS`
-    attempts; the next run into the folder tries it again.
+    After a request misses its deadline, the server gets one request at a time, with half as many images after each
+    miss, and twice as many after each :data:`_RECOVERY` requests in time, until it gets whole batches again.
+    A single image that misses its deadline is retried, and counts as unreadable after :data:`_MAX_TIMEOUTS` attempts;
+    the next run into the folder tries it again.
 
     Attributes:
         in_flight: batches sent to it that are not answered yet.
         retry_at: when to use it again after a failure, on the monotonic clock.
+        timeout: maximum seconds of a request.
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -57,6 +71,9 @@ class _Server:
         self.extractor: AsyncExtractor | None = None
         self.in_flight = 0
         self.retry_at = 0.0
+        self.timeout = _ATTEMPT_TIMEOUT
+        self._recovery = _RECOVERY
+        self._in_time = 0
         self._max_images: int | None = None
         self._one_request = asyncio.Lock()
 
@@ -76,23 +93,40 @@ class _Server:
                 given: dict[str, Any] = {} if regions is None else {field: regions}
                 return await self.extractor(list(images), as_torch=True, **given, **options)
             except exceptions.DeadlineExceeded:
-                self._max_images = self._max_images or max(1, len(images) // 2)
+                if self._max_images is None:
+                    _log.warning("%s missed a deadline and gets fewer images at a time", self.client.url)
+                    self._max_images = max(1, len(images) // 2)
         parts: list[Rows] = []
         start = timeouts = 0
         async with self._one_request:
             while start < len(images):
-                some = list(images[start : start + self._max_images])
-                given = {} if regions is None else {field: regions[start : start + self._max_images]}
+                stop = len(images) if self._max_images is None else start + self._max_images
+                some = list(images[start:stop])
+                given = {} if regions is None else {field: regions[start:stop]}
+                timeout = self.timeout
                 try:
                     parts.append(await self.extractor(some, as_torch=True, **given, **options))
                 except exceptions.DeadlineExceeded:
                     timeouts += len(some) == 1
                     if timeouts == _MAX_TIMEOUTS or (timeouts and len(images) > 1):
                         raise
+                    if len(some) == 1:
+                        self.allow_longer_than(timeout)
                     self._max_images = max(1, len(some) // 2)
+                    self._in_time = 0
+                    self._recovery *= 2
                 else:
                     start += len(some)
+                    self._in_time += 1
+                    if self._max_images is not None and self._in_time == self._recovery:
+                        self._in_time = 0
+                        self._max_images = None if self._max_images >= len(images) else 2 * self._max_images
         return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def allow_longer_than(self, timeout: float) -> None:
+        """Give requests twice the time of one that was not answered in ``timeout`` seconds."""
+        self.timeout = min(2 * timeout, _SERVER_TIMEOUT)
+        self.client.retry_policy = replace(self.client.retry_policy, timeout=self.timeout)
 
 
 class RemoteRunner:
@@ -114,6 +148,7 @@ class RemoteRunner:
         except ValueError as error:
             raise FxError(f"--server: {error}") from error
         self._servers = [_Server(client) for client in clients]
+        self._answered_at = 0.0
         self.concurrency = 64 * len(urls)
 
     async def start(self, spec: ExtractorSpec) -> None:
@@ -136,6 +171,7 @@ class RemoteRunner:
                     f"{server.client.url} preprocesses images by {info.images}, but {first_url} by {first.images}"
                 )
             server.extractor = extractor
+            server.client.retry_policy = replace(server.client.retry_policy, timeout=server.timeout)
         self.info = first
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
@@ -145,10 +181,12 @@ class RemoteRunner:
         while True:
             now = time.monotonic()
             server = min(self._servers, key=lambda one: (max(one.retry_at, now), one.in_flight))
-            await asyncio.sleep(max(0.0, server.retry_at - now))
+            await asyncio.sleep(min(max(0.0, server.retry_at - now), _MAX_RETRY_DELAY))
             server.in_flight += 1
+            began, timeout = time.monotonic(), server.timeout
             try:
                 rows = await server.features(images, regions, options)
+                self._answered_at = time.monotonic()
                 if (kind := KINDS.get(self._options.pool)) is not None:
                     rows.pop(kind.output, None)
                 return add_regions(rows, regions, self._options.pool)
@@ -157,9 +195,16 @@ class RemoteRunner:
                     raise
                 raise Unreadable(error.detail.removeprefix("image 0: ")) from error
             except exceptions.FxserveError as error:
-                if not isinstance(error, _RETRYABLE) or time.monotonic() + delay > deadline:
+                now = time.monotonic()
+                if self._answered_at > began:  # others answer, so the time spent on this server does not count
+                    deadline += now - began
+                retryable = isinstance(error, _RETRYABLE) or getattr(error, "status", None) == _BAD_GATEWAY
+                if not retryable or now + delay > deadline:
                     raise FxError(f"{server.client.url}: {error}") from error
-                server.retry_at = time.monotonic() + delay
+                server.retry_at = now + delay
+                if isinstance(error, exceptions.TimedOut):  # prefer others for as long as it might take again
+                    server.allow_longer_than(timeout)
+                    server.retry_at = now + server.timeout
                 delay = min(2 * delay, _MAX_RETRY_DELAY)
             finally:
                 server.in_flight -= 1

@@ -1,0 +1,37 @@
+"""How many images a server gets at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from service.client import AsyncClient, exceptions
+from service.offline.runners import remote
+
+
+def test_a_server_that_was_late_gets_whole_batches_again() -> None:
+    sent: list[int] = []
+    late = {0, 1}
+
+    async def answer(images: Sequence[bytes], **options: Any) -> dict[str, torch.Tensor]:
+        sent.append(len(images))
+        if len(sent) - 1 in late:
+            raise exceptions.DeadlineExceeded(1.0)
+        return {"C5": torch.ones(len(images), 2)}
+
+    async def run() -> None:
+        server = remote._Server(AsyncClient("http://127.0.0.1:1"))
+        server.extractor = answer  # type: ignore[assignment]
+        for _ in range(40):
+            rows = await server.features([b""] * 16, None, {"pool": "avg"})
+            assert rows["C5"].shape == (16, 2)
+        await server.client.close()
+
+    asyncio.run(run())
+    assert sent[:4] == [16, 8, 4, 4]
+    # 32 requests of 4 images, as many of 8 and of 16, and then whole batches, concurrent with others
+    assert [sent[2:].count(size) for size in (4, 8)] == [32, 32]
+    assert sent[-1] == 16
