@@ -23,13 +23,14 @@ def filesystem(url: str) -> tuple[Any, str]:
     """Get fsspec's file system for a URL or an absolute path, and the path within it.
 
     Raises:
-        FxError: the URL has no driver, or the driver is not installed.
+        FxError: the URL has no driver, the driver is not installed, or it cannot connect.
     """
-    try:
-        fs, path = url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        reason = str(error).rstrip(".")
-        raise FxError(f"{url}: {reason}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
+    with driver_errors(url):
+        try:
+            fs, path = url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            reason = str(error).rstrip(".")
+            raise FxError(f"{url}: {reason}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
     return fs, path.rstrip("/")
 
 

@@ -10,10 +10,12 @@ import posixpath
 import stat
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any
+
+from fsspec.implementations.local import LocalFileSystem
 
 from fxcore.errors import FxError
 from fxcore.images.files import HEAD_BYTES, is_image, suffixes
@@ -139,6 +141,7 @@ def _find_at(path: str, skipped: Skipped) -> Iterator[Source]:
 def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
     """Yield the file at ``url``, all images below it, or all matches of a pattern."""
     fs, path = filesystem(url)
+    name_of = _namer(url, fs, path)
     with driver_errors(url):
         if glob.has_magic(path):
             found = fs.glob(path, detail=True)
@@ -148,13 +151,13 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
             found = fs.find(path, detail=True)
             for place in [place for place in found if not _is_candidate(place)]:
                 del found[place]
-                skipped.add(fs.unstrip_protocol(place))
+                skipped.add(name_of(place))
         if not found:
             raise FxError(f"{url}: no images there{f'; {skipped}' if skipped else ''}")
     for place, info in found.items():
         if info.get("type") == "directory":
             continue
-        name = fs.unstrip_protocol(place)
+        name = name_of(place)
         if info.get("type") == "other":  # a link on the local disk, which URLs may also name, or no regular file
             info = fs.info(place)
         if info.get("type") == "other":
@@ -163,6 +166,24 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
             yield from _in_archive(name, skipped)
         else:
             yield Source(name, name, size=info.get("size"))
+
+
+def _namer(url: str, fs: Any, path: str) -> Callable[[str], str]:
+    """Return the function from a path in ``fs`` to its URL, with the host or account of ``url``, which ``path`` lacks.
+
+    What ``url`` has before its part that equals the end of ``path`` stands for what ``path`` has there:
+    ``abfs://photos@account.dfs.core.windows.net/cats`` is ``photos/cats``.
+    """
+    url = url.rstrip("/")
+    common = len(os.path.commonprefix([url[::-1], path[::-1]]))  # noqa: RUF071
+    prefix, root = url[: len(url) - common], path[: len(path) - common]
+
+    def name(place: str) -> str:
+        if isinstance(fs, LocalFileSystem) or "://" not in url or not place.startswith(root):
+            return str(fs.unstrip_protocol(place))
+        return prefix + place.removeprefix(root)
+
+    return name
 
 
 def open_binary(file: str) -> IO[bytes]:
