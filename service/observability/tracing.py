@@ -50,11 +50,13 @@ class Traces:
         with self._tracer.start_as_current_span(scope["method"], context, SpanKind.SERVER, attributes) as span:
             yield span
 
-    def responded(self, span: trace.Span, scope: Scope, status: int) -> None:
-        """Set the route and the status of a request's span."""
+    def responded(self, span: trace.Span, scope: Scope, status: int, key: str | None) -> None:
+        """Set the route, the status and the name of the API key of a request's span."""
         route = route_template(scope)
         span.update_name(f"{scope['method']} {route}")
         span.set_attributes({"http.route": route, "http.response.status_code": status})
+        if key is not None:
+            span.set_attribute("enduser.id", key)
         if status >= 500 or not status:
             span.set_status(Status(StatusCode.ERROR))
 

@@ -157,6 +157,7 @@ def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) ->
         "path": "/v1/models/squeezenet1_1/features",
         "status": 200,
         "client": "127.0.0.1",
+        "key": None,
     }
 
 

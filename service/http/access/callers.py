@@ -18,10 +18,12 @@ class Caller:
     Attributes:
         client: its API key, or its address on a server without keys.
         may_build: whether it may build extractors and load weights, explicitly or implicitly.
+        key: name of its API key; None on a server or route without keys.
     """
 
     client: str = ""
     may_build: bool = True
+    key: str | None = None
 
 
 _UNKNOWN = Caller()

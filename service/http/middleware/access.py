@@ -50,10 +50,11 @@ class Access:
                 self._check_origin(scope, host)
             if self.keys is not None and (needed := self.routes.find(scope).access) != "open":
                 key = _key(scope, self.keys)
+                caller = Caller(f"key {key.name}", key.scope == "admin", key.name)
                 if needed == "admin" and key.scope != "admin":
                     raise _forbidden(key, f"{scope['method']} {scope['path']}"[:200])
-                caller = Caller(f"key {key.name}", key.scope == "admin")
         except Problem as refusal:
+            set_caller(scope, caller)
             await error_response(route_path(scope), refusal)(scope, receive, send)
             return
         set_caller(scope, caller)

@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.errors import is_shortage, shortage
+from service.http.access.callers import caller_of
 from service.http.problem_responses import error_response, internal_response
 from service.http.requests.headers import header
 from service.http.routing.declared import route_path
@@ -71,7 +72,7 @@ class RequestContext:
                 return
             with self.traces.request(scope) as span:
                 status = await self._respond(scope, receive, send)
-                self.traces.responded(span, scope, status)
+                self.traces.responded(span, scope, status, caller_of(scope).key)
         finally:
             logs.request_id.reset(entered)
 
@@ -115,14 +116,17 @@ class RequestContext:
 
 def _log_response(scope: Scope, status: int, seconds: float) -> None:
     client = scope.get("client")
+    key = caller_of(scope).key
     fields = {
         "method": scope["method"],
         "path": scope["path"],
         "status": status,
         "duration_ms": round(seconds * 1000, 3),
         "client": client[0] if client else None,
+        "key": key,
     }
-    access.info("%(method)s %(path)s %(status)s %(duration_ms)s ms", fields, extra={"fields": fields})
+    origin = " from %(client)s" * bool(client) + " with key %(key)s" * bool(key)
+    access.info(f"%(method)s %(path)s %(status)s %(duration_ms)s ms{origin}", fields, extra={"fields": fields})
 
 
 def _security_headers(policy: str) -> list[tuple[bytes, bytes]]:

@@ -6,9 +6,13 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from service.engine.requests.admission.admission import Admission, Reservation
+from service.http.access import keys
+from service.http.access.hosts import Hosts
+from service.http.middleware.access import Access
 from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, BodyLimit
 from service.http.middleware.request_context import RequestContext, request_id
 from service.http.routing.declared import DeclaredRoutes, declares
+from service.observability.logs import JsonLines, TextLines
 from service.observability.metrics import Metrics
 
 
@@ -69,6 +73,30 @@ def test_request_id_is_echoed_without_what_could_harm(sent, expected):
     assert request_id(sent) == expected
     messages, _ = call(RequestContext(echo, Metrics()), scope(x_request_id=sent))
     assert headers(messages)["x-request-id"] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/models/resnet50/features", 200), ("/v1/extractors", 403)], ids=["served", "refused"]
+)
+def test_the_access_log_names_the_key_and_never_shows_it(path, status, tmp_path, caplog):
+    created, secret = keys.make("alice", "read")
+    (tmp_path / "keys").write_text(created.line)
+    app = RequestContext(Access(echo, ROUTES, keys.Keys(tmp_path / "keys"), Hosts(())), Metrics())
+    caplog.set_level("INFO", "fxserve.access")
+    messages, _ = call(app, {**scope(authorization=f"Bearer {secret}"), "path": path, "client": ("10.0.0.7", 1)})
+    assert messages[0]["status"] == status
+    [record] = caplog.records
+    assert record.getMessage().endswith(" ms from 10.0.0.7 with key alice")
+    assert record.fields["key"] == "alice"
+    assert secret not in TextLines().format(record) + JsonLines().format(record)
+
+
+def test_the_access_log_of_a_request_without_a_key(caplog):
+    caplog.set_level("INFO", "fxserve.access")
+    call(RequestContext(echo, Metrics()), scope())
+    [record] = caplog.records
+    assert record.getMessage().endswith(" ms")
+    assert record.fields["key"] is None
 
 
 @pytest.mark.parametrize("sent", [None, "", "\n\r "])
