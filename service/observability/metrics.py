@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -61,8 +62,13 @@ class Metrics:
             if values.ValueClass is values.MutexValue:  # prometheus_client was imported before the variable was set
                 values.ValueClass = values.MultiProcessValue()  # type: ignore[no-untyped-call]
 
-        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-            return Gauge(f"fxserve_{name}", text, labels, registry=registry, multiprocess_mode="livesum")
+        def gauge(
+            name: str,
+            text: str,
+            labels: tuple[str, ...] = (),
+            of_processes: Literal["livesum", "livemax"] = "livesum",
+        ) -> Gauge:
+            return Gauge(f"fxserve_{name}", text, labels, registry=registry, multiprocess_mode=of_processes)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"fxserve_{name}", text, labels, registry=registry)
@@ -117,8 +123,11 @@ class Metrics:
         self.gpu_memory_reserved_bytes = gauge(
             "gpu_memory_reserved_bytes", "GPU memory held by torch's allocator.", ("device",)
         )
-        self.gpu_memory_used_bytes = gauge("gpu_memory_used_bytes", "GPU memory used by all processes.", ("device",))
-        self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "Total GPU memory.", ("device",))
+        # Each process reports these of the whole device.
+        self.gpu_memory_used_bytes = gauge(
+            "gpu_memory_used_bytes", "GPU memory used by all processes.", ("device",), "livemax"
+        )
+        self.gpu_memory_total_bytes = gauge("gpu_memory_total_bytes", "Total GPU memory.", ("device",), "livemax")
 
     def observe(self, scope: Scope, status: int, seconds: float) -> None:
         """Count a finished request and its stages. Call it after the response is sent.

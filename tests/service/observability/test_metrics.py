@@ -110,6 +110,31 @@ print(metrics.text().decode())
     assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
 
 
+def test_memory_of_a_gpu_that_processes_share_counts_once(tmp_path):
+    script = """
+import os
+from service.observability.metrics import Metrics
+child = os.fork()
+metrics = Metrics()
+metrics.gpu_memory_total_bytes.labels("cuda:0").set(80)
+metrics.gpu_memory_used_bytes.labels("cuda:0").set(33 if child else 32)
+metrics.gpu_memory_allocated_bytes.labels("cuda:0").set(10)
+if child:
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its id stays taken, as if it were running
+    print(metrics.text().decode())
+"""
+    environment = {**os.environ, SHARED_DIR: str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    memory = {
+        sample.name.removeprefix("fxserve_gpu_memory_"): sample.value
+        for family in text_string_to_metric_families(run.stdout)
+        for sample in family.samples
+        if "gpu_memory" in sample.name
+    }
+    assert memory == {"total_bytes": 80, "used_bytes": 33, "allocated_bytes": 20}
+
+
 def test_gauges_are_updated_again_after_a_failure(caplog):
     """As on a disk that was full for a while."""
     updates = 0
