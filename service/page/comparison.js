@@ -37,7 +37,7 @@ export function comparisonChoice(model, place, own, go) {
   const { p2 = "", n2, m2, w2 } = place
   const weights = weightOptions(model).filter(([name]) => name !== model.weights || name === w2)
   const options = /** @type {Array<[string, string]>} */ ([
-    ["", "Compare with…"], ...own.map(([name, photo]) => [name, photo.name]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
+    ["", "Compare with…"], ...own.map(([name, photo]) => [name, photo.title]), ...SAMPLES.map((name) => [name, `Photo ${name}`]),
     ["node", n2 && m2 === undefined && !w2 ? `Node ${n2}` : "This node, beside the next one"],
     ...weights.map(([name, text]) => [`weights ${name}`, `Weights ${text}`]), ["model", "Another model…"],
   ])

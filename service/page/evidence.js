@@ -36,7 +36,7 @@ export async function evidenceSides(answers, target, signal, size) {
     const of = scoresOf(model)?.name
     const index = await classAlike(answers[0].model, target.index, model)
     if (!of || index < 0) return { note: `${titleOf(model)} has no class that is known to be ${target.name}.` }
-    if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
+    if (!maps) return { note: `The output of ${node} for ${photo.title} is not a map.` }
     const query = { of, at: node, target: String(index), weights: model.weights, ...fixedQuery(model, size, photo) }
     const what = JSON.stringify([model.name, query])
     const answer = kept(what, photo, signal) ?? await opened(model,

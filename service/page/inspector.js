@@ -77,9 +77,8 @@ export class Inspector {
     const { n: name = "" } = place
     const node = model.resolve(name)
     if (this.body.parentElement !== this.pane) this.pane.replaceChildren(this.head, this.picker, this.said, this.body, this.foot)
-    const picker = model.takesPhotos && node ? await photoPicker(model, place, this.go, this.take, this.remove, sizeChoices(model, place, this.go), this.further) : () => ""
-    if (this.#place !== place) return
-    if (!this.#typing(place)) keepFocus(this.picker, () => this.picker.replaceChildren(picker()))
+    if (!this.#typing(place)) keepFocus(this.picker, () => this.picker.replaceChildren(
+      model.takesPhotos && node ? photoPicker(model, place, this.go, this.take, this.remove, sizeChoices(model, place, this.go), this.further) : ""))
     this.#offerOthers(model, place)
     const wanted = [model.name, model.weights, name, place.p ?? "", place.p2 ?? "", place.n2 ?? "", place.m2 ?? "", place.w2 ?? "", place.z ?? "", place.f ?? "", place.e ?? ""].join("\n")
     const known = wanted === this.#requested
@@ -186,11 +185,13 @@ export class Inspector {
   /** Say what classifiers see in the photos, after their first maps are shown. @param {AbortSignal} signal */
   async #predict(signal) {
     const several = severalModels(this.#answers), times = this.#times
-    /** @type {Map<string, {model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}>} */ const subjects = new Map()
-    for (const { model, photo } of this.#answers) subjects.set(`${titleOf(model)} ${photo.name}`, { model, photo, edits: [] })
+    /** @type {{model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}[]} */ const subjects = []
+    for (const { model, photo } of this.#answers)
+      if (!subjects.some((one) => one.photo === photo && titleOf(one.model) === titleOf(model))) subjects.push({ model, photo, edits: [] })
     const [{ model: first, photo }] = this.#answers
+    const photos = subjects.some((one) => one.photo !== photo)
     const edits = reaching(editsOf(this.#place), first, scoresOf(first)?.name ?? "")
-    if (edits.length) subjects.set("edited", { model: first, photo, edits })
+    if (edits.length) subjects.push({ model: first, photo, edits })
     const choose = (/** @type {Model} */ one) => async (/** @type {number} */ k) => {
       const index = await classAlike(one, k, first)
       if (index >= 0) this.#explain(first, index)
@@ -198,8 +199,8 @@ export class Inspector {
     /** @param {Model} one */
     const named = (one) => (one.name !== first.name || one.weightsKnown[one.weights]?.categories ? one : first)
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all([...subjects.values()].map(({ model, photo, edits }) =>
-      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, title: several ? titleOf(model) : "", named: named(model) }))).catch(() => [])
+    const found = await Promise.all(subjects.map(({ model, photo, edits }) =>
+      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, by: several ? titleOf(model) : "", photos, named: named(model) }))).catch(() => [])
     if (!signal.aborted && times === this.#times) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
   }
 
@@ -236,7 +237,7 @@ export class Inspector {
     let heads = 0, rows = /** @type {boolean[]} */ ([])
     /** An answer among several. @param {Answer} one */
     const named = ({ model, photo, node, edits }) =>
-      `${severalModels(shown) ? titleOf(model) : photo.name}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}`
+      `${severalModels(shown) ? titleOf(model) : photo.title}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}`
     try {
       if (view === "values") blocks.append(...await Promise.all(this.#answers.filter(({ maps }) => !maps).map(async (one) =>
         valuesView(one, one.shape.length === 2 ? await categories(one.model) : [], second ? `: ${named(one)}` : ""))))

@@ -11,7 +11,7 @@ import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
 import { watchKeys } from "./keys.js"
 import { loadModel, modulesAbove } from "./model.js"
-import { forget, isMissing, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
+import { forget, isMissing, ownPhotos, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
 import { failure, progress, reason, retries } from "./states.js"
 import { sizeQuery } from "./size.js"
@@ -22,6 +22,8 @@ import { welcome } from "./welcome.js"
 
 /** The value of `o` where every module is expanded. */
 const ALL = "*"
+/** Of more photos in the browser's database, which may take gigabytes, one is told. */
+const MANY_PHOTOS = 50
 
 const panes = { models: byId("models"), graph: byId("graph"), features: byId("features") }
 const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, remove: removePhoto, refresh: () => show(place()) })
@@ -36,6 +38,8 @@ let stop = new AbortController()
 /** @param {Iterable<File>} files */
 async function takePhotos(files) {
   const { names, refused } = await take(files)
+  const many = ownPhotos().length
+  if (many > MANY_PHOTOS) refused.push(`${many} photos are kept in this browser: remove those that you no longer need.`)
   notify(refused.join(" "))
   if (names.length) go({ p: names[0] })
 }

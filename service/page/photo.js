@@ -6,58 +6,85 @@ import { store, stored, unstore } from "./store.js"
 
 /**
  * @typedef {object} Photo
- * @property {string} name
+ * @property {string} name of its file
+ * @property {string} title that no other photo has: two screenshots are both image.png
  * @property {string} type
  * @property {Blob} data as it is sent
- * @property {ImageBitmap | null} bitmap without transparency; null where this browser cannot show it
+ * @property {ImageData | null} small a thumbnail; null where there is none
+ * @property {ImageBitmap | null} bitmap without transparency; null where this browser cannot show it, or until it is asked for
  */
 
 /** Samples that the service has. */
 export const SAMPLES = ["chelsea", "astronaut", "coffee", "rocket"]
+/** The sides of thumbnails, in pixels. */
+export const SMALL = 88
+/** How many photos are decoded at once: those shown, and those shown before. One of 12 megapixels takes 48 MB. */
+const MOST_DECODED = 4
 
-/** @type {Map<string, Promise<Photo>>} */
+/** Those known, one's own from the oldest to the newest. @type {Map<string, Photo>} */
 const photos = new Map()
+/** Those with their pixels, the last asked for last. @type {Map<Photo, Promise<ImageBitmap | null>>} */
+const decoded = new Map()
 
 /** @param {string} name */
 export const sampleUrl = (name) => `page/${name}.jpg`
 
 /**
- * The photo of that name: a sample, or one's own; the first sample where the name is of another browser.
+ * The photo of that name, decoded: a sample, or one's own; the first sample where the name is of another browser.
  * @param {string | undefined} name
  */
-export function photoOf(name) {
+export async function photoOf(name) {
   const known = name !== undefined && (photos.has(name) || SAMPLES.includes(name)) ? name : SAMPLES[0]
-  const found = photos.get(known) ?? sample(known)
-  photos.set(known, found)
-  found.catch(() => photos.delete(known)) // the next call tries again
-  return found
+  if (!photos.has(known)) {
+    const data = await (await ask(sampleUrl(known))).blob()
+    if (!photos.has(known)) photos.set(known, described(`${known}.jpg`, data))
+  }
+  const photo = /** @type {Photo} */ (photos.get(known))
+  const pixels = decoded.get(photo) ?? decode(photo.data)
+  decoded.delete(photo)
+  decoded.set(photo, pixels)
+  for (const oldest of [...decoded.keys()].slice(0, -MOST_DECODED)) {
+    decoded.delete(oldest)
+    oldest.bitmap = null
+  }
+  const bitmap = await pixels
+  if (decoded.has(photo)) photo.bitmap = bitmap
+  photo.small ??= bitmap && thumbnail(bitmap)
+  return photo
 }
 
 /** Whether the URL names a photo that this browser does not have. @param {string | undefined} name */
 export const isMissing = (name) => name !== undefined && !photos.has(name) && !SAMPLES.includes(name)
 
-/** @param {string} name */
-async function sample(name) {
-  const answer = await ask(sampleUrl(name))
-  return opened(`${name}.jpg`, await answer.blob())
-}
-
-/** @param {string} name @param {Blob} data @returns {Promise<Photo>} */
-async function opened(name, data) {
-  const decoded = await createImageBitmap(data).catch(() => null)
-  const bitmap = decoded && await opaque(data, decoded).catch(() => decoded)
+/** @param {string} name @param {Blob} data @param {ImageData | null} [small] @returns {Photo} */
+function described(name, data, small = null) {
+  const taken = new Set([...photos.values()].map(({ title }) => title))
+  let title = name
+  for (let number = 2; taken.has(title); number++) title = `${name} (${number})`
   // Browsers derive the type from the suffix of the file; the service recognises the format by the bytes.
-  return { name, type: data.type.startsWith("image/") ? data.type : "image/*", data, bitmap }
+  return { name, title, type: data.type.startsWith("image/") ? data.type : "image/*", data, small, bitmap: null }
 }
 
-/** What the URL calls one's own photos and the photos, the oldest first. @returns {Promise<Array<[string, Photo]>>} */
-export function ownPhotos() {
-  return Promise.all([...photos].filter(([name]) => !SAMPLES.includes(name)).map(async ([name, photo]) => [name, await photo]))
+/** @param {Blob} data */
+async function decode(data) {
+  const bitmap = await createImageBitmap(data).catch(() => null)
+  return bitmap && opaque(data, bitmap).catch(() => bitmap)
 }
+
+/** The middle of a picture as a thumbnail. @param {ImageBitmap} bitmap */
+function thumbnail(bitmap) {
+  const side = Math.min(bitmap.width, bitmap.height)
+  const context = new OffscreenCanvas(SMALL, SMALL).getContext("2d")
+  context?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, SMALL, SMALL)
+  return context?.getImageData(0, 0, SMALL, SMALL) ?? null
+}
+
+/** What the URL calls one's own photos and the photos, the oldest first. */
+export const ownPhotos = () => [...photos].filter(([name]) => !SAMPLES.includes(name))
 
 /** Bring back the photos that were kept when this browser was here before. */
 export async function restorePhotos() {
-  for (const [name, { file, title }] of await stored()) photos.set(name, opened(title, file))
+  for (const [name, { file, title, small }] of await stored()) photos.set(name, described(title, file, small))
 }
 
 /**
@@ -70,21 +97,23 @@ export async function take(files) {
   /** @type {string[]} */ const refused = []
   for (const file of files) {
     const title = file.name || "photo"
-    const photo = await opened(title, file)
-    const why = photo.bitmap || SERVER_ONLY.test(`${file.type} ${title}`) ? "" : UNKNOWN.find(([form]) => form.test(title) || form.test(file.type))?.[1] ?? "is not an image, or is damaged"
+    const bitmap = await decode(file)
+    const why = bitmap || SERVER_ONLY.test(`${file.type} ${title}`) ? "" : UNKNOWN.find(([form]) => form.test(title) || form.test(file.type))?.[1] ?? "is not an image, or is damaged"
     if (why) refused.push(`${title} ${why}.`)
     if (why) continue
+    const small = bitmap && thumbnail(bitmap)
+    bitmap?.close()
     const name = `own-${[...crypto.getRandomValues(new Uint32Array(2))].map((part) => part.toString(36)).join("")}`
-    photos.set(name, Promise.resolve(photo))
+    photos.set(name, described(title, file, small))
     names.push(name)
-    await store(name, { file, title })
+    await store(name, { file, title, small })
   }
   return { names, refused }
 }
 
 /** Forget one's own photo. @param {Photo} photo */
 export async function forget(photo) {
-  const name = (await ownPhotos()).find(([, own]) => own === photo)?.[0]
+  const name = ownPhotos().find(([, own]) => own === photo)?.[0]
   if (name === undefined) return
   photos.delete(name)
   await unstore(name)

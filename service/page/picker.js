@@ -2,14 +2,12 @@
 
 import { comparisonChoice } from "./comparison.js"
 import { h } from "./dom.js"
-import { SAMPLES, ownPhotos, sampleUrl } from "./photo.js"
+import { SAMPLES, SMALL, ownPhotos, sampleUrl } from "./photo.js"
+import { picture } from "./stage.js"
 
 /** @typedef {import("./place.js").Place} Place */
 /** @typedef {import("./photo.js").Photo} Photo */
 /** @typedef {(changes: Record<string, string | number | null>, replace?: boolean) => void} Go */
-
-/** Of a thumbnail, in CSS pixels. */
-const SIDE = 44
 
 /**
  * @param {import("./model.js").Model} model
@@ -19,29 +17,26 @@ const SIDE = 44
  * @param {(photo: Photo) => void} remove
  * @param {HTMLElement | string} sizes the choices of the input's size
  * @param {HTMLElement} further choices of what is compared with
- * @returns {Promise<() => HTMLElement>} which puts `further` there
  */
-export async function photoPicker(model, place, go, take, remove, sizes, further) {
-  const own = await ownPhotos()
-  const photos = await photoChoices(place, go, take, remove)
-  return () => h("div", { class: "picker" }, photos,
-    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparisonChoice(model, place, own, go)), further, sizes)
+export function photoPicker(model, place, go, take, remove, sizes, further) {
+  return h("div", { class: "picker" }, photoChoices(place, go, take, remove),
+    h("div", { class: "row dim" }, h("span", { class: "by-mouse" }, "or drop or paste some"), h("span", { class: "spring" }), comparisonChoice(model, place, ownPhotos(), go)), further, sizes)
 }
 
 /**
  * The photos, and a button for more.
  * @param {Place} place @param {Go} go @param {(files: Iterable<File>) => void} take @param {(photo: Photo) => void} remove
  */
-export async function photoChoices(place, go, take, remove) {
-  const own = await ownPhotos()
+export function photoChoices(place, go, take, remove) {
+  const own = ownPhotos()
   const known = place.p !== undefined && (SAMPLES.includes(place.p) || own.some(([name]) => name === place.p))
   const chosen = known ? place.p : SAMPLES[0]
   const file = h("input", { type: "file", accept: "image/*", multiple: true, class: "unseen", "aria-label": "Choose a photo", tabindex: -1,
     onchange: () => file.files?.length && take([...file.files]) })
   return h("div", { class: "photos", role: "group", "aria-label": "Photo" },
-    ...own.map(([name, photo]) => h("span", { class: "own" }, choice(name, photo.name, small(photo)),
-      h("button", { type: "button", class: "remove", "aria-label": `Remove ${photo.name}`, title: `Remove ${photo.name}`, onclick: () => remove(photo) }, "×"))),
-    ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SIDE, height: SIDE }))),
+    ...own.map(([name, photo]) => h("span", { class: "own" }, choice(name, photo.title, shown(photo)),
+      h("button", { type: "button", class: "remove", "aria-label": `Remove ${photo.title}`, title: `Remove ${photo.title}`, onclick: () => remove(photo) }, "×"))),
+    ...SAMPLES.map((name) => choice(name, `Photo ${name}`, h("img", { src: sampleUrl(name), alt: "", width: SMALL / 2, height: SMALL / 2 }))),
     h("button", { type: "button", class: "photo add", onclick: () => file.click() }, "Choose…"), file)
 
   /** @param {string} name @param {string} label @param {HTMLElement} picture */
@@ -52,10 +47,6 @@ export async function photoChoices(place, go, take, remove) {
 }
 
 /** @param {Photo} photo */
-function small({ name, bitmap }) {
-  if (!bitmap) return h("span", { class: "unshown" }, name.slice(name.lastIndexOf(".") + 1))
-  const canvas = h("canvas", { width: 2 * SIDE, height: 2 * SIDE })
-  const side = Math.min(bitmap.width, bitmap.height)
-  canvas.getContext("2d")?.drawImage(bitmap, (bitmap.width - side) / 2, (bitmap.height - side) / 2, side, side, 0, 0, 2 * SIDE, 2 * SIDE)
-  return canvas
+function shown({ name, small }) {
+  return small ? picture(small) : h("span", { class: "unshown" }, name.slice(name.lastIndexOf(".") + 1))
 }

@@ -49,18 +49,19 @@ export async function classAlike(model, index, other) {
  * The likeliest classes of a photo; null where the model is no classifier with known names.
  * @param {Model} model @param {import("./photo.js").Photo} photo @param {AbortSignal} signal
  * @param {(index: number) => void} choose a class to be explained
- * @param {{query?: import("./size.js").Query, edits?: import("./edits.js").Edit[], title?: string, named?: Model}} [more] `title` tells the model from others;
- *   `named` has the names of its classes
+ * @param {{query?: import("./size.js").Query, edits?: import("./edits.js").Edit[], by?: string, photos?: boolean, named?: Model}} [more] `by` tells the model from
+ *   others, `photos` is whether there are several, `named` has the names of its classes
  */
-export async function predictionsView(model, photo, signal, choose, { query = {}, edits = [], title = "", named = model } = {}) {
+export async function predictionsView(model, photo, signal, choose, { query = {}, edits = [], by = "", photos = false, named = model } = {}) {
   const last = scoresOf(model)
   const known = last ? await categories(named) : []
   if (!last || known.length !== last.shape?.at(-1)) return null
   const { slot } = await features(model, last.name, photo, signal, query, edits)
   const shares = softmax(await reduce("values", { slot, most: known.length }))
   const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
-  return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.name}${edits.length ? ", edited" : ""}${title && ` by ${title}`}` },
-    edits.length || title ? h("p", { class: "dim" }, `${[title, edits.length ? "edited" : ""].filter(Boolean).join(", ")}:`) : null,
+  const what = [photos ? photo.title : "", by, edits.length ? "edited" : ""].filter(Boolean)
+  return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.title}${edits.length ? ", edited" : ""}${by && ` by ${by}`}` },
+    what.length ? h("p", { class: "dim" }, `${what.join(", ")}:`) : null,
     h("ol", { class: "plain-list" }, ...order.map((i) => {
       const row = h("li", { "data-class": i }, h("button", { type: "button", title: "Why? Show where the evidence is", onclick: () => choose(i) },
         known[i]), h("span", { class: "dim" }, percent(shares[i])))

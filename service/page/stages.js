@@ -72,8 +72,8 @@ export async function stages(sides, query, at, choose) {
   const point = (from, patch) => panels.forEach((one, i) => one.point(patch && patchAlike(patch, mapped[from].size, mapped[i].size)))
   const panels = await Promise.all(mapped.map((side, i) => panel({
     ...side, preprocessing: preprocessingAt(side.model, query), opacity,
-    label: `${side.label} of ${of(side)} over ${side.photo.name}${side.edited ? ", edited" : ""}`,
-    caption: alone ? side.caption : `${several ? "" : `${side.photo.name}, `}${of(side)}${side.edited ? ", edited" : ""}`,
+    label: `${side.label} of ${of(side)} over ${side.photo.title}${side.edited ? ", edited" : ""}`,
+    caption: alone ? side.caption : `${several ? "" : `${side.photo.title}, `}${of(side)}${side.edited ? ", edited" : ""}`,
     patch: side.query ? patchAlike(chosen, mapped[0].size, side.size) : null,
     point: (patch) => point(i, patch),
     choose: (patch) => {

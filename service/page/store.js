@@ -1,6 +1,6 @@
 // One's own photos in this browser's database, so that they survive a reload.
 
-/** @typedef {{file: Blob, title: string, time?: number}} Stored */
+/** @typedef {{file: Blob, title: string, small?: ImageData | null, time?: number}} Stored */
 
 const STORE = "photos"
 

@@ -18,7 +18,7 @@ export function viewSides(answers, view, channel, scales = "nodes") {
   const components = view === "pca" ? commonComponents(answers) : null
   const all = ["channels", "mean"].includes(view) ? answers.map((answer) => valuesOf(answer, view, channel)) : []
   return answers.map(({ model, maps, node, photo, edits }, number) => {
-    if (!maps) return { note: `The output of ${node} for ${photo.name} is not a map.` }
+    if (!maps) return { note: `The output of ${node} for ${photo.title} is not a map.` }
     const own = Math.min(channel, maps.channels - 1)
     const label = view === "channels" ? `Channel ${own}` : VIEWS.find(([name]) => name === view)?.[1] ?? ""
     return {

@@ -45,7 +45,7 @@ export async function welcome(place, { go, take, remove }) {
     element: h("div", { class: "welcome" },
       h("h1", { tabindex: -1 }, "Look inside a vision model"),
       h("p", {}, "Choose a model. Walk its graph, open its modules, and see the output of every node for a photo. Each picture comes from an API request that you can copy."),
-      await photoChoices(place, go, take, remove),
+      photoChoices(place, go, take, remove),
       view,
       starts),
     /** Compute the first picture, then begin with timm's models too. @param {AbortSignal} signal */
@@ -90,7 +90,7 @@ async function showcase(view, place, go, signal) {
   const answer = await features(model, "C4", photo, signal)
   const sides = viewSides([answer], "pca", 0)
   const figures = await Promise.all(sides.map((side) => ("note" in side ? h("p", {}, side.note) : panel({
-    ...side, preprocessing: model.preprocessing, opacity: 0.8, label: `${side.label} of ${side.node} over ${photo.name}`,
+    ...side, preprocessing: model.preprocessing, opacity: 0.8, label: `${side.label} of ${side.node} over ${photo.title}`,
     caption: "Equal colours: alike to the model", patch: null, point: () => {}, choose: () => {},
   }).then(({ figure }) => figure))))
   view.replaceChildren(...figures)

@@ -232,3 +232,35 @@ def test_the_models_of_a_server_that_was_started_anew_are_listed(start, visit):
     page.get_by_text("1 of timm").wait_for()
     assert listed(page) == ["resnet18"]
     assert page.locator(".starts a").count() == 0
+
+
+@pytest.mark.exhaustive
+def test_only_the_photos_that_are_shown_are_decoded(open_server, visit):
+    tab = visit(open_server.url)
+    count = """const decode = createImageBitmap; globalThis.decoded = 0
+    globalThis.createImageBitmap = (...all) => { decoded++; return decode(...all) }"""
+    tab.page.add_init_script(count)
+    page = tab.go("m=squeezenet1_1&n=features.3")
+    shown_channels(page)
+    files = [
+        {"name": "one.jpg", "mimeType": "image/jpeg", "buffer": photos.files()[number % 4].read_bytes()}
+        for number in range(7)
+    ]
+    page.set_input_files("input[type=file]", files)
+    shown(page, "features.3", "one.jpg")
+    for number in range(2, 8):  # which have a name in common
+        page.get_by_role("button", name=f"one.jpg ({number})", exact=True).click()
+        shown(page, "features.3", f"one.jpg ({number})")
+    kept = """async () => (await import("/page/photo.js")).ownPhotos()
+        .map(([, { bitmap, small }]) => [bitmap !== null, small !== null])"""
+    assert page.evaluate(kept) == [[number > 2, True] for number in range(7)]
+    page.reload()
+    shown(page, "features.3", "one.jpg (7)")
+    assert page.evaluate("decoded") == 1
+    assert page.evaluate(kept) == [[number == 6, True] for number in range(7)]
+    thumbnail = pixels(page.get_by_role("button", name="one.jpg (7)", exact=True).locator("canvas"))
+    with PIL.Image.open(photos.files()[2]) as photo:
+        side = min(photo.size)
+        left, top = (photo.width - side) // 2, (photo.height - side) // 2
+        wanted = np.asarray(photo.convert("RGB").crop((left, top, left + side, top + side)).resize((88, 88)))
+    assert np.abs(thumbnail[..., :3] - wanted).mean() < 6

@@ -75,3 +75,23 @@ def test_a_class_is_explained_where_one_asks(server, visit):
     for level in ("C4", "C5"):
         page.locator(f'.stage[aria-label="Evidence for Egyptian cat of {level} over chelsea.jpg"]').wait_for()
     assert most() == [highest("C4", 285), highest("C5", 285)]  # different nodes have no scale in common
+
+
+@pytest.mark.exhaustive
+def test_two_photos_of_one_name_have_predictions_of_their_own(server, visit):
+    page = visit(server.url).go(f"m={TRAINED}&n=C5")
+    page.locator(".predictions li").first.wait_for()
+    page.set_input_files(
+        "input[type=file]",
+        [
+            {"name": "image.png", "mimeType": "image/png", "buffer": fxcore.photos.files()[number].read_bytes()}
+            for number in (1, 2)
+        ],
+    )
+    page.get_by_label("Compare with").select_option(label="image.png (2)")
+    for title, best in (("image.png", "Egyptian cat"), ("image.png (2)", "espresso")):
+        found = page.locator(f'section[aria-label="Predictions for {title}"]')
+        found.locator("li").first.filter(has_text=best).wait_for()
+        assert found.locator("p").inner_text() == f"{title}:"
+        page.locator(f'.stage[aria-label$=" of C5 over {title}"]').wait_for()
+    assert "'@image.png'" in page.inner_text(".request code")
