@@ -152,7 +152,12 @@ export class GraphView {
     this.note.hidden = !text
   }
 
-  /** Say whether another layout is being fetched. @param {boolean} busy */
+  /** Whether another layout is being fetched. */
+  get waits() {
+    return this.canvas.getAttribute("aria-busy") === "true"
+  }
+
+  /** @param {boolean} busy */
   wait(busy) {
     this.canvas.setAttribute("aria-busy", String(busy))
   }

@@ -120,7 +120,7 @@ export class Inspector {
     this.body.classList.add("waiting")
     const late = setTimeout(() => {
       this.body.replaceChildren(waiting)
-      photoOf(place.p).then((photo) => stop.signal.aborted || this.#offer({ node: name, transforms: [], id: null }, photo, null))
+      photoOf(place.p).then((photo) => stop.signal.aborted || this.#offer({ node: name, transforms: [], id: null }, photo, null), () => {})
     }, this.#answers.length ? PROGRESS_DELAY : 0)
     try {
       const first = await photoOf(place.p)
@@ -162,8 +162,10 @@ export class Inspector {
       if (stop.signal.aborted) return
       this.#requested = ""
       this.#answers = []
-      const photo = await photoOf(place.p)
-      this.#offer({ node: name, transforms: [], id: null }, photo, null)
+      const photo = await photoOf(place.p).catch(() => null) // a sample may be what cannot be had
+      if (stop.signal.aborted) return
+      if (photo) this.#offer({ node: name, transforms: [], id: null }, photo, null)
+      else this.foot.replaceChildren()
       this.#fail(error, photo)
     } finally {
       clearTimeout(late)
@@ -210,13 +212,13 @@ export class Inspector {
     if (model) keepFocus(this.foot, () => this.foot.replaceChildren(requestView(model, wanted, file, answer, this.#size)))
   }
 
-  /** @param {unknown} error @param {import("./photo.js").Photo} photo */
+  /** @param {unknown} error @param {import("./photo.js").Photo | null} photo */
   #fail(error, photo) {
     const bad = error instanceof Problem && /\/(bad-image|image-too-large)$/.test(error.type)
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
-          ["Remove this one", () => this.remove(photo)])
-      : failure(error, ...retries(error, () => { this.#rendered = ""; this.#model && this.update(this.#model, this.#place) }, () => this.go({ w: "random" }))),
+          ["Remove this one", () => photo && this.remove(photo)])
+      : failure(error, ...retries(error, () => { this.#rendered = ""; this.refresh() }, () => this.go({ w: "random" }))),
       knobsView(editsOf(this.#place), [], this.go)) // what was refused can be taken back
   }
 
@@ -377,7 +379,7 @@ export class Inspector {
   #progress(what) {
     return progress(what, () => {
       this.stop()
-      this.#message("Cancelled.", ["Try again", () => this.#model && this.update(this.#model, this.#place)])
+      this.#message("Cancelled.", ["Try again", this.refresh])
     }, BUILDING)
   }
 

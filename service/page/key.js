@@ -9,9 +9,17 @@ let asking = null
 /** Whether a request waits for the key that is asked for. */
 let needed = false
 
+/** The key where the browser keeps nothing. @type {string | null} */
+let unkept = null
+
 /** @returns {string | null} */
 export function storedKey() {
-  return sessionStorage.getItem(NAME)
+  try { return sessionStorage.getItem(NAME) } catch { return unkept }
+}
+
+/** @param {string} key */
+function keep(key) {
+  try { sessionStorage.setItem(NAME, key) } catch { unkept = key }
 }
 
 /** Show the button that changes the key. */
@@ -46,7 +54,7 @@ export function askForKey(reason, waits = true) {
       else asking = null
     }
     form.onsubmit = () => {
-      sessionStorage.setItem(NAME, input.value.trim())
+      keep(input.value.trim())
       asking = null
       needed = false
       showKeyButton()

@@ -32,6 +32,8 @@ const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, 
 /** @type {GraphView | null} */ let graph = null
 /** @type {ReturnType<typeof showChooser> | null} */ let chooser = null
 let requested = "", laidOut = ""
+/** How often the place has changed: what was begun before does not show what it was of. */
+let moves = 0
 let stop = new AbortController()
 /** The measurement under way. @type {AbortController | null} */ let measuring = null
 
@@ -61,6 +63,7 @@ function notify(text) {
 
 /** @param {import("./place.js").Place} now */
 async function show(now) {
+  let mine = ++moves
   showTabs(now)
   if (!now.m) return showStart()
   document.body.classList.add("inside")
@@ -68,16 +71,18 @@ async function show(now) {
   if (wanted !== requested) {
     requested = wanted
     if (!(await load(now))) return
+    mine = ++moves // the model is shown at the place of now
   }
   if (!model || requested !== wanted) return
   const current = place()
   if (!current.n && model.firstNode) return go({ n: model.firstNode }, true)
   showWhere([model.name, current.n].filter(Boolean).join(" / "))
-  const chosen = model.resolve(current.n)?.name ?? null
-  const view = graph
-  await Promise.all([showGraph(model, chosen), inspector.update(model, current)])
+  const shown = model
+  await Promise.all([showGraph(shown), inspector.update(shown, current)])
+  if (mine !== moves || !shown.takesPhotos) return
   // After the output itself, so that it comes first. A large model runs only once that is wanted.
-  if (view === graph && model?.takesPhotos) view?.picture(inspector.runs(model) ? await photoOf(current.p) : null, current.i ?? "mean", sizeQuery(current))
+  const photo = inspector.runs(shown) ? await photoOf(current.p).catch(() => null) : null
+  if (mine === moves) graph?.picture(photo, current.i ?? "mean", sizeQuery(current))
 }
 
 function showStart() {
@@ -187,13 +192,12 @@ function openModules(shown) {
   return new Set(o.split(",").filter(Boolean))
 }
 
-/** @param {Model} shown @param {string | null} chosen */
-async function showGraph(shown, chosen) {
-  const { o, c = "" } = place()
+/** @param {Model} shown */
+async function showGraph(shown) {
+  const { o } = place()
   const view = graph
   if (!view) return
-  const open = openModules(shown)
-  const opened = o === ALL ? null : [...open].sort().join(",")
+  const opened = o === ALL ? null : [...openModules(shown)].sort().join(",")
   const wanted = `${shown.name}\n${shown.weights}\n${opened}`
   if (wanted !== laidOut) {
     const fresh = !laidOut.startsWith(`${shown.name}\n`)
@@ -205,21 +209,25 @@ async function showGraph(shown, chosen) {
       const layout = await askJson(modelPath(shown.name, "/graph", query), { signal: stop.signal })
       if (laidOut !== wanted) return
       view.show(shown, layout, fresh)
-      view.say("")
-      chooser?.update(open, chosen)
     } catch (error) {
       if (stop.signal.aborted || laidOut !== wanted) return
       laidOut = before
       view.wait(false)
       // The tree stays as open as the graph is.
-      chooser?.update(null, chosen)
+      chooser?.update(null, chosenOf(shown))
       view.say(reason(error), ["Try again", () => show(place())])
       return
     }
-  } else chooser?.update(open, chosen)
+  }
+  // Another node may have been chosen while the layout came; the tree waits for it as well.
+  const chosen = chosenOf(shown)
+  chooser?.update(view.waits ? null : openModules(shown), chosen)
   view.choose(chosen)
-  await colour(view, shown, c)
+  await colour(view, shown, place().c ?? "")
 }
+
+/** The name of the chosen node. @param {Model} shown */
+const chosenOf = (shown) => shown.resolve(place().n)?.name ?? null
 
 /** @param {GraphView} view @param {Model} shown @param {string} by */
 async function colour(view, shown, by) {
@@ -228,9 +236,9 @@ async function colour(view, shown, by) {
     view.say("")
     return view.colour(by)
   }
+  view.say("Measuring each node on a photograph…", ["Cancel", () => go({ c: null }, true)])
   if (measuring) return
   const mine = (measuring = new AbortController())
-  view.say("Measuring each node on a photograph…", ["Cancel", () => go({ c: null }, true)])
   try {
     view.measured = await measured(shown, mine.signal)
     view.say("")
