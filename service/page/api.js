@@ -9,12 +9,14 @@ export class Problem extends Error {
    * @param {string} detail
    * @param {number} status 0 where there was no answer
    * @param {string} type
+   * @param {number} after how many seconds later the service expects to do it; 0 where it says nothing of that
    */
-  constructor(title, detail, status, type = "") {
+  constructor(title, detail, status, type = "", after = 0) {
     super(detail)
     this.title = title
     this.status = status
     this.type = type
+    this.after = after
   }
 }
 
@@ -44,7 +46,7 @@ export async function ask(path, options = {}) {
 async function asProblem(answer) {
   try {
     const found = await answer.json()
-    return new Problem(found.title ?? "Error", found.detail ?? answer.statusText, answer.status, found.type)
+    return new Problem(found.title ?? "Error", found.detail ?? answer.statusText, answer.status, found.type, Number(answer.headers.get("Retry-After")))
   } catch {
     return new Problem("Error", `The server answered ${answer.status} ${answer.statusText}.`, answer.status)
   }

@@ -6,7 +6,7 @@ import { image, range, rgbImage } from "./colours.js"
 import { h } from "./dom.js"
 import { visibleRegion } from "./photo.js"
 import { reduce } from "./reductions.js"
-import { gridAt, preprocessingAt } from "./size.js"
+import { enlargement, gridAt, preprocessingAt } from "./size.js"
 import { requestOf } from "./snippets.js"
 import { picture } from "./stage.js"
 
@@ -18,7 +18,9 @@ import { picture } from "./stage.js"
 /** How long the graph rests before pictures are asked for, in milliseconds. */
 const REST = 200
 /** The most values that one request is for: two bytes each. */
-const MOST_VALUES = 16e6
+const MOST_VALUES = 8e6
+/** The statuses of what may be answered later: no answer, too many requests, no room. */
+const LATER = [0, 429, 502, 503]
 const MOST_KEPT = 600
 /** Their longest side; larger ones are drawn smaller. */
 const SIDE = 128
@@ -27,6 +29,7 @@ export class Pictures {
   /** By what they show, the last ones last; null for those that cannot be had. @type {Map<string, HTMLCanvasElement | null>} */ #known = new Map()
   /** @type {Subject | null} */ #subject = null
   /** @type {NodeInfo[]} */ #wanted = []
+  /** The most nodes that one request is for: fewer after one of several was refused. */ #most = Infinity
   #timer = 0
   /** @type {{nodes: NodeInfo[], stop: AbortController} | null} */ #asking = null
 
@@ -76,10 +79,12 @@ export class Pictures {
     const { model, photo, view, size } = subject
     /** @type {NodeInfo[]} */ const nodes = []
     let values = 0
+    const larger = enlargement(model, size, photo)
     for (const node of this.#wanted) {
+      if (nodes.length >= this.#most) break
       if (this.#known.has(this.#key(node.name))) continue
       if (node.op === "placeholder") this.#keep(node.name, photograph(photo, preprocessingAt(model, size)))
-      else if ((values += (node.shape ?? []).reduce((/** @type {number} */ product, size) => product * (size ?? 1), 1)) <= MOST_VALUES || !nodes.length) nodes.push(node)
+      else if ((values += (node.shape ?? []).reduce((/** @type {number} */ product, size) => product * (size ?? 1), larger)) <= MOST_VALUES || !nodes.length) nodes.push(node)
       else break
     }
     if (!nodes.length) return this.changed()
@@ -98,8 +103,18 @@ export class Pictures {
       const buffer = await answer.arrayBuffer()
       const grids = nodes.map(({ name, layout, tokens, rows_per_image }) => ({ key: name, layout: rows_per_image === 1 ? layout : null, tokens: gridAt(model, tokens, size, photo) }))
       found = await reduce("pictures", { buffer, nodes: grids, view }, { transfer: [buffer] })
-    } catch {
-      // The pane beside the graph says why. These are not asked for again.
+      this.#most *= 2
+    } catch (error) {
+      // The pane beside the graph says why.
+      if (this.#asking !== asking) return
+      this.#asking = null
+      if (error instanceof Problem && LATER.includes(error.status)) {
+        if (error.after) setTimeout(() => this.changed(), 1000 * error.after) // else at the next move
+        return
+      }
+      if (nodes.length > 1) this.#most = Math.floor(nodes.length / 2)
+      else this.#keep(nodes[0].name, null)
+      return this.changed()
     }
     if (this.#asking !== asking) return
     this.#asking = null

@@ -49,6 +49,12 @@ function inputSize(model, { image_size: asked, fit }, { bitmap }) {
   return [rounded(bitmap.height), rounded(bitmap.width)]
 }
 
+/** How many times as large as usual the input for a photo is. @param {Model} model @param {Query} query @param {Photo} photo */
+export function enlargement(model, query, photo) {
+  const size = inputSize(model, query, photo) ?? usualSize(model), usual = usualSize(model)
+  return (size[0] * size[1]) / (usual[0] * usual[1])
+}
+
 /** The nearest whole number, of halves the even one: as the server rounds sizes. @param {number} value */
 function halfToEven(value) {
   const nearest = Math.round(value)

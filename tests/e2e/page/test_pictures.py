@@ -2,11 +2,12 @@
 
 import time
 
+import httpx
 import numpy as np
 import pytest
 
 from fxcore import photos
-from tests.e2e.page.seen import GRAPH, asked, coloured, pixels, until
+from tests.e2e.page.seen import GRAPH, asked, coloured, eventually, pixels, until
 
 PICTURE, PADDING, KNOB = 56, 8, 7
 
@@ -150,3 +151,70 @@ def test_zero_is_at_its_colour_and_over_no_other_number(open_server, visit):
         if low == -5.123:
             at = start + 200 * -low / (high - low)
             assert sum(zero) / 2 == pytest.approx(at, abs=2)
+
+
+def pictured_soon(page, server, module, model="resnet18", least=0.95):
+    likeness = likenesses(page, server, model)
+
+    def check():
+        assert likeness(module) > least
+
+    eventually(page, check)
+
+
+@pytest.mark.exhaustive
+def test_pictures_are_asked_for_again_once_the_server_has_room_or_is_back(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&n=layer3&i=none")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    asked_for = []
+
+    def refuse(route):
+        asked_for.append(route)
+        if len(asked_for) == 1:
+            route.fulfill(status=503, headers={"Retry-After": "1"}, json={"title": "Busy", "detail": "busy"})
+        else:
+            route.abort()
+
+    page.route("**/features?*dtype=float16*", refuse)
+    page.get_by_label("Pictures").select_option("mean")
+
+    def check(times):
+        assert len(asked_for) == times
+
+    eventually(page, lambda: check(2))
+    page.wait_for_timeout(600)
+    check(2)  # a server that is gone is not asked again and again
+    page.unroute("**/features?*dtype=float16*")
+    page.get_by_role("button", name="C3", exact=True).click()
+    pictured_soon(page, open_server, "layer3")
+
+
+@pytest.mark.exhaustive
+def test_pictures_that_are_too_much_for_one_answer_come_in_several(start, visit):
+    server = start(models="resnet18", max_response_bytes=2_000_000)
+    tab = visit(server.url)
+    page = tab.go("m=resnet18&n=layer3&i=none&o=")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    page.get_by_label("Pictures").select_option("mean")
+    for module in ("layer3", "layer2"):
+        pictured_soon(page, server, module, least=0.7)
+    requests = [url for url in tab.urls if "dtype=float16" in url]
+    assert len({url.partition("nodes=")[2].count("%2C") for url in requests}) > 1
+
+
+@pytest.mark.exhaustive
+def test_one_request_for_pictures_is_bounded_at_every_size(open_server, visit):
+    nodes = open_server.http.get("/v1/models/resnet18/graph?format=json&weights=random").json()["nodes"]
+    usual = {node["name"]: np.prod([size or 1 for size in node["shape"]]) for node in nodes}
+    tab = visit(open_server.url)
+    page = tab.go("m=resnet18&n=layer3&o=&z=640&i=none")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    with page.expect_response(lambda one: "dtype=float16" in one.url and "conv1" in one.url):
+        page.get_by_label("Pictures").select_option("mean")
+    requests = [httpx.URL(url).params["nodes"].split(",") for url in tab.urls if "dtype=float16" in url]
+    assert len(requests) > 1
+    for names in requests:
+        assert len(names) == 1 or sum(usual[name] for name in names) * (640 / 224) ** 2 <= 8e6
