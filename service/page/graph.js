@@ -5,7 +5,7 @@ import { KNOB, draw, knob, palette } from "./drawing.js"
 import { h, select } from "./dom.js"
 import { makeup, repeats } from "./kinds.js"
 import { Minimap } from "./minimap.js"
-import { holds, modulesAbove } from "./model.js"
+import { holds } from "./model.js"
 import { flops, parameters, shapeText } from "./numbers.js"
 import { Pictures } from "./pictures.js"
 import { kind, matches } from "./tree.js"
@@ -25,7 +25,7 @@ export class GraphView {
   /** @type {Model | null} */ model = null
   /** @type {string | null} */ chosen = null
   /** @type {Map<string, number> | null} milliseconds by node, once measured */ measured = null
-  /** The nodes of each box, by its name. @type {Map<string, import("./model.js").NodeInfo[]>} */ #inside = new Map()
+  /** The nodes of each box: a module that is called again has another one. @type {Map<Box, import("./model.js").NodeInfo[]>} */ #inside = new Map()
   /** What each box is made of, and how many alike modules it holds. @type {import("./kinds.js").Makeup[]} */ #kinds = []
   /** @type {number[]} */ #repeats = []
   #resting = 0
@@ -37,7 +37,7 @@ export class GraphView {
   #fitted = { least: 0, at: "" }
   /** @type {number[] | null} */ #heat = null
   /** @type {Set<number>} */ #found = new Set()
-  /** @type {string | null} the box that keeps its position on the screen when the layout changes */ #anchor = null
+  /** @type {Box | null} that keeps its position on the screen when the layout changes */ #anchor = null
 
   /**
    * @param {HTMLElement} pane
@@ -87,8 +87,8 @@ export class GraphView {
 
   /** @param {Model} model @param {Layout} layout @param {boolean} fresh whether it is another model's */
   show(model, layout, fresh) {
-    const before = this.#anchor ? this.layout?.boxes.find((box) => box.name === this.#anchor) : null
-    const after = this.#anchor ? layout.boxes.find((box) => box.name === this.#anchor) : null
+    const before = this.#anchor
+    const after = before && layout.boxes.find(({ name, node }) => name === before.name && node === before.node)
     this.model = model
     this.layout = layout
     this.#anchor = null
@@ -184,28 +184,34 @@ export class GraphView {
     })
   }
 
-  /** The box that shows the chosen node: the innermost. */
+  /** The box that shows the chosen node. */
   #chosenBox() {
     const { chosen, layout } = this
     if (!chosen || !layout) return -1
-    return layout.boxes.findLastIndex((box) => box.kind !== "frame" && holds(box.name, chosen))
+    return layout.boxes.findIndex((box) => box.kind !== "frame" && this.#nodesOf(box).some(({ name }) => name === chosen))
   }
 
   /** @param {Box} box */
   #nodesOf(box) {
-    return this.#inside.get(box.name) ?? []
+    return this.#inside.get(box) ?? []
   }
 
   /** Find the nodes of each box, their kinds, and alike modules. @param {Model} model @param {Layout} layout */
   #sort(model, layout) {
-    this.#inside = new Map(layout.boxes.map((box) => [box.name, []]))
-    for (const node of model.nodes)
-      for (const path of [...modulesAbove(node.name), node.name]) this.#inside.get(path)?.push(node)
+    const numbers = new Map(model.nodes.map(({ name }, i) => [name, i]))
+    this.#inside = new Map(layout.boxes.map((box) => {
+      const end = (numbers.get(box.node) ?? -1) + 1
+      return [box, model.nodes.slice(Math.max(0, end - box.nodes), end)]
+    }))
     this.#kinds = layout.boxes.map((box) => makeup(this.#nodesOf(box)))
-    this.#repeats = layout.boxes.map((box) => (box.kind === "module" ? repeats(model.modules.get(box.name)) : 1))
+    this.#repeats = layout.boxes.map((box) => {
+      const module = box.kind === "module" ? model.modules.get(box.name) : undefined
+      const whole = this.#nodesOf(box).filter(({ name }) => holds(box.name, name)).length === module?.nodes.length
+      return whole ? repeats(module) : 1
+    })
     layout.boxes.forEach((box, i) => {
       const count = this.#repeats[i]
-      if (count > 1) box.lines[1] = `${count} × ${this.#nodesOf(box).length / count} nodes`
+      if (count > 1) box.lines[1] = `${count} × ${(model.modules.get(box.name)?.nodes.length ?? 0) / count} nodes`
     })
   }
 
@@ -276,7 +282,7 @@ export class GraphView {
     if (pressed) return this.#toggle(pressed)
     const box = this.#boxAt(x, y)
     if (!box || box.kind === "frame") return
-    this.actions.choose(box.kind === "module" ? box.name : box.node)
+    this.actions.choose(this.#pathOf(box))
   }
 
   /** @param {MouseEvent} event */
@@ -286,9 +292,14 @@ export class GraphView {
     if (box && (box.kind === "module" || box.kind === "frame")) this.#toggle(box)
   }
 
+  /** What a box is chosen by: the path of its module, if that means this call of it. @param {Box} box */
+  #pathOf(box) {
+    return box.kind === "module" && this.model?.resolve(box.name)?.name === box.node ? box.name : box.node
+  }
+
   /** @param {Box} box */
   #toggle(box) {
-    this.#anchor = box.name
+    this.#anchor = box
     this.actions.toggle(box.name)
   }
 
@@ -356,6 +367,6 @@ export class GraphView {
     this.choose(box.node)
     // What is passed on the way is not asked for.
     clearTimeout(this.#resting)
-    this.#resting = setTimeout(() => this.actions.choose(box.kind === "module" ? box.name : box.node, true), REST)
+    this.#resting = setTimeout(() => this.actions.choose(this.#pathOf(box), true), REST)
   }
 }

@@ -150,7 +150,7 @@ async function load(now) {
     weights: (w) => go({ w }), choose: (path) => choose(path), toggle, search: (wanted) => graph?.search(wanted),
   })
   graph ??= new GraphView(panes.graph, {
-    choose, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
+    choose: stepTo, toggle, openAll: () => go({ o: ALL }, true), closeAll: () => go({ o: "" }, true), colour: (c) => go({ c: c || null }, true),
     see: () => go({ t: "features" }),
     picture: (i) => go({ i: i === "mean" ? null : i }, true),
   })
@@ -167,13 +167,16 @@ function focusHeading(pane) {
   /** @type {HTMLElement | null} */ (pane.querySelector("h1, h2"))?.focus()
 }
 
-/** @param {string} path @param {boolean} [replace] without an entry in the history */
-function choose(path, replace = false) {
+/** Choose a node without opening the module that it is in. @param {string} path @param {boolean} [replace] without an entry in the history */
+const stepTo = (path, replace) => go({ n: path, ch: null, at: null }, replace)
+
+/** Choose a node, and open the modules that it is in. @param {string} path */
+function choose(path) {
   if (!model) return
   const node = model.resolve(path)
   const open = openModules(model)
   const above = node && path === node.name && place().o !== ALL ? modulesAbove(path).filter((module) => !open.has(module)) : []
-  go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) }, replace)
+  go({ n: path, ch: null, at: null, ...(above.length ? { o: [...open, ...above].join(",") } : {}) })
 }
 
 /** Expand or collapse a module; those inside a collapsed one collapse as well. @param {string} path */

@@ -176,3 +176,34 @@ def test_the_graphs_of_models_chosen_before_are_not_kept(open_server, visit):
             break
         page.wait_for_timeout(100)
     assert kept <= 2
+
+
+@pytest.mark.exhaustive
+def test_each_call_of_a_module_is_a_box_of_its_own(open_server, visit):
+    model, module = "fasterrcnn_mobilenet_v3_large_320_fpn", "backbone.fpn.inner_blocks"
+    layout = layout_of(open_server, model, open="backbone,backbone.fpn")
+    calls = [box for box in layout["boxes"] if box["name"] == module]
+    assert [box["node"] for box in calls] == [f"{module}.1", f"{module}.0"]  # from coarse to fine
+    page = visit(open_server.url).go(f"m={model}&w=random&n={module}&i=none&o=backbone,backbone.fpn")
+    settled(page)
+    page.get_by_role("button", name="Fit").click()
+    _, scale, left, top = fitted(page, layout)
+
+    def middle(box):
+        return {"x": left + scale * (box["x"] + box["width"] / 3), "y": top + scale * (box["y"] + box["height"] / 2)}
+
+    for box, path in zip(calls, (f"{module}.1", module), strict=True):  # the path means the last of them
+        page.locator(GRAPH).click(position=middle(box))
+        until(page, f"location.hash.includes('n={path}&')")
+        assert page.locator(".sheet strong").text_content() == box["node"]
+        assert page.locator(".tree li.chosen .name").get_attribute("title") == module  # it stays closed
+        page.locator(GRAPH).hover(position=middle(box))
+        card = page.locator(".card")
+        assert card.inner_text().splitlines()[1] == "1 node"
+        flops = next(line for line in box["lines"] if "FLOPs" in line).rpartition(", ")[2]
+        assert float(card.inner_text().splitlines()[3].split()[0]) == pytest.approx(float(flops.split()[0]), rel=0.01)
+    page.locator(GRAPH).focus()
+    names = [box["node"] for box in layout["boxes"] if box["kind"] != "frame"]
+    for node in reversed(names[1 : names.index(calls[1]["node"])]):  # back past both calls, without a loop
+        page.keyboard.press("ArrowLeft")
+        assert page.locator(".sheet strong").text_content() == node
