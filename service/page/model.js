@@ -58,9 +58,10 @@ export class Model {
     this.root = /** @type {Part} */ (this.modules.get(""))
   }
 
-  /** Whether it takes single photos: video models do not. */
+  /** Whether it takes single photos: video models do not, nor those of other channels than colours or grey. */
   get takesPhotos() {
-    return this.inputs.length === 1 && !this.inputs[0].layout.includes("T")
+    const [{ layout, shape }] = this.inputs
+    return this.inputs.length === 1 && !layout.includes("T") && [1, 3].includes(shape[1] ?? 3)
   }
 
   /**

@@ -40,6 +40,17 @@ class Two(nn.Module):
     def forward(self, image, depth):
         return (self.one(image) + self.other(depth)).mean((2, 3))
 
+class Four(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, stride=8)
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3))
+
+def four():
+    return built(Four)
+
 def values():
     return built(Values)
 
@@ -49,6 +60,8 @@ def two():
 MODELS = """
 [models.values]
 builder = "own_for_the_page:values"
+[models.four]
+builder = "own_for_the_page:four"
 [models.two]
 builder = "own_for_the_page:two"
 """
@@ -120,11 +133,11 @@ def test_what_cannot_be_shown_has_a_request_of_its_own(own_server, visit):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model", ["two", "r3d_18"])
+@pytest.mark.parametrize("model", ["two", "four", "r3d_18"])
 def test_the_request_for_a_model_that_takes_tensors_works_as_it_stands(own_server, visit, tmp_path, model):
     inputs = own_server.http.get(f"/v1/models/{model}").json()["inputs"]
     sent = {one["name"]: np.ones([1, *one["shape"][1:]], np.float32) for one in inputs}
-    node, weights = {"two": ("one", "builder"), "r3d_18": ("stem", "random")}[model]
+    node, weights = {"two": ("one", "builder"), "four": ("conv", "builder"), "r3d_18": ("stem", "random")}[model]
     page = visit(own_server.url).go(f"m={model}&n={node}")
     page.get_by_text("takes tensors").wait_for()
     if len(sent) > 1:
