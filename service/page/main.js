@@ -85,11 +85,17 @@ async function show(now) {
   if (mine === moves) graph?.picture(photo, current.i ?? "mean", sizeQuery(current))
 }
 
-function showStart() {
-  const lost = holdsFocus()
+/** Stop what is under way for what was shown. */
+function leave() {
   stop.abort()
   stopMeasuring()
   inspector.stop()
+  graph?.pictures.show(null)
+}
+
+function showStart() {
+  const lost = holdsFocus()
+  leave()
   model = graph = chooser = null
   requested = laidOut = ""
   document.body.classList.remove("inside")
@@ -118,9 +124,7 @@ async function showWelcome(lost) {
 /** Load the model of a place; false where that failed or something else was chosen meanwhile. @param {import("./place.js").Place} now */
 async function load(now) {
   const lost = holdsFocus()
-  stop.abort()
-  stopMeasuring()
-  inspector.stop()
+  leave()
   const mine = (stop = new AbortController())
   const fresh = model?.name !== now.m
   const waiting = progress(`Loading ${now.m}`, () => { location.hash = link(kept(now)) }, "its graph is being traced")
