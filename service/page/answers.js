@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js"
 import { editedBody } from "./edits.js"
-import { reduce } from "./reductions.js"
+import { onLoss, reduce } from "./reductions.js"
 import { gridAt } from "./size.js"
 import { featureAddress, requestOf } from "./snippets.js"
 
@@ -85,6 +85,7 @@ export async function opened(model, answer, message, photo, node, what, signal, 
 
 /** Answers that stay, the last used ones last; the worker holds their tensors. @type {Map<Answer, {what: string, signal: AbortSignal}>} */
 const known = new Map()
+onLoss(() => known.clear())
 /** The bytes that they may take, unless what is shown takes more. */
 const MOST_BYTES = 256e6
 let slots = 0
@@ -106,6 +107,6 @@ function keep(what, answer, signal) {
     bytes += other.file.size
     if (!signal.aborted || bytes <= MOST_BYTES) continue
     known.delete(other)
-    reduce("close", { slot: other.slot })
+    reduce("close", { slot: other.slot }).catch(() => {}) // it is lost anyway
   }
 }

@@ -218,7 +218,7 @@ export class Inspector {
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
           ["Remove this one", () => photo && this.remove(photo)])
-      : failure(error, ...retries(error, () => { this.#rendered = ""; this.refresh() }, () => this.go({ w: "random" }))),
+      : failure(error, ...retries(error, () => { this.#requested = ""; this.refresh() }, () => this.go({ w: "random" }))),
       knobsView(editsOf(this.#place), [], this.go)) // what was refused can be taken back
   }
 

@@ -1,6 +1,7 @@
 // The worker, as promises. It does one job at a time, and those that wait can still be taken back.
 
-const worker = new Worker(new URL("./worker.js", import.meta.url), { type: "module" })
+/** Begun with the first job, and anew after a failure. @type {Worker | null} */
+let worker = null
 
 /** @typedef {{message: Record<string, any>, transfer: Transferable[], topic: string | null, resolve: (result: any) => void, reject: (error: Error) => void}} Job */
 
@@ -9,15 +10,32 @@ const waiting = []
 /** @type {Job | null} */
 let running = null
 
-worker.onmessage = (/** @type {MessageEvent} */ { data: { result, error } }) => {
-  if (error) running?.reject(new Error(error))
-  else running?.resolve(result)
-  next()
+/** Called once a worker has failed, and what it held is lost. @type {() => void} */
+let lost = () => {}
+/** @param {() => void} listener */
+export const onLoss = (listener) => { lost = listener }
+
+function begin() {
+  const begun = new Worker(new URL("./worker.js", import.meta.url), { type: "module" })
+  begun.onmessage = ({ data: { result, error } }) => {
+    if (error === undefined) running?.resolve(result)
+    else running?.reject(new Error(error))
+    next()
+  }
+  // Its files did not come, or it had too little memory.
+  begun.onerror = begun.onmessageerror = () => {
+    begun.terminate()
+    worker = null
+    lost()
+    for (const job of [running, ...waiting.splice(0)]) job?.reject(new Error("The part of the page that computes maps has failed."))
+    running = null
+  }
+  return begun
 }
 
 function next() {
   running = waiting.shift() ?? null
-  if (running) worker.postMessage(running.message, running.transfer)
+  if (running) (worker ??= begin()).postMessage(running.message, running.transfer)
 }
 
 /**

@@ -134,3 +134,25 @@ def test_a_browser_that_keeps_nothing_asks_for_the_key_once(locked_server, visit
     page.get_by_role("button", name="Photo coffee").click()
     shown(page, "features.3", "coffee.jpg")
     assert page.get_by_role("dialog").count() == 0
+
+
+@pytest.mark.exhaustive
+def test_maps_that_could_not_be_computed_are_once_one_tries_again(open_server, visit):
+    tab = visit(open_server.url)
+    tab.page.route("**/page/pca.js", lambda route: route.abort(), times=1)  # of the worker
+    page = tab.go("m=squeezenet1_1&n=features.3&i=none")
+    page.get_by_role("alert").filter(has_text="computes maps has failed").wait_for()
+    page.get_by_role("button", name="Try again").click()
+    check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT")[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("other", ["", "m=squeezenet1_1&n=features.3&i=none"])
+def test_the_pictures_of_a_model_that_one_leaves_are_not_waited_for(open_server, visit, other):
+    page = visit(open_server.url).go("m=resnet18&n=layer3&i=none")
+    shown(page, "layer3")
+    held = Held(page, pictures)
+    page.get_by_label("Pictures").select_option("mean")
+    held.wait()
+    with page.expect_event("requestfailed", lambda one: pictures(one.url)):
+        page.evaluate("(other) => { location.hash = other }", other)
