@@ -1,12 +1,12 @@
 // Why a classifier says so: where in a photo the evidence for one class lies, by Grad-CAM.
 
-import { kept, opened } from "./answers.js"
-import { ask, modelPath } from "./api.js"
+import { askFeatures, kept, opened } from "./answers.js"
 import { range } from "./colours.js"
 import { titleOf } from "./comparison.js"
 import { classAlike, scoresOf } from "./predictions.js"
 import { reduce } from "./reductions.js"
 import { fixedQuery } from "./size.js"
+import { requestOf } from "./snippets.js"
 import { eachSide } from "./stages.js"
 import { coloured } from "./views.js"
 
@@ -28,29 +28,28 @@ export function evidenceNode(model) {
  * The evidence for a class at the node of each answer.
  * @param {Answer[]} answers the first is of the model that the class is of @param {{index: number, name: string}} target
  * @param {AbortSignal} signal @param {import("./size.js").Query} size
- * @returns {Promise<import("./stages.js").Side[]>}
+ * @returns {Promise<{sides: import("./stages.js").Side[], answer?: Answer, request?: import("./snippets.js").Request}>} with the first answer and its request
  */
-export async function evidenceSides(answers, target, signal, size) {
-  /** @type {({photo: import("./photo.js").Photo, model: Model, node: string, height: number, width: number, values: Float32Array} | {note: string})[]} */
+export async function evidenceView(answers, target, signal, size) {
+  /** @type {({answer: Answer, request: import("./snippets.js").Request, height: number, width: number, values: Float32Array} | {note: string})[]} */
   const found = await eachSide(answers, async ({ model, maps, node, photo }) => {
     const of = scoresOf(model)?.name
     const index = await classAlike(answers[0].model, target.index, model)
     if (!of || index < 0) return { note: `${titleOf(model)} has no class that is known to be ${target.name}.` }
     if (!maps) return { note: `The output of ${node} for ${photo.title} is not a map.` }
-    const query = { of, at: node, target: String(index), weights: model.weights, ...fixedQuery(model, size, photo) }
-    const what = JSON.stringify([model.name, query])
+    const request = requestOf(model, [node], photo, { evidence: { of, target: index }, query: fixedQuery(model, size, photo) })
+    const what = JSON.stringify([model.name, model.weights, node, request.evidence, request.query])
     const answer = kept(what, photo, signal) ?? await opened(model,
-      await ask(modelPath(model.name, "/attributions", query), {
-        method: "POST", headers: { Accept: "application/x-safetensors", "Content-Type": photo.type }, body: photo.data, signal,
-      }), { key: "attribution", layout: null, tokens: null }, photo, node, what, signal)
+      await askFeatures(request, photo, "application/x-safetensors", signal), { key: "attribution", layout: null, tokens: null }, photo, node, what, signal)
     const [, height, width] = answer.shape
-    return { photo, model, node, height, width, values: await reduce("values", { slot: answer.slot, most: height * width }) }
+    return { answer, request, height, width, values: await reduce("values", { slot: answer.slot, most: height * width }) }
   })
   const label = `Evidence for ${target.name}`
   /** One for all photos; different nodes and models have none in common. @param {string} node @param {Model} model */
-  const scaleOf = (node, model) => range(...found.flatMap((one) => ("values" in one && one.node === node && one.model.name === model.name ? one.values : [])))
-  return found.map((one) => ("note" in one ? one : {
-    photo: one.photo, model: one.model, node: one.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
-    render: async () => coloured(one.values, one.width, scaleOf(one.node, one.model)),
+  const scaleOf = (node, model) => range(...found.flatMap((one) => ("values" in one && one.answer.node === node && one.answer.model.name === model.name ? one.values : [])))
+  const sides = found.map((one) => ("note" in one ? one : {
+    photo: one.answer.photo, model: one.answer.model, node: one.answer.node, label, caption: label, edited: false, size: { height: one.height, width: one.width }, query: false,
+    render: async () => coloured(one.values, one.width, scaleOf(one.answer.node, one.answer.model)),
   }))
+  return { sides, ...found.find((one) => "answer" in one) }
 }

@@ -7,7 +7,7 @@ import { channelAt, channelsView } from "./channels.js"
 import { acrossView, agreementSides, comparesModels, otherChoices, otherOutput, severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
 import { editsOf, knobsView, reaching } from "./edits.js"
-import { evidenceNode, evidenceSides } from "./evidence.js"
+import { evidenceNode, evidenceView } from "./evidence.js"
 import { keepFocus } from "./focus.js"
 import { heading } from "./heading.js"
 import { parameters } from "./numbers.js"
@@ -15,7 +15,7 @@ import { patchOf } from "./patch.js"
 import { isMissing, photoOf } from "./photo.js"
 import { photoPicker } from "./picker.js"
 import { isStale, reduce } from "./reductions.js"
-import { categories, classAlike, predictionsView, scoresOf } from "./predictions.js"
+import { categories, predictionsOf, scoresOf } from "./predictions.js"
 import { requestView } from "./request.js"
 import { sizeChoices, sizeQuery } from "./size.js"
 import { stages } from "./stages.js"
@@ -186,24 +186,10 @@ export class Inspector {
 
   /** Say what classifiers see in the photos, after their first maps are shown. @param {AbortSignal} signal */
   async #predict(signal) {
-    const several = severalModels(this.#answers), times = this.#times
-    /** @type {{model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}[]} */ const subjects = []
-    for (const { model, photo } of this.#answers)
-      if (!subjects.some((one) => one.photo === photo && titleOf(one.model) === titleOf(model))) subjects.push({ model, photo, edits: [] })
-    const [{ model: first, photo }] = this.#answers
-    const photos = subjects.some((one) => one.photo !== photo)
-    const edits = reaching(editsOf(this.#place), first, scoresOf(first)?.name ?? "")
-    if (edits.length) subjects.push({ model: first, photo, edits })
-    const choose = (/** @type {Model} */ one) => async (/** @type {number} */ k) => {
-      const index = await classAlike(one, k, first)
-      if (index >= 0) this.#explain(first, index)
-    }
-    /** @param {Model} one */
-    const named = (one) => (one.name !== first.name || one.weightsKnown[one.weights]?.categories ? one : first)
+    const times = this.#times, [{ model }] = this.#answers
     // It says less than the maps do: where it cannot be had, they stay alone.
-    const found = await Promise.all(subjects.map(({ model, photo, edits }) =>
-      predictionsView(model, photo, signal, choose(model), { query: this.#size, edits, by: several ? titleOf(model) : "", photos, named: named(model) }))).catch(() => [])
-    if (!signal.aborted && times === this.#times) this.said.replaceChildren(...found.flatMap((one) => one ?? []))
+    const found = await predictionsOf(this.#answers, this.#place, signal, (k) => this.#explain(model, k)).catch(() => [])
+    if (!signal.aborted && times === this.#times) this.said.replaceChildren(...found)
   }
 
   /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
@@ -236,7 +222,7 @@ export class Inspector {
     if (isMissing(place.p) || isMissing(place.p2)) blocks.append(h("p", { class: "note" }, "This link was made with a photo that it cannot carry. A sample is shown instead."))
     /** What the numbers and the request below the maps are of. */
     let shown = this.#answers, request = /** @type {import("./request.js").Wanted} */ ({ node: first.node, transforms: [], id: null })
-    let heads = 0, rows = /** @type {boolean[]} */ ([])
+    let offered = /** @type {Answer | undefined} */ (undefined), heads = 0, rows = /** @type {boolean[]} */ ([])
     /** An answer among several. @param {Answer} one */
     const named = ({ model, photo, node, edits }) =>
       `${severalModels(shown) ? titleOf(model) : photo.title}${view === "attention" ? "" : `, ${node}`}${edits.length ? ", edited" : ""}`
@@ -252,7 +238,12 @@ export class Inspector {
           request = { node: shown[0].node, ...weights[0].request }
           heads = shown[0].shape.at(-3) ?? 0
         }
-      } else rest = view === "why" ? await this.#evidence(model, place) : await this.#maps(view, place)
+      } else if (view === "why") {
+        const { elements, ...found } = await this.#evidence(model, place)
+        rest = elements
+        offered = found.answer
+        request = { ...request, ...found.request, node: offered?.node ?? first.node }
+      } else rest = await this.#maps(view, place)
     } catch (error) {
       if (wanted !== this.#rendered || isStale(error)) return
       this.#offer(request, first.photo, first)
@@ -270,8 +261,8 @@ export class Inspector {
     if (wanted !== this.#rendered) return // the choice has changed meanwhile
     const top = this.pane.scrollTop
     keepFocus(this.body, () => this.body.replaceChildren(blocks))
-    const offered = shown.find(({ edits }) => edits.length) ?? shown[0]
-    if (shown.length) this.#offer(request, offered.photo, offered)
+    offered ??= shown.find(({ edits }) => edits.length) ?? shown[0]
+    if (offered) this.#offer({ ...request, what: second ? named(offered) : "" }, offered.photo, offered)
     this.pane.scrollTop = top
   }
 
@@ -346,17 +337,19 @@ export class Inspector {
   /** @param {Model} model @param {Place} place */
   async #evidence(model, place) {
     const scores = scoresOf(model)
-    if (!scores) return []
+    if (!scores) return { elements: [] }
     const names = await categories(model)
     const first = this.#answers[0]
     const { slot } = await features(model, scores.name, first.photo, this.#abort.signal, this.#size)
     const values = await reduce("values", { slot, most: scores.shape?.at(-1) ?? 0 })
-    const index = Number(place.k ?? values.indexOf(values.reduce((/** @type {number} */ a, /** @type {number} */ b) => Math.max(a, b)))) || 0
+    const largest = values.reduce((/** @type {number} */ best, /** @type {number} */ value, /** @type {number} */ i) => (value > (values[best] ?? -Infinity) ? i : best), -1)
+    if (largest < 0 && !place.k) return { elements: [h("p", { class: "note" }, `The scores of ${first.photo.title} are not numbers: no class is the likeliest.`)] }
+    const index = Number(place.k ?? largest) || 0
     const name = names[index] ?? `class ${index}`
     const late = this.#later("why", `Differentiating ${name}`)
     try {
-      const sides = await evidenceSides(this.#answers.filter(({ edits }) => !edits.length), { index, name }, this.#abort.signal, this.#size)
-      return [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)]
+      const { sides, ...found } = await evidenceView(this.#answers.filter(({ edits }) => !edits.length), { index, name }, this.#abort.signal, this.#size)
+      return { elements: [await this.#stages(sides), h("p", { class: "dim" }, `Grad-CAM: where at this node the evidence for ${name} lies. Choose another class above.`)], ...found }
     } finally {
       clearTimeout(late)
     }

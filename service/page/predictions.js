@@ -2,8 +2,11 @@
 
 import { features } from "./answers.js"
 import { askJson, modelPath } from "./api.js"
+import { severalModels, titleOf } from "./comparison.js"
 import { h } from "./dom.js"
+import { editsOf, reaching } from "./edits.js"
 import { reduce } from "./reductions.js"
+import { sizeQuery } from "./size.js"
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -58,6 +61,7 @@ export async function predictionsView(model, photo, signal, choose, { query = {}
   if (!last || known.length !== last.shape?.at(-1)) return null
   const { slot } = await features(model, last.name, photo, signal, query, edits)
   const shares = softmax(await reduce("values", { slot, most: known.length }))
+  if (shares.some(Number.isNaN)) return null
   const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, MOST)
   const what = [photos ? photo.title : "", by, edits.length ? "edited" : ""].filter(Boolean)
   return h("section", { class: "predictions", "aria-label": `Predictions for ${photo.title}${edits.length ? ", edited" : ""}${by && ` by ${by}`}` },
@@ -68,6 +72,29 @@ export async function predictionsView(model, photo, signal, choose, { query = {}
       row.style.setProperty("--share", `${100 * shares[i]}%`)
       return row
     })))
+}
+
+/**
+ * What classifiers say of each photo that is shown, and of the edited one.
+ * @param {import("./answers.js").Answer[]} answers @param {import("./place.js").Place} place @param {AbortSignal} signal
+ * @param {(index: number) => void} explain called with a class of the first model
+ */
+export async function predictionsOf(answers, place, signal, explain) {
+  /** @type {{model: Model, photo: import("./photo.js").Photo, edits: import("./edits.js").Edit[]}[]} */ const subjects = []
+  for (const { model, photo } of answers)
+    if (!subjects.some((one) => one.photo === photo && titleOf(one.model) === titleOf(model))) subjects.push({ model, photo, edits: [] })
+  const [{ model: first, photo }] = answers
+  const several = severalModels(answers), photos = subjects.some((one) => one.photo !== photo)
+  const edits = reaching(editsOf(place), first, scoresOf(first)?.name ?? "")
+  if (edits.length) subjects.push({ model: first, photo, edits })
+  const choose = (/** @type {Model} */ one) => async (/** @type {number} */ k) => {
+    const index = await classAlike(one, k, first)
+    if (index >= 0) explain(index)
+  }
+  /** @param {Model} one */
+  const named = (one) => (one.name !== first.name || one.weightsKnown[one.weights]?.categories ? one : first)
+  return (await Promise.all(subjects.map(({ model, photo, edits }) =>
+    predictionsView(model, photo, signal, choose(model), { query: sizeQuery(place), edits, by: several ? titleOf(model) : "", photos, named: named(model) })))).flatMap((one) => one ?? [])
 }
 
 /** @param {number} share */

@@ -10,7 +10,8 @@ import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */
 /** @typedef {import("./model.js").Model} Model */
-/** @typedef {{node: string, transforms: string[], id: string | null, query?: Record<string, string>}} Wanted a node, and with transforms the extractor that they need and what is asked of it */
+/** @typedef {{node: string, transforms: string[], id: string | null, query?: Record<string, string>, evidence?: import("./snippets.js").Request["evidence"], what?: string}} Wanted
+ *   a node; with transforms the extractor that they need and what is asked of it; the class whose evidence is asked for; and which of several outputs it is */
 
 /** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
@@ -34,7 +35,8 @@ const CHOICES = [
  * @param {Answer | null} answer null where there is none yet
  * @param {import("./size.js").Query} size
  */
-export function requestView(model, { node, transforms, id, query: fixed = {} }, file, answer, size) {
+export function requestView(model, { node, transforms, id, query: fixed = {}, evidence = null, what = "" }, file, answer, size) {
+  const plain = !transforms.length && !evidence
   const code = h("code", {})
   const weight = h("p", { class: "dim" })
   const nodes = h("div", { class: "chosen-nodes", role: "group", "aria-label": "Nodes of the request" })
@@ -49,7 +51,7 @@ export function requestView(model, { node, transforms, id, query: fixed = {} }, 
     setTimeout(() => (copied.textContent = ""), 2000)
   } }, "Copy")
   const npy = h("button", { type: "button", onclick: () => download("npy") }, "Download npy")
-  const options = transforms.length ? "" : h("details", { class: "options", open: Object.keys(query).length > 0 || others().length > 0 },
+  const options = !plain ? "" : h("details", { class: "options", open: Object.keys(query).length > 0 || others().length > 0 },
     h("summary", {}, "Change what is asked for"), nodes,
     h("div", { class: "choices" }, ...CHOICES.map(([name, text, list]) => h("label", { class: "stacked" }, text,
       select(text, list, query[name] ?? "", (value) => {
@@ -59,28 +61,29 @@ export function requestView(model, { node, transforms, id, query: fixed = {} }, 
       })))))
   show()
   return h("section", { class: "request", "aria-label": "The request" },
-    h("h3", {}, "The same request from a program"), options, weight,
+    h("h3", {}, "The same request from a program"),
+    what ? h("p", { class: "dim" }, `For ${what}. What it is compared with comes from a request like it.`) : null, options, weight,
     h("div", { class: "row between" }, choices, h("span", {}, copied, copy)),
     h("pre", { tabindex: 0, "aria-label": "The request" }, code),
     h("div", { class: "row" },
       answer ? h("button", { type: "button", onclick: () => download("safetensors") }, "Download safetensors") : null,
-      answer ? npy : null,
-      h("button", { type: "button", onclick: make }, "Make an extractor")), made)
+      answer && !evidence ? npy : null,
+      evidence ? null : h("button", { type: "button", onclick: make }, "Make an extractor")), made)
 
   /** The nodes that stay in the request. */
   function others() {
-    return transforms.length ? [] : (collected.get(model) ?? []).filter((name) => name !== node)
+    return !plain ? [] : (collected.get(model) ?? []).filter((name) => name !== node)
   }
 
   function request() {
-    return requestOf(model, [node, ...others()], file, { transforms, id, edits: answer?.edits ?? [], query: transforms.length ? fixed : { ...query, ...size } })
+    return requestOf(model, [node, ...others()], file, { transforms, id, evidence, edits: answer?.edits ?? [], query: plain ? { ...query, ...size } : fixed })
   }
 
   function show() {
     code.textContent = language === "curl" ? curl(request()) : pythonCode(request())
     for (const button of choices.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
     npy.disabled = others().length > 0
-    weight.textContent = transforms.length ? "" : weightText(model, request())
+    weight.textContent = !plain ? "" : weightText(model, request())
     const kept = collected.get(model) ?? []
     /** @param {string} name @param {boolean} keep */
     const change = (name, keep) => {
@@ -97,7 +100,7 @@ export function requestView(model, { node, transforms, id, query: fixed = {} }, 
   async function download(suffix) {
     if (!answer) return
     try {
-      const own = suffix === "safetensors" && !others().length && (transforms.length || !Object.keys(query).length)
+      const own = suffix === "safetensors" && !others().length && (!plain || !Object.keys(query).length)
       const data = own ? answer.file : await (await askFeatures(request(), answer.photo, `application/x-${suffix}`)).blob()
       const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${others().length ? "features" : node}.${suffix}` })
       link.click()

@@ -14,6 +14,7 @@ import { storedKey } from "./key.js"
  * @property {import("./edits.js").Edit[]} edits
  * @property {string} file the photo's name
  * @property {string} type the photo's media type
+ * @property {{of: string, target: number} | null} evidence asked for at the node, for one value of a classifier's node; null for features
  * @property {boolean} locked whether the service wants a key
  */
 
@@ -39,11 +40,12 @@ function address(path, query = {}) {
  * @returns {Request}
  */
 export function requestOf({ name: model, weights }, nodes, { name: file, type }, more = {}) {
-  return { model, weights, nodes, transforms: [], id: null, query: {}, edits: [], file, type, locked: storedKey() !== null, ...more }
+  return { model, weights, nodes, transforms: [], id: null, query: {}, edits: [], evidence: null, file, type, locked: storedKey() !== null, ...more }
 }
 
-/** The path and the query of the request for features. @param {Request} request */
-export function featureAddress({ model, weights, nodes, transforms, id, query }) {
+/** The path and the query of the request for features, or for evidence. @param {Request} request */
+export function featureAddress({ model, weights, nodes, transforms, id, query, evidence }) {
+  if (evidence) return { path: `v1/models/${encodeURIComponent(model)}/attributions`, query: { of: evidence.of, at: nodes[0], target: String(evidence.target), weights, ...query } }
   const { image_size: _, fit: __, ...asked } = query // which the extractor has
   if (transforms.length) return { path: `v1/extractors/${id ?? "ID"}/features`, query: asked }
   return { path: `v1/models/${encodeURIComponent(model)}/features`, query: { nodes: nodes.join(","), weights, ...query } }
@@ -78,7 +80,7 @@ const READERS = {
 }
 
 /** @param {Request} request */
-export function pythonCode({ model, weights, nodes, transforms, query, edits, file, type, locked }) {
+export function pythonCode({ model, weights, nodes, transforms, query, edits, evidence, file, type, locked }) {
   const server = new URL(".", document.baseURI).toString().replace(/\/$/, "")
   const options = [
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
@@ -88,13 +90,14 @@ export function pythonCode({ model, weights, nodes, transforms, query, edits, fi
     query.fit ? `fit=${python(query.fit)}` : "",
   ].filter(Boolean)
   const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (query.tokens ? `, tokens=[${query.tokens}]` : "") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
+  const asked = evidence ? `.attributions(${python(file)}, of=${python(evidence.of)}, at=${python(nodes[0])}, target=${evidence.target})` : ""
   const reader = READERS[type]
   const imports = [locked ? "import os\n\n" : "", reader ? `${reader.from}\n` : ""].join("")
   return `${imports}from service.client import Client
 
 with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:
     extractor = client.extractor(${python(model)}, [${nodes.map(python).join(", ")}]${options.map((one) => `, ${one}`).join("")})
-    features = extractor(${reader ? `${reader.read}(${python(file)})` : python(file)}${how})
+    features = extractor${asked || `(${reader ? `${reader.read}(${python(file)})` : python(file)}${how})`}
 for name, values in features.items():
     print(name, values.shape, values.dtype)
 `

@@ -40,6 +40,17 @@ class Two(nn.Module):
     def forward(self, image, depth):
         return (self.one(image) + self.other(depth)).mean((2, 3))
 
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=8)
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3)) * float("nan")
+
+def nothing():
+    return built(Nothing)
+
 class Four(nn.Module):
     def __init__(self):
         super().__init__()
@@ -60,6 +71,8 @@ def two():
 MODELS = """
 [models.values]
 builder = "own_for_the_page:values"
+[models.nothing]
+builder = "own_for_the_page:nothing"
 [models.four]
 builder = "own_for_the_page:four"
 [models.two]
@@ -166,3 +179,11 @@ def test_channels_and_positions_of_a_link_are_whole_numbers(own_server, visit):
     assert page.get_by_text("Position 1.5").count() == 0
     page.goto(f"{own_server.url}/#m=values&n=conv&ch=-5")
     page.locator('.stage[aria-label="Channel 0 of conv over chelsea.jpg"]').wait_for()
+
+
+@pytest.mark.exhaustive
+def test_scores_that_are_no_numbers_explain_no_class(own_server, visit):
+    page = visit(own_server.url).go("m=nothing&n=conv&v=why")
+    page.get_by_text("The scores of chelsea.jpg are not numbers").wait_for()
+    assert page.get_by_role("alert").count() == 0
+    assert "/models/nothing/features?nodes=conv" in page.locator(".request code").inner_text()

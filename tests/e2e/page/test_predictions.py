@@ -1,5 +1,7 @@
 """What the page makes of the model that is there with its trained weights: its predictions, by name."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -53,7 +55,7 @@ def test_the_first_look_is_a_picture(server, visit):
 
 
 @pytest.mark.exhaustive
-def test_a_class_is_explained_where_one_asks(server, visit):
+def test_a_class_is_explained_where_one_asks(server, visit, tmp_path):
     page = visit(server.url).go(f"m={TRAINED}&n=classifier.1")
     page.locator(".predictions button").nth(1).click()  # of a vector: shown at the deepest level
     page.locator('.stage[aria-label="Evidence for tiger cat of C5 over chelsea.jpg"]').wait_for()
@@ -65,12 +67,23 @@ def test_a_class_is_explained_where_one_asks(server, visit):
             headers={"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"},
             content=photo,
         )
+        assert response.status_code == 200
         return pytest.approx(load(response.content)["attribution"].max(), rel=0.02)
 
     def most():
         return [float(bar.locator("span").last.inner_text()) for bar in page.locator(".scale-bar").all()]
 
     assert most() == [highest("C5", 282)]
+    (tmp_path / "chelsea.jpg").write_bytes(photo)
+    page.get_by_role("button", name="Copy").wait_for()
+    assert page.get_by_role("button", name="Make an extractor").count() == 0
+    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    assert load((tmp_path / "C5.safetensors").read_bytes())["attribution"].max() == highest("C5", 282)
+    page.get_by_role("button", name="Python").click()
+    program = page.locator(".request code").inner_text()
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "attribution (1, 7, 7) float32" in run.stdout
+    page.get_by_role("button", name="curl").click()
     page.goto(f"{server.url}/#m={TRAINED}&n=C4&n2=C5&v=why")  # of the first class
     for level in ("C4", "C5"):
         page.locator(f'.stage[aria-label="Evidence for Egyptian cat of {level} over chelsea.jpg"]').wait_for()
