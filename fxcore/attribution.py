@@ -108,7 +108,8 @@ def check_positions(layout: str | None, tokens: TokenGrid | None, shape: Sequenc
     Raises:
         BadTensor: the values have no positions.
     """
-    if layout not in ("NCHW", "NHWC") and not (layout == TOKENS and tokens is not None):
+    dims = {"NCHW": 4, "NHWC": 4, TOKENS: None if tokens is None else 3}.get(layout or "")
+    if dims != len(shape):
         raise BadTensor(f"gradcam needs a feature map, or tokens on a grid; this is {layout or 'neither'} {[*shape]}")
 
 

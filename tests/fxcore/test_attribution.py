@@ -16,8 +16,10 @@ from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
 from torch import Tensor, nn
 
 from fxcore.attribution import BadTarget, gradcam, gradients, integration_points, positions
+from fxcore.errors import BadTensor
 from fxcore.extractor import Extractor, build_extractor
 from fxcore.graph.model_graph import model_graph
+from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 
@@ -121,6 +123,14 @@ def test_the_largest_result_is_found() -> None:
 def test_what_has_no_such_result_is_refused(result: str, target: int, said: str) -> None:
     with pytest.raises(BadTarget, match=said):
         gradients(back("resnet18", "layer3", result).module, [torch.zeros(1, 256, 14, 14)], 0, target)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC", "tokens"])
+def test_values_of_several_rows_per_image_have_no_positions(layout: str) -> None:
+    """``[n, k, C, H, W]``, or tokens of windows."""
+    grid = TokenGrid("patches", 3, 4, 0, False)
+    with pytest.raises(BadTensor, match="gradcam needs a feature map"):
+        positions(torch.rand(2, 5, 12, 3) if layout == "tokens" else torch.rand(2, 5, 8, 3, 4), layout, grid)
 
 
 @pytest.mark.parametrize("kept", [False, True])

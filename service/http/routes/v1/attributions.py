@@ -23,6 +23,7 @@ from service.engine.description import nodes_text
 from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
 from service.engine.requests.plan.plan import Inputs
+from service.engine.rows.shapes import row_layout
 from service.http.access.callers import Caller, caller_of
 from service.http.requests.deadline import Deadline
 from service.http.requests.headers import header, joined_header
@@ -119,7 +120,7 @@ async def _respond(
         at, target = front.outputs[0], None if query.target == "max" else query.target
         check_result(back.outputs[0].shape[1:], target)
         if query.method == "gradcam":
-            check_positions(at.layout, at.tokens, at.shape)
+            check_positions(row_layout(at.layout, at.rows_per_image), at.tokens, at.shape)
         accept = joined_header(request.scope, b"accept")
         negotiated = partial(negotiate, accept, ("float32",), False, None if query.method == "gradcam" else at)
         negotiated()
