@@ -30,6 +30,7 @@ class ModelPart:
         inputs: the part's inputs, in order. Frames, height and width of a map are None, unless a size of the
             image is a constant in the graph.
         graph: the graph from the inputs to the nodes to end at.
+        fixed: whether a size of the image is a constant in the graph, which then supports only that size.
 
     Raises:
         OpenCut: ``return_nodes`` depend on the image by a path that avoids ``inputs``; ``missing`` would close the cut.
@@ -60,7 +61,7 @@ class ModelPart:
             dtypes=(self._dtype, self._dtype),
         )
         part.graph.output(tuple(part.kept[node] for node in wanted))
-        self.graph = part.graph
+        self.graph, self.fixed = part.graph, part.fixed
         # Not the traced module, whose parameters may be on another device, and which lacks what transforms added.
         owner = graph.graph.owning_module
         assert owner is not None, "the graph of a model belongs to a module"

@@ -27,7 +27,7 @@ from fxcore.pooling import (
 )
 from fxcore.projection import project
 from service.choices import Dtype, Normalize, Preprocess, pooling
-from service.engine.rows.shapes import row_layout
+from service.engine.rows.shapes import RowShape, row_layout
 from service.engine.rows.tokens import chosen, chosen_shape
 from service.schemas.regions import KINDS, GivenRegions
 from service.schemas.v1.features import MAX_PROJECT, MAX_SEED, ROI_SIZE
@@ -265,10 +265,12 @@ class FeatureResult:
             Keys are in the order requested, followed by :data:`VALID_BOX`.
         timings: milliseconds spent in the stages ``decode``, ``queue`` and ``compute``.
         images: number of images (or rows of tensors) in the request.
+        shapes: shapes of the rows of the model's inputs.
         region_image: if rows are regions, the index of each region's image.
     """
 
     outputs: dict[str, Tensor]
     timings: dict[str, float] = field(default_factory=dict)
     images: int = 0
+    shapes: frozenset[RowShape] = frozenset()
     region_image: Tensor | None = None

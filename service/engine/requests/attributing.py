@@ -6,18 +6,21 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fxcore.attribution import gradcam, gradients, integration_points, positions
+from fxcore.errors import BadTensor
 from fxcore.extractor import OutputInfo
 from fxcore.graph.axes.layout import TOKENS
 from service.choices import Attribution
+from service.engine.description import Description
 from service.engine.device.queue import Queue
 from service.engine.errors import failure
+from service.engine.options import FeatureResult
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
 from service.problems import ResponseTooLarge
@@ -53,6 +56,36 @@ class Question:
             ways += [] if cam else ["method=gradcam"]
             raise ResponseTooLarge(size, limit, [*ways, "another node for at"])
         return size
+
+    def of_rows(self, front: Description, values: FeatureResult, fixed: bool) -> Question:
+        """Return this question with the grid of the tokens in ``values``, which differs for another image size.
+
+        Args:
+            front: computed the values from images.
+            values: the values at ``at``, among others.
+            fixed: whether sizes of the usual image are constants in the part of the model after ``at``.
+
+        Raises:
+            BadTensor: that part supports only the usual size, or the tokens have no known grid.
+        """
+        usual = tuple(front.usual_shapes())
+        if values.shapes == {usual}:
+            return self
+        height, width = usual[0][-2:]
+        if fixed or front.entry.one_size:
+            raise BadTensor(
+                f"the part of {front.spec.model} after {self.at.node} supports only the size that it is built for, "
+                f"{height} x {width}; set image_size to the size of the images"
+            )
+        tokens = self.at.tokens
+        if tokens is None or self.method != "gradcam":
+            return self
+        length = values.outputs[self.at.key].shape[1]
+        grids = {tokens.at((shape[0][-2], shape[0][-1]), (height, width), length) for shape in values.shapes}
+        sides = grids.pop() if len(grids) == 1 else None
+        if sides is None:
+            raise BadTensor(f"the {length} tokens of {self.at.node} have no known grid for images of this size")
+        return replace(self, at=replace(self.at, tokens=replace(tokens, height=sides[0], width=sides[1])))
 
 
 @dataclass(frozen=True)

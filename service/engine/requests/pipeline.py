@@ -118,6 +118,7 @@ class Pipeline:
             answered,
             {stage: seconds * 1000 for stage, seconds in timings.items()},
             job.rows,
+            frozenset(plan.shapes),
             None if regions is None else regions.image,
         )
 

@@ -115,8 +115,9 @@ async def _respond(
         body = await bodies.receive(request, kind, parameters)
         deadline.body_read()
         front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
-        for record in (front, back):
-            await engine.runtimes.load(record)
+        await engine.runtimes.load(front)
+        part = (await engine.runtimes.load(back)).extractor.part
+        assert part is not None, "it begins at inner nodes"
         at, target = front.outputs[0], None if query.target == "max" else query.target
         check_result(back.outputs[0].shape[1:], target)
         if query.method == "gradcam":
@@ -138,6 +139,7 @@ async def _respond(
         shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
         asked.answered_bytes(shape, state.settings.max_response_bytes)
         values = await engine.features(front, sent.inputs, options, reservation=reservation)
+        asked = asked.of_rows(front.description, values, part.fixed)
         given = {name: values.outputs[name] for name in begin}
         found = await engine.attribute(back, given, asked, reservation)
         started = time.perf_counter()

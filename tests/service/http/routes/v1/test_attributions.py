@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 
 import httpx
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor, resize
 
 from fxcore import get_model, load_model, photos
+from fxcore.models.catalog import register
 from tests.hostile_images import saved
 from tests.service.conftest import Client
 
@@ -242,3 +244,98 @@ def test_what_has_no_attribution_is_refused_before_it_is_computed(client: Client
         f"{ROUTE}?weights=random&{query}", content=b"no image", headers={"Content-Type": "image/png"}
     )
     assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}")
+
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Tokens(nn.Module):
+    def __init__(self, reads_sizes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reads_sizes = reads_sizes
+        self.patches, self.block, self.mix = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.patches(x)
+        n, c, h, w = x.shape
+        x = self.block(x.flatten(2).transpose(1, 2)).tanh()
+        if self.reads_sizes:
+            x = self.mix(x.transpose(1, 2).reshape(n, c, h, w)).flatten(2).transpose(1, 2)
+        return self.head(x.pow(2).mean(1))
+
+
+class Tiles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        n = x.shape[0]
+        tiles = x.unfold(2, 16, 16).unfold(3, 16, 16).permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 16, 16)
+        return self.head(self.conv(tiles).relu().mean((2, 3)).view(n, 4, -1).mean(1))
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = tmp_path_factory.mktemp("own models")
+    (folder / "own_models_to_attribute.py").write_text(OWN)
+    (folder / "models.toml").write_text(
+        "".join(
+            f'[models.{name}]\nbuilder = "own_models_to_attribute:{builder}"\narguments = {{ {arguments} }}\n'
+            "preprocessing = { resize_size = 32, crop_size = 32 }\n"
+            for name, builder, arguments in (
+                ("tokens", "Tokens", ""),
+                ("sized_tokens", "Tokens", "reads_sizes = true"),
+                ("tiles", "Tiles", ""),
+            )
+        )
+    )
+    sys.path.insert(0, str(folder))
+    client = Client(models_dir=folder)
+    yield client
+    client.close()
+    sys.path.remove(str(folder))
+    sys.modules.pop("own_models_to_attribute", None)
+    register({})
+
+
+def of_tensor(client: Client, model: str, query: str, x: Tensor) -> httpx.Response:
+    headers = {"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
+    return client.post(f"/v1/models/{model}/attributions?{query}", content=save({"x": x}), headers=headers)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (16, 64), (48, 32)])
+def test_gradcam_of_tokens_has_the_grid_of_the_images(own: Client, size: tuple[int, int]) -> None:
+    x = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    response = of_tensor(own, "tokens", "of=head&at=block&target=3&method=gradcam", x)
+    assert response.status_code == 200, response.text
+    model = sys.modules["own_models_to_attribute"].Tokens().eval()
+    seen: dict[str, Tensor] = {}
+    with model.block.register_forward_hook(lambda _, __, output: seen.update(value=output)):
+        [slopes] = torch.autograd.grad(model(x)[:, 3].sum(), seen["value"])
+    expected = (seen["value"] * slopes.mean(1, keepdim=True)).sum(2).relu().view(2, size[0] // 8, size[1] // 8)
+    torch.testing.assert_close(load(response.content)["attribution"], expected.detach(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["gradcam", "gradient"])
+@pytest.mark.parametrize("size", [(16, 64), (48, 32)])
+def test_another_size_than_that_of_constants_is_refused(own: Client, method: str, size: tuple[int, int]) -> None:
+    """16 x 64 pixels have as many patches as 32 x 32."""
+    query, x = f"of=head&at=block&method={method}", torch.rand(1, 3, *size)
+    response = of_tensor(own, "sized_tokens", query, x)
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-tensor"), response.text
+    assert "after block supports only the size that it is built for, 32 x 32" in response.json()["detail"]
+    response = of_tensor(own, "sized_tokens", f"{query}&image_size={size[0]}x{size[1]}", x)
+    assert response.status_code == 200, response.text
+
+
+def test_gradcam_of_tiles_is_refused(own: Client) -> None:
+    response = of_tensor(own, "tiles", "of=head&at=conv&method=gradcam", torch.rand(1, 3, 32, 32))
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/bad-tensor"), response.text
+    assert "gradcam needs a feature map" in response.json()["detail"]
