@@ -18,6 +18,8 @@ it."""
 class Strides:
     """The strides of a graph's feature maps: powers of two, except where only another number fits, as patches of 14.
 
+    Maps larger than the input have none.
+
     Args:
         size: height and width of the input.
         nodes: the graph's annotated nodes by name.
@@ -46,6 +48,8 @@ class Strides:
 
     def _stride(self, name: str, map: tuple[int, int], usual: Strides | None) -> int | None:
         sides = tuple(zip(self._size, map, strict=True))
+        if any(part > full + _MARGIN for full, part in sides):
+            return None  # enlarged, so that its stride is no whole number
         kept = None if usual is None or usual._is_fixed(name, map, self._size) else usual.of(name)
         if kept is not None and all(abs(full / kept - part) <= _MARGIN for full, part in sides):
             return kept

@@ -27,6 +27,15 @@ def test_the_stride_of_few_positions_counts_their_padding() -> None:
     assert Strides((65, 65), {node.name: node for node in graph.graph.nodes}).of("_4") == 32
 
 
+@pytest.mark.parametrize("size", [(64, 64), (64, 96)])
+def test_maps_larger_than_the_input_have_no_stride(size: tuple[int, int]) -> None:
+    layers = [nn.Conv2d(3, 12, 3, padding=2), nn.PixelShuffle(2), nn.AvgPool2d(2)]
+    graph = fx.symbolic_trace(nn.Sequential(*layers))
+    annotate(graph.to("meta"), [(3, *size)], torch.device("meta"))
+    strides = Strides(size, {node.name: node for node in graph.graph.nodes})
+    assert [strides.of(name) for name in ("_0", "_1", "_2")] == [1, None, 1]
+
+
 @pytest.mark.parametrize(
     ("name", "node"), [("vit_h_14", "conv_proj"), ("timm.convmixer_768_32", "stem.0"), ("resnet18", "conv1")]
 )
