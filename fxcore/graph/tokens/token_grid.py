@@ -117,7 +117,18 @@ def _found(node: fx.Node) -> tuple[TokenGrid | None, Tensor | None]:
     order = token_order(node, source, area)
     class_token = prefix > 0 and _with_class_token(node, ancestors)
     known = order if order is not None and len(order) == length else None
+    if prefix and known is None and not _may_add(node, prefix, ancestors):
+        return None, None
     return TokenGrid(source.meta[PATH], height, width, prefix, class_token), known
+
+
+def _may_add(node: fx.Node, prefix: int, ancestors: Sequence[fx.Node]) -> bool:
+    """Return whether ``prefix`` tokens may be added by the model or by one of ``ancestors``. Others are no prefix, such as
+    the queries of a detector."""
+    declared = node.meta.get(DECLARED)
+    if declared is not None and declared.count == prefix:
+        return True
+    return any(n.meta.get(ADDS_PREFIX) or n.meta.get("patches") for n in ancestors)
 
 
 def _is_usual(order: Tensor, prefix: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.graph.attention_weights import own_module
 from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, computed
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import operation_name
@@ -108,7 +109,20 @@ def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
     fitting = [order for order in given if isinstance(order, Tensor) and len(order) == length]
     if any(not torch.equal(fitting[0], other) for other in fitting[1:]):
         return _lost(node.meta["value"], node)
-    return fitting[0] if fitting else None if given else _first(node, length, area)
+    if given and not fitting:
+        return _lost(node.meta["value"], node) if _is_torchs(node) else None
+    return fitting[0] if fitting else _first(node, length, area)
+
+
+def _is_torchs(node: fx.Node) -> bool:
+    """Return whether ``node`` calls an operation or layer of torch, none of which adds tokens before others; an element
+    of a tuple counts as the call that returned it."""
+    above = node.all_input_nodes[0]
+    if _calls(node, ("getitem",)) and not isinstance(above.meta["value"], Tensor):
+        return _is_torchs(above)
+    called = type(own_module(node)) if node.op == "call_module" else node.target
+    origin = getattr(called, "__module__", None) or "torch"  # methods have none
+    return origin.partition(".")[0] in ("torch", "_operator")
 
 
 def _first(node: fx.Node, length: int, area: int) -> Tensor | None:

@@ -237,6 +237,42 @@ def test_tokens_that_end_with_the_patches_have_their_grid(arrange, prefix):
     assert (changed[0] != value[0]).any(-1).nonzero().flatten().tolist() == [prefix]
 
 
+class Others(nn.Module):
+    """Sixteen patches, with or without a class token, of which other tokens are made."""
+
+    def __init__(self, others, class_token):
+        super().__init__()
+        self.proj = nn.Conv2d(3, 8, 8, 8)
+        if class_token:
+            self.cls_token = nn.Parameter(torch.randn(1, 1, 8))
+        self.queries = nn.Parameter(torch.randn(1, 20, 8))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.others, self.class_token, self.norm = others, class_token, nn.LayerNorm(8)
+
+    def forward(self, x):
+        tokens = self.proj(x).flatten(2).transpose(1, 2)
+        if self.class_token:
+            tokens = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), tokens], 1)
+        return self.norm(self.others(self, tokens, self.queries.expand(x.shape[0], -1, -1)))
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda model, tokens, queries: model.transformer(tokens, queries),
+        lambda model, tokens, queries: model.attention(queries, tokens, tokens)[0],
+        lambda model, tokens, queries: queries + model.attention(queries, tokens, tokens, need_weights=False)[0],
+        lambda model, tokens, queries: nn.functional.pad(tokens, (0, 0, 0, 4)),
+    ],
+)
+def test_queries_and_padding_are_no_patches(others, class_token):
+    entry = user_entry("others", UserModel(lambda: Others(others, class_token), preprocessing={"crop_size": 32}))
+    (info,) = build_extractor(trace_graph(entry), load_model(entry, "DEFAULT"), {"norm": "norm"}).outputs
+    assert (info.layout, info.tokens, info.prefix) == ("tokens", None, UNKNOWN_PREFIX)
+
+
 def in_windows(tokens):
     """Tokens of a grid of 4 x 4, window after window of 2 x 2."""
     return tokens.view(-1, 2, 2, 2, 2, 8).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, 8)
