@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.graph.operations import PERMUTES, computed
@@ -61,8 +62,18 @@ def last_is_channels(node: fx.Node) -> bool:
 
 
 def _makes_other_weights(node: fx.Node) -> bool:
-    """Return whether ``attention_maps`` added ``node`` for weights that exist only inside a single call."""
-    return bool(node.meta.get(ATTENTION)) and node.target is not attention_weights
+    """Return whether ``node`` has weights that a single call computes: it was added by ``attention_maps``, or they are
+    returned by the call."""
+    added = bool(node.meta.get(ATTENTION)) and node.target is not attention_weights
+    return added or is_returned_attention(node)
+
+
+def is_returned_attention(node: fx.Node) -> bool:
+    """Return whether ``node`` is the second result of multi-head attention, its weights ``[N, queries, keys]``, or
+    ``[N, heads, queries, keys]``."""
+    if operation_name(node) != "getitem" or node.args[1] != 1 or not isinstance(called := node.args[0], fx.Node):
+        return False
+    return isinstance(own_module(called), nn.MultiheadAttention) or called.target is F.multi_head_attention_forward
 
 
 def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:

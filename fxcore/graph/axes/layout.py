@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.graph.attention_weights import is_returned_attention
 from fxcore.graph.axes.moved_axes import moved, moves_axes
 from fxcore.graph.operations import KEEPS, PRODUCTS, RESHAPES
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
@@ -34,6 +35,11 @@ CHANNELS_FIRST = (
 _ALSO_NC = (*BATCH_NORMS, nn.GroupNorm)
 _CHANNELS_FIRST_AXES = {3: "NCL", 4: "NCHW", 5: "NCTHW"}
 FUNCTIONS_CHANNELS_FIRST = {"conv2d", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate"}
+# Operations that remove an axis.
+_REDUCES = {
+    *("mean", "sum", "amax", "amin", "prod", "norm", "std", "var", "logsumexp", "argmax", "argmin", "all", "any"),
+    *("squeeze", "getitem", "select"),
+}
 # Maximum number of nodes between a window partition and its reverse: MaxViT's attention has the most.
 _WINDOW_NODES = 40
 
@@ -65,8 +71,10 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return "NC" if value.ndim == 2 and isinstance(module, _ALSO_NC) else _channels_first(inputs, value.ndim)
     if inputs and module is None and moves_axes(node, name):
         return moved(node, name, value)
+    if is_returned_attention(node):
+        return None
     if value.ndim == 2:
-        return "NC" if inputs else None
+        return "NC" if inputs and not _loses_channels(inputs[0], value, name) else None
     if not inputs:
         return _restored(node, value)
     axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")
@@ -79,6 +87,14 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         or _with_split_positions(axes, before, value, node)
         or _restored(node, value)
     )
+
+
+def _loses_channels(above: fx.Node, value: Tensor, name: str) -> bool:
+    """Return whether ``value``, ``[N, K]``, has the size of positions and not that of channels: a score of each."""
+    before, axes = above.meta.get("value"), above.meta["axes"]
+    if name not in _REDUCES or not isinstance(before, Tensor) or len(axes) != before.ndim or "C" not in axes[1:]:
+        return False
+    return value.shape[1] != before.shape[axes.index("C")] and value.shape[1] in before.shape[1:]
 
 
 def _channels_first(inputs: list[fx.Node], ndim: int) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +62,33 @@ def test_weights_of_tokens_and_of_channels(way: str, of: str | None) -> None:
     assert bool(found) == (of is not None)
     assert {is_attention_of_tokens(node) for node in found} <= {of == "tokens"}
     assert {tuple(node.meta["value"].shape) for node in found} <= {(1, HEADS, SIZE, SIZE)}
+
+
+class Returned(nn.Module):
+    """Attention of eight tokens with eight channels that returns its weights."""
+
+    def __init__(self, average: bool) -> None:
+        super().__init__()
+        self.proj, self.average = nn.Conv2d(3, SIZE, 16), average
+        self.attention = nn.MultiheadAttention(SIZE, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.proj(x).flatten(2).mT
+        tokens, weights = self.attention(tokens, tokens, tokens, average_attn_weights=self.average)
+        return tokens * weights.sum()
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights_that_multi_head_attention_returns(average: bool) -> None:
+    """They have no channels, and their rows are queries."""
+    traced = trace(Returned(average).eval())
+    annotate(traced, [(3, 16, 16 + SIZE - 1)], torch.device("cpu"))
+    values, weights = traced.graph.find_nodes(op="call_function", target=operator.getitem)
+    assert weights.meta["value"].shape == ((1, SIZE, SIZE) if average else (1, HEADS, SIZE, SIZE))
+    assert [(node.meta["axes"], is_attention_of_tokens(node)) for node in (values, weights)] == [
+        ("NLC", False),
+        (None, True),
+    ]
 
 
 @pytest.mark.exhaustive

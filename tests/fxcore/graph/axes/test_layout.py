@@ -185,11 +185,15 @@ def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
         (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT), 16),
         (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT[:, ::2]), 8),
         (lambda h: h[:, None, :, 0], 4),
+        (lambda h: h.flatten(2).mT.mean(-1), 16),
+        (lambda h: h.flatten(2).mT[..., :1].squeeze(-1), 16),
+        (lambda h: h.flatten(2).mT[..., 0], 16),
         (lambda h: h[:, :, ::2].rot90(1, (1, 3)), 6),
     ],
 )
 def test_operations_whose_axes_are_not_known_have_no_layout(turn: Callable[[Tensor], Tensor], last: int) -> None:
-    """Distances and products between positions, and an index that inserts an axis and takes another."""
+    """Distances and products between positions, an index that inserts an axis and takes another, and a number for each
+    position."""
     (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")
     assert info.layout is None
 
