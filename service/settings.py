@@ -204,8 +204,8 @@ class Settings(BaseSettings):
     max_batch_bytes: int = Field(
         default=1 * GiB,
         ge=1,
-        description="Maximum bytes of a batch: its inputs, outputs and peak activations. An image that needs more by "
-        "itself is refused, unless it has about the model's usual size.",
+        description="Maximum bytes of a batch: its inputs, outputs and peak activations. An image that needs more than "
+        "eight times as much by itself is refused, unless it has about the model's usual size.",
     )
     request_timeout: float = Field(default=60.0, gt=0, description="Time limit of a request, in seconds.")
     memory_budget: int = Field(

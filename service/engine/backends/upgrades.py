@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -79,13 +78,14 @@ class Upgrades:
             cancelled.set()
         self._threads.stop_compiling()
 
-    def used(self, runtime: Runtime, shapes: Sequence[RowShape]) -> None:
-        """Count a request with rows of ``shapes`` that ``runtime`` processed, and start searches for faster backends.
+    def used(self, runtime: Runtime, rows: Mapping[RowShape, int]) -> None:
+        """Count the rows of a request, by shape, that ``runtime`` processed, and start searches for faster backends.
 
         The extractor and each of its variants are upgraded separately, once they have processed enough images and if
         one more compiled extractor is allowed.
         """
-        for one, images in Counter(map(runtime.at, shapes)).items():
+        for shape, images in rows.items():
+            one = runtime.at(shape)
             self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
 
     def _count(self, runtime: Runtime, images: int, worth: int) -> None:

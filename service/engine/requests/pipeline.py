@@ -104,7 +104,7 @@ class Pipeline:
             except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then
                 self._queue.discard(job)
                 raise
-            self._upgrades.used(variant, list(plan.shapes.elements()))
+            self._upgrades.used(variant, plan.shapes)
         timings = {
             "decode": job.queued - started - waited,
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),

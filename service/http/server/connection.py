@@ -10,7 +10,7 @@ import asyncio
 import select
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from starlette.types import Scope
@@ -274,7 +274,7 @@ class Connection(HttpToolsProtocol):
         if earlier:
             earlier[-1].keep_alive = False  # so uvicorn closes the connection after it
         elif can_respond:
-            self._refuse(why, unread.scope if unread is not None else None)
+            self._refuse(why, None if unread is None else cast(Scope, unread.scope))
         else:
             self.transport.close()
 

@@ -19,6 +19,9 @@ _MAX_PATCHES = 16_384
 """Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
 number of patches. A 2048-pixel square has this many 16-pixel patches."""
 
+_LARGEST_ROW = 8
+"""Maximum memory to compute a row, as a multiple of ``max_batch_bytes``."""
+
 _ABOUT_USUAL = 2
 """Values of a row of about the usual size, as a multiple of that size: a detector's images vary in aspect ratio."""
 
@@ -70,14 +73,16 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
                 )
 
 
-def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, RowSize], limit: int) -> None:
+def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, RowSize], max_batch_bytes: int) -> None:
     """Check the memory to compute each row of a request.
 
-    Rows of about the usual size are computed even if they need more: models may be larger than ``limit`` expects.
+    Rows of about the usual size are computed even if they need more: models may be larger than the limit expects.
 
     Raises:
-        ImageTooLarge: a row needs more than ``limit`` bytes; ``extra["index"]`` is its index.
+        ImageTooLarge: a row needs more than :data:`_LARGEST_ROW` times ``max_batch_bytes``; ``extra["index"]`` is its
+            index.
     """
+    limit = _LARGEST_ROW * max_batch_bytes
     usual = sum(map(math.prod, description.usual_shapes()))
     for part in plan.parts:
         taken = sizes[part.shape].bytes
@@ -86,8 +91,8 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
             shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
             with indexed(part.rows.start):
                 raise ImageTooLarge(
-                    f"computing an input of {shown} would need {taken:,} bytes of memory, and a batch may need "
-                    f"{limit:,} (FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
+                    f"computing an input of {shown} would need {taken:,} bytes of memory, and it may need {limit:,} "
+                    f"({_LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
                     pixels=pixels,
                     limit=pixels * limit // taken,
                 )

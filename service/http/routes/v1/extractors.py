@@ -323,9 +323,7 @@ async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> byt
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
-                content = await place.run(
-                    lambda: graph_formats.write_part(runtime.extractor, "json", measured=found)
-                )
+                content = await place.run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
             state.graphs.put(key, content)
     return content
 

@@ -46,7 +46,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
 
 async def test_rows_that_need_more_than_a_batch_may(engine: MakeEngine) -> None:
     """Only those of a usual size are computed all the same: the model could not be used otherwise."""
-    async with engine(max_batch_bytes=1_000_000) as running:
+    async with engine(max_batch_bytes=125_000) as running:
         record = await built(running)
         options = FeatureOptions(pool="avg", preprocess="none")
         usual, larger = (encoded(np.zeros((size, size, 3), np.uint8), "PNG") for size in (300, 400))
