@@ -106,7 +106,7 @@ class Engine:
             limits,
             projections,
         )
-        resolver = Resolver(self.records, self.device, threads.builders, settings.models, settings.max_nodes)
+        resolver = Resolver(self.records, self.device, threads.builders, settings)
         store = None if settings.extractors is None else Store(settings.extractors, settings.max_stored_extractors)
         self._sharing = None if store is None else Sharing(store, self.metrics)
         self.extractors = Extractors(self.records, resolver, self.runtimes, self._sharing)

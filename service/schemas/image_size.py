@@ -10,6 +10,10 @@ from pydantic_core import PydanticCustomError
 
 MAX_SIDE = 4096
 
+MAX_PATCHES = 16_384
+"""Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
+number of patches. A 2048-pixel square has this many 16-pixel patches."""
+
 _TEXT = re.compile(r"([0-9]{1,5})(?:x([0-9]{1,5}))?")
 
 

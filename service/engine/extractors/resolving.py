@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from weakref import WeakValueDictionary
@@ -14,24 +15,28 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxcore.errors import BadTensor, DuplicateKey
+from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
 from fxcore.graph.nodes import is_group
 from fxcore.images.decoding import Decoder
+from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.models.catalog import get_model
 from fxcore.passes.base import CannotTransform
 from fxcore.passes.registry import get_transform
-from fxcore.tensors import TensorSpec
+from fxcore.tensors import TensorSpec, returned_dtype
 from service.engine.backends.choice import check_backend
-from service.engine.description import Description
+from service.engine.description import Description, precision_dtype
 from service.engine.extractors.records import Records
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import require_served
 from service.engine.options import VALID_BOX
 from service.engine.record import ExtractorRecord
+from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW
 from service.engine.threads import RunInThread, in_pool
 from service.problems import TooManyNodes
 from service.schemas.specs import ExtractorSpec
+from service.settings import Settings
 
 _REMEMBERED_SPECS = 4096
 
@@ -43,16 +48,14 @@ class Resolver:
         records: the extractors known here.
         device: where extractors run.
         pool: the builder threads.
-        allowed: names and patterns of the served models; None for all.
-        max_nodes: maximum number of nodes that name groups may expand to.
+        settings: the served models and the limits.
     """
 
-    def __init__(
-        self, records: Records, device: torch.device, pool: Executor, allowed: Collection[str] | None, max_nodes: int
-    ) -> None:
+    def __init__(self, records: Records, device: torch.device, pool: Executor, settings: Settings) -> None:
         self._records = records
         self._pool = pool
-        self._served = device, None if allowed is None else frozenset(allowed), max_nodes
+        self._device = device
+        self._settings = settings
         # Cache: the one-step route resolves the same few specs again and again.
         self._ids: OrderedDict[bytes, str] = OrderedDict()
         self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
@@ -81,10 +84,10 @@ class Resolver:
         trace_in = trace_in or partial(in_pool, self._pool)
         # One at a time: all but the first find the graph already traced.
         async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            return await trace_in(lambda: resolve(spec, *self._served))
+            return await trace_in(lambda: resolve(spec, self._device, self._settings))
 
 
-def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] | None, max_nodes: int) -> Description:
+def resolve(spec: ExtractorSpec, device: torch.device, settings: Settings) -> Description:
     """Return the description of the extractor that ``spec`` requests.
 
     It may trace the model, so do not call it on the event loop.
@@ -92,26 +95,30 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
     Args:
         spec: names its model and nodes.
         device: where it will run.
-        allowed: names and patterns of the served models; None for all.
-        max_nodes: maximum number of nodes that names with ``*`` may expand to.
+        settings: the served models and the limits.
 
     Raises:
-        TooManyNodes: they expand to more.
+        TooManyNodes: names with ``*`` expand to more nodes than allowed.
+        BadTensor: one image of the spec's size needs too much memory.
         FxError: the spec names something that does not exist, or is not served.
     """
-    require_served(spec.model, allowed)
+    require_served(spec.model, settings.models)
     entry = get_model(spec.model)
     weights = entry.canonical_weights(spec.weights)
     check_backend(spec, device, entry, weights)
     graph = graph_for(spec, entry, weights)
     return_nodes = graph.resolve(spec.return_nodes)
-    if len(return_nodes) > max_nodes and any(map(is_group, spec.return_nodes)):
+    if len(return_nodes) > settings.max_nodes and any(map(is_group, spec.return_nodes)):
         raise TooManyNodes(
-            f"the names stand for {len(return_nodes)} nodes, and groups may stand for at most {max_nodes} "
+            f"the names stand for {len(return_nodes)} nodes, and groups may stand for at most {settings.max_nodes} "
             "(FXSERVE_MAX_NODES); name fewer nodes",
             count=len(return_nodes),
-            limit=max_nodes,
+            limit=settings.max_nodes,
         )
+    if spec.image_size is not None:
+        usual = entry.preprocessing(weights).nominal_size()
+        if math.prod(graph.input_size) > ABOUT_USUAL * math.prod(usual):
+            _check_memory(graph, spec.precision, return_nodes, LARGEST_ROW * settings.max_batch_bytes)
     if spec.fit == "pad" and VALID_BOX in return_nodes:
         detail = f"fit=pad adds an output {VALID_BOX!r}: give the node of that name another key"
         raise DuplicateKey(detail, key=VALID_BOX)
@@ -135,6 +142,24 @@ def resolve(spec: ExtractorSpec, device: torch.device, allowed: Collection[str] 
         preprocessing=preprocessing,
         decoder=Decoder(preprocessing),
     )
+
+
+def _check_memory(graph: ModelGraph, precision: str, return_nodes: Mapping[str, str], limit: int) -> None:
+    """Check the activations of one image.
+
+    Raises:
+        BadTensor: they need more than ``limit`` bytes.
+    """
+    own, cast = graph.entry.dtype, precision_dtype(graph.entry, precision)
+    shapes = [tuple(size or 1 for size in one.shape[1:]) for one in graph.inputs]
+    values = graph.values_at(shapes, set(return_nodes.values())).values()
+    largest = max(math.prod(dims) * returned_dtype(dtype, own, cast).itemsize for dims, dtype in values)
+    if LIVE_ACTIVATIONS * largest > limit:
+        shown = " x ".join(map(str, graph.input_size))
+        raise BadTensor(
+            f"image_size: an image of {shown} would need {LIVE_ACTIVATIONS * largest:,} bytes of memory, and it may "
+            f"need {limit:,} ({LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES)"
+        )
 
 
 def extractor_id(

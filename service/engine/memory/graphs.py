@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from fxcore.errors import BadTensor
@@ -11,6 +12,7 @@ from fxcore.images.fitting import fitted
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
 from service.engine.memory.transforms import steps, with_their_nodes
+from service.schemas.image_size import MAX_PATCHES
 from service.schemas.specs import ExtractorSpec
 
 
@@ -22,7 +24,7 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
     Raises:
         NotTraceable: the model cannot be traced.
         UnknownTransform, BadParameter: a transform of the spec is invalid.
-        BadTensor: the model accepts only the input size of its weights.
+        BadTensor: the model accepts only the input size of its weights, or that size has too many patches.
         Unsupported: a transform is not supported here; or see :func:`preprocessing_for`.
     """
     wanted = steps(spec)  # rejects invalid transforms before anything is traced
@@ -30,6 +32,11 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
     if spec.image_size is None and spec.fit == "crop":
         return graph
     size = preprocessing_for(spec, entry, weights).nominal_size()
+    if entry.one_size and math.prod(size) > MAX_PATCHES * (side := multiple_of(model_graph(entry, weights))) ** 2:
+        raise BadTensor(
+            f"image_size: {size[0]} x {size[1]} is more than the {MAX_PATCHES:,} squares of {side} pixels that are "
+            f"allowed for {entry.name}"
+        )
     try:
         return graph.at(*size)
     except BadTensor as error:

@@ -15,6 +15,13 @@ from fxcore.pooling import MapGrid
 RowShape = tuple[tuple[int, ...], ...]
 """Shape of one row of each model input, without the batch dimension."""
 
+LARGEST_ROW = 8
+"""Maximum memory to compute a row, as a multiple of ``max_batch_bytes``."""
+
+ABOUT_USUAL = 2
+"""Maximum values of a row of about the usual size, as a multiple of that size: a detector's images vary in aspect
+ratio."""
+
 
 @dataclass(frozen=True)
 class RowSize:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan, indexed
-from service.engine.rows.shapes import RowShape, RowSize
-from service.schemas.image_size import MAX_SIDE
+from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW, RowShape, RowSize
+from service.schemas.image_size import MAX_PATCHES, MAX_SIDE
 
 _MAX_UPSCALE = 8
 """Pixels that any image may be resized to, as a multiple of the pixels of the model's input. For a model that crops 224
 pixels out of 256, it allows an aspect ratio of about 6:1."""
-
-_MAX_PATCHES = 16_384
-"""Maximum patches per image for models built for one size. Most have attention, whose time grows with the square of the
-number of patches. A 2048-pixel square has this many 16-pixel patches."""
-
-_LARGEST_ROW = 8
-"""Maximum memory to compute a row, as a multiple of ``max_batch_bytes``."""
-
-_ABOUT_USUAL = 2
-"""Values of a row of about the usual size, as a multiple of that size: a detector's images vary in aspect ratio."""
 
 
 def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
@@ -61,7 +51,7 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
         height, width = part.shape[0][-2:]
         limits = {MAX_SIDE * min(height, width): f"no side may exceed {MAX_SIDE}"}
         if description.entry.one_size:
-            limits[_MAX_PATCHES * multiple**2] = f"at most {_MAX_PATCHES:,} squares of {multiple} pixels are allowed"
+            limits[MAX_PATCHES * multiple**2] = f"at most {MAX_PATCHES:,} squares of {multiple} pixels are allowed"
         limit = min(limits)
         if height * width > limit:
             with indexed(part.rows.start):
@@ -79,23 +69,26 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
     Rows of about the usual size are computed even if they need more: models may be larger than the limit expects.
 
     Raises:
-        ImageTooLarge: a row needs more than :data:`_LARGEST_ROW` times ``max_batch_bytes``; ``extra["index"]`` is its
-            index.
+        ImageTooLarge: a row needs more than :data:`~service.engine.rows.shapes.LARGEST_ROW` times ``max_batch_bytes``;
+            ``extra["index"]`` is its index.
     """
-    limit = _LARGEST_ROW * max_batch_bytes
-    usual = sum(map(math.prod, description.usual_shapes()))
+    limit = LARGEST_ROW * max_batch_bytes
     for part in plan.parts:
         taken = sizes[part.shape].bytes
-        if taken > limit and sum(map(math.prod, part.shape)) > _ABOUT_USUAL * usual:
+        if taken > limit and _values(part.shape) > ABOUT_USUAL * _values(description.usual_shapes()):
             pixels = math.prod(part.shape[0][-2:])
             shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
             with indexed(part.rows.start):
                 raise ImageTooLarge(
                     f"computing an input of {shown} would need {taken:,} bytes of memory, and it may need {limit:,} "
-                    f"({_LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
+                    f"({LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
                     pixels=pixels,
                     limit=pixels * limit // taken,
                 )
+
+
+def _values(shapes: Iterable[Sequence[int]]) -> int:
+    return sum(map(math.prod, shapes))
 
 
 def _instead(plan: Plan) -> str:

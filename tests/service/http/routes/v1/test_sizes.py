@@ -294,6 +294,23 @@ def test_clips_are_squares(client):
     assert (document["type"], "image_size is one number" in document["detail"]) == ("/problems/invalid-request", True)
 
 
+@pytest.mark.parametrize(
+    ("model", "node", "size", "said"),
+    [
+        ("timm.test_vit", "norm", 2064, "2064 x 2064 is more than the 16,384 squares of 16 pixels"),
+        # Three values of 64 channels at half the size.
+        ("squeezenet1_1", "features.3", 4001, f"4001 x 4001 would need {3 * 4 * 64 * 2000**2:,} bytes"),
+    ],
+)
+def test_sizes_that_would_hold_up_the_device(make_client, model, node, size, said):
+    """Each extractor is checked on an image of its size."""
+    client = make_client(max_batch_bytes=2**27)
+    spec = {"model": model, "weights": "random", "return_nodes": [node], "image_size": size, "fit": "stretch"}
+    refused = client.post("/v1/extractors", json=spec)
+    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
+    assert said in refused.json()["detail"]
+
+
 def test_wrong_specs(client):
     spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.3": "valid_box"}}
     response = client.post("/v1/extractors", json={**spec, "fit": "pad"})
