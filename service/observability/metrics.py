@@ -2,7 +2,8 @@
 
 If there are several server processes, each reports the metrics of all: they share the folder
 ``PROMETHEUS_MULTIPROC_DIR`` (prometheus_client's multiprocess mode). Counters and histograms are summed over all
-processes, gauges over live ones. The ``process_*`` metrics describe a single process and are then omitted.
+processes, gauges over live ones, except the memory of a GPU as a whole, which all of them report. The ``process_*``
+metrics describe a single process and are then omitted.
 """
 
 from __future__ import annotations
