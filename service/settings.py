@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.choices import LogFormat, ServerPreprocess
-from service.machine import available_cores
+from service.machine import available_cores, available_memory
 
 MiB = 1024**2
 GiB = 1024**3
@@ -50,6 +50,11 @@ def default_max_batch(settings: dict[str, Any]) -> int:
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         return 32
     return min(max(8, 4 * int(settings.get("compute_threads", 1))), 32)
+
+
+def memory_per_worker(settings: dict[str, Any]) -> int:
+    """Return the bytes of memory for each of the ``workers`` server processes."""
+    return available_memory() // int(settings.get("workers", 1))
 
 
 def default_cache_dir() -> Path | None:
@@ -196,7 +201,7 @@ class Settings(BaseSettings):
     )
     max_inflight: int = Field(default=256, ge=1, description="Maximum requests in flight.")
     max_inflight_bytes: int = Field(
-        default=2 * GiB,
+        default_factory=lambda settings: min(2 * GiB, memory_per_worker(settings) // 8),
         ge=1,
         description="Maximum bytes of bodies, decoded inputs and responses of all requests in flight.",
     )
@@ -209,11 +214,15 @@ class Settings(BaseSettings):
     )
     request_timeout: float = Field(default=60.0, gt=0, description="Time limit of a request, in seconds.")
     memory_budget: int = Field(
-        default=8 * GiB,
+        default_factory=lambda settings: min(8 * GiB, memory_per_worker(settings) // 2),
         ge=1,
         description="Bytes of memory for weights, extractors, traced graphs and projections; the least recently used "
         "are evicted.",
     )
+
+    def needed_memory(self) -> int:
+        """Return the bytes of models and requests that the limits allow in all processes."""
+        return self.workers * (self.memory_budget + self.max_inflight_bytes)
 
     @field_validator(
         *("cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", "statistics"),

@@ -99,8 +99,7 @@ def _threads(settings: Settings) -> Iterator[Finding]:
 
 def _memory(settings: Settings) -> Iterator[Finding]:
     available = available_memory()
-    needed = settings.workers * (settings.memory_budget + settings.max_inflight_bytes)
-    short = needed > available
+    short = settings.needed_memory() > available
     yield Finding(
         "memory",
         f"{settings.memory_budget / GiB:.1f} GiB for models, {settings.max_inflight_bytes / GiB:.1f} GiB in flight",

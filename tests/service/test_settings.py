@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.settings import Settings
+from service.settings import GiB, Settings
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,25 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch, device: str, cores: in
     assert Settings(device=device, workers=workers).max_batch == rows
     assert Settings(device=device, workers=workers, max_batch=5).max_batch == 5
     assert Settings(device=device, workers=workers, compute_threads=3).max_batch == (32 if device == "cuda:1" else 12)
+
+
+@pytest.mark.parametrize(
+    ("available", "workers", "budget", "in_flight"),
+    [
+        (512 * GiB, 1, 8 * GiB, 2 * GiB),
+        (16 * GiB, 1, 8 * GiB, 2 * GiB),
+        (4 * GiB, 1, 2 * GiB, GiB // 2),
+        (16 * GiB, 4, 2 * GiB, GiB // 2),
+    ],
+)
+def test_limits_of_memory(
+    monkeypatch: pytest.MonkeyPatch, available: int, workers: int, budget: int, in_flight: int
+) -> None:
+    monkeypatch.setattr("service.settings.available_memory", lambda: available)
+    settings = Settings(workers=workers)
+    assert (settings.memory_budget, settings.max_inflight_bytes) == (budget, in_flight)
+    assert settings.needed_memory() < available
+    assert Settings(workers=workers, memory_budget=9 * GiB).memory_budget == 9 * GiB
 
 
 @pytest.mark.parametrize("name", ["cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file"])

@@ -66,6 +66,7 @@ def serve(
         release_reloads()
     chosen = device_of(settings)
     _warn_misspelt_variables()
+    _warn_of_memory(settings)
     _check_dependencies(settings)
     if settings.workers > 1:
         if settings.port == 0:
@@ -94,6 +95,20 @@ def _warn_misspelt_variables() -> None:
         similar = get_close_matches(name, names, n=1, cutoff=0.72)
         if similar:
             print(f"fxserve: unknown variable {variable}; did you mean FXSERVE_{similar[0]}?", file=sys.stderr)
+
+
+def _warn_of_memory(settings: Settings) -> None:
+    """Warn on stderr about limits that allow more memory than is available, so that the system may end the process."""
+    from service.machine import available_memory
+    from service.settings import GiB
+
+    needed, available = settings.needed_memory(), available_memory()
+    if needed > available:
+        print(
+            f"fxserve: FXSERVE_MEMORY_BUDGET and FXSERVE_MAX_INFLIGHT_BYTES allow {needed / GiB:.1f} GiB, but only "
+            f"{available / GiB:.1f} GiB are available",
+            file=sys.stderr,
+        )
 
 
 def _check_dependencies(settings: Settings) -> None:

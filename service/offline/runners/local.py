@@ -54,7 +54,8 @@ class LocalRunner:
     def __init__(self, settings: Settings, options: FeatureOptions, images: int, served_by: str | None) -> None:
         fields = Settings.model_fields
         changed: dict[str, Any] = {
-            name: fields[name].get_default(call_default_factory=True) for name in fields.keys() - _OWN_SETTINGS
+            name: fields[name].get_default(call_default_factory=True)
+            for name in fields.keys() - _OWN_SETTINGS - _LIMITS.keys()
         }
         changed |= {"lowering": False, "request_timeout": 7 * 86400.0, **_LIMITS}
         self._engine = Engine(settings.model_copy(update=changed))

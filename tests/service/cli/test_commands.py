@@ -399,6 +399,16 @@ def test_serve_warns_of_unknown_variables(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("signals")
+def test_serve_warns_of_limits_above_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(tmp_path / "none"))  # so that it ends before it serves
+    monkeypatch.setenv("FXSERVE_MAX_INFLIGHT_BYTES", "1")
+    monkeypatch.setenv("FXSERVE_MEMORY_BUDGET", str(2**50))
+    [warning, _] = fxserve("serve", "--device", "cpu").stderr.splitlines()
+    allowed = "FXSERVE_MEMORY_BUDGET and FXSERVE_MAX_INFLIGHT_BYTES allow 1048576.0 GiB"
+    assert re.fullmatch(rf"fxserve: {allowed}, but only [\d.]+ GiB are available", warning)
+
+
+@pytest.mark.usefixtures("signals")
 def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "service.observability.trac"))]:
         monkeypatch.delitem(sys.modules, name)
