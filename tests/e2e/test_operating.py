@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,19 @@ def pair(tmp_path: Path) -> Iterator[Serve]:
     server.wait()
     yield server
     server.stop()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_interfaces_are_those_of_both_families(workers: int, tmp_path: Path) -> None:
+    server = Serve(tmp_path, host="::", workers=workers)
+    try:
+        server.wait()  # over IPv4
+        assert httpx.get(f"http://[::1]:{server.port}/healthz", timeout=60).status_code == 200
+        assert f"fxserve on http://[::1]:{server.port} " in server.log.read_text()
+    finally:
+        server.stop()
 
 
 @pytest.mark.exhaustive

@@ -30,7 +30,9 @@ requests over closing connections, and longer than any ``Retry-After``."""
 def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
     """Serve ``app`` in this process until a signal arrives, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings, log_level))
-    _Server(config, device).run()
+    # asyncio would not accept IPv4 there. Several processes have such a socket anyway.
+    sockets = [config.bind_socket()] if settings.host == "::" else None
+    _Server(config, device).run(sockets)
 
 
 def run_workers(settings: Settings, device: str, log_level: str) -> None:
