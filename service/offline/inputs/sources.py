@@ -251,7 +251,7 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
             if member.isfile():
                 linked.pop(name, None)
                 if _is_image_member(member.name, member, stream):
-                    yield Source(name, path, member.offset_data, member.size)
+                    yield _source(name, path, member)
                 else:
                     skipped.add(name)
             elif member.islnk() or member.issym():
@@ -271,7 +271,7 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
                     continue
                 found.add(name)
                 if _is_image_member(name, member, stream):
-                    yield Source(name, path, member.offset_data, member.size)
+                    yield _source(name, path, member)
                 else:
                     skipped.add(name)
         for target, names in links.items():
@@ -282,6 +282,12 @@ def _in_archive(path: str, skipped: Skipped) -> Iterator[Source]:
                     skipped.add(name)
     except UNREADABLE as error:  # members before the damage are usable
         yield Source(shown, path, error=f"the archive cannot be read to its end: {reason_of(error)}")
+
+
+def _source(name: str, path: str, member: tarfile.TarInfo) -> Source:
+    if member.issparse():  # it is stored in pieces, without the zeros between them
+        return Source(name, path, error="it is stored as a sparse file; create the archive without --sparse")
+    return Source(name, path, member.offset_data, member.size)
 
 
 def _is_image_member(name: str, member: tarfile.TarInfo, stream: IO[bytes]) -> bool:

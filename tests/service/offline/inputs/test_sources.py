@@ -343,3 +343,23 @@ def test_links_in_archives_are_to_the_same_versions_as_when_unpacked(tmp_path: P
     read = {name: reader.read(source) for name, source in found.items()}
     reader.close()
     assert read == {file.name: file.read_bytes() for file in (tmp_path / "unpacked").iterdir()}
+
+
+def test_sparse_members_of_archives_are_refused(tmp_path: Path) -> None:
+    """Their pieces without the zeros between them would be an image of other pixels."""
+    image = tmp_path / "black.bmp"
+    PIL.Image.new("RGB", (512, 512)).save(image)
+    with image.open("rb+") as file:
+        file.seek(64 * 1024)
+        file.truncate()  # what follows becomes a hole
+        file.truncate(512 * 512 * 3 + 54)
+    (tmp_path / "same.bmp").hardlink_to(image)
+    (tmp_path / "1.png").write_bytes(png(1))
+    names = ["1.png", "black.bmp", "same.bmp"]
+    for format in ("gnu", "posix"):
+        command = ["tar", f"--format={format}", "--sparse", "-cf", "a.tar", *names]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        reasons = {source.path: source.error for source in find([str(tmp_path / "a.tar")])}
+        assert [Path(path).name for path in sorted(reasons)] == names
+        assert [reason is None for _, reason in sorted(reasons.items())] == [True, False, False]
+        assert "stored as a sparse file" in str(reasons[f"{tmp_path}/a.tar/black.bmp"])
