@@ -61,7 +61,7 @@ class Index:
         read_only: open an index that exists, without locking it; for folders that cannot be written.
 
     Raises:
-        FxError: another process has it open, or it is damaged.
+        FxError: another process has it open, it is damaged, or with ``read_only`` it cannot be read.
         sqlite3.OperationalError: it cannot be written.
     """
 
@@ -83,9 +83,11 @@ class Index:
                 self._database.close()  # otherwise this process would keep the lock
                 raise
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                raise
-            raise FxError(f"{folder}: another run is writing to this folder ({error})") from error
+            if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise FxError(f"{folder}: another run is writing to this folder ({error})") from error
+            if read_only:  # such as one with a transaction that a killed run did not end, which must be rolled back
+                raise FxError(f"{folder / FILE} cannot be read ({error}); finish that run first") from error
+            raise
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,21 @@ def test_an_index_is_read_without_being_written(tmp_path: Path) -> None:
     other.close()
     after = (tmp_path / "index.sqlite").stat()
     assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
+
+
+def test_an_index_that_a_killed_run_left_in_a_transaction_is_not_read(tmp_path: Path) -> None:
+    index, killed = Index(tmp_path), tmp_path / "killed"
+    index.add(files(*(f"{n:05d}" for n in range(3000))))
+    index.close()
+    killed.mkdir()
+    with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")  # so that it writes pages before the end
+        database.execute("BEGIN")
+        database.execute("UPDATE images SET error = 'broken'")
+        for name in ("index.sqlite", "index.sqlite-journal"):
+            shutil.copy(tmp_path / name, killed)
+        database.execute("ROLLBACK")
+    with pytest.raises(FxError, match=r"killed/index.sqlite cannot be read \(.*\); finish that run first"):
+        Index(killed, read_only=True)
+    with closing(Index(killed)) as index:
+        assert index.counts() == (3000, 0, 0)
