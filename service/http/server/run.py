@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import sys
-import tempfile
 from socket import socket
 from typing import Any
 
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 
 from service.garbage import exempt_imports
 from service.http.server import protocol_choice
+from service.http.server.shared_folder import shared_folder
 from service.http.server.signals import release_reloads
 from service.observability import logs
 from service.observability.metrics import SHARED_DIR
@@ -44,13 +44,13 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
     On Linux without a GPU they are forked from this process after all imports, so they start at once and share that
     memory. Neither CUDA nor Apple's frameworks can be used in forked processes.
     """
-    with tempfile.TemporaryDirectory(prefix="fxserve-") as folder:
+    with shared_folder() as folder:
         for name in ("metrics", "extractors", "weights"):
-            os.mkdir(os.path.join(folder, name))
-        os.environ.setdefault(SHARED_DIR, os.path.join(folder, "metrics"))
-        os.environ[SHARED_WEIGHTS] = os.path.join(folder, "weights")
+            (folder / name).mkdir()
+        os.environ.setdefault(SHARED_DIR, str(folder / "metrics"))
+        os.environ[SHARED_WEIGHTS] = str(folder / "weights")
         if settings.extractors is None:
-            os.environ["FXSERVE_EXTRACTORS"] = os.path.join(folder, "extractors")
+            os.environ["FXSERVE_EXTRACTORS"] = str(folder / "extractors")
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
         # A process that does not answer pings for this long is replaced. Processes do not answer while they load the
         # operator's models or, if spawned, import torch.
