@@ -19,6 +19,7 @@ from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.kinds import described
 from fxcore.images.formats.opening import opened, over_limit, recognized
 from fxcore.images.formats.orientation import orientation
+from fxcore.images.formats.ppm_levels import PpmLevels  # noqa: F401  registers itself with Pillow
 from fxcore.quiet import quiet
 
 _HAS_AVIF = "avif" in features.modules and features.check("avif")
@@ -69,7 +70,7 @@ _TURNS = {
 
 _RGB_BYTES = 4
 """Bytes of a pixel in PIL's memory, for all modes except those in :data:`_MODE_BYTES`."""
-_MODE_BYTES = {"1": 1, "L": 1, "P": 1}
+_MODE_BYTES = {"1": 1, "L": 1, "P": 1, "I": 8}  # of grey levels, two copies are held while they are reduced
 _BESIDE_BYTES = {"WEBP": 12, "TIFF": 8, "PPM": 4, "JPEG2000": 36, "AVIF": 18}
 """Bytes per pixel that decoders hold in addition to PIL's image: libwebp two canvases and its output, libtiff a strip,
 which may be the whole image, OpenJPEG two 32-bit values per component and a tile, libavif 16-bit planes and its

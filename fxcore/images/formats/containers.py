@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
 from fxcore.images.formats import jpeg2000
+from fxcore.images.formats.opening import opened
 from fxcore.images.formats.orientation import orientation
 
 MAX_PIECES = 16_384
@@ -31,7 +32,7 @@ MAX_TAGS = 4_096
 """Maximum number of tags of a TIFF, as in libtiff."""
 
 _MAX_TEXT = 64 * 1024
-"""Maximum bytes of decompressed text to search for an orientation."""
+"""Maximum bytes of decompressed text to search for an orientation, and of the header of a PPM."""
 
 _MAX_TILE = 2048 * 2048
 """Maximum number of pixels in a tile of a small image; a tile is decompressed as a whole."""
@@ -292,6 +293,18 @@ def _jpeg2000(data: bytes) -> tuple[bytes, int]:
     return data, 1
 
 
+def _ppm(data: bytes) -> tuple[bytes, int]:
+    """Drop what follows a header that is longer than programs write, because Pillow reads it byte by byte."""
+    try:
+        with opened(data[:_MAX_TEXT], ["PPM"]) as image:
+            decoder = image.tile[0][0]
+    except Exception:
+        return data[:_MAX_TEXT], 1
+    if decoder == "ppm_plain":  # Pillow copies the rest of the file for each comment
+        raise BadImage("the PPM has its values as text (P1, P2, P3); save it as binary PPM (P4, P5, P6), or as PNG")
+    return data, 1
+
+
 def _too_many(format: str, what: str, most: int) -> BadImage:
     return BadImage(f"the {format} has over {most:,} {what}; save it again with an image editor")
 
@@ -310,4 +323,5 @@ _FORMATS: dict[bytes, Callable[[bytes], tuple[bytes, int]]] = {
     b"MM\0+": _tiff,
     jpeg2000.BOXES: _jpeg2000,
     jpeg2000.CODESTREAM: _jpeg2000,
+    b"P": _ppm,
 }

@@ -13,6 +13,7 @@ import PIL.BmpImagePlugin
 import PIL.Image
 import PIL.ImageOps
 import PIL.PngImagePlugin
+import PIL.PpmImagePlugin
 import PIL.TiffImagePlugin
 import pytest
 
@@ -98,6 +99,7 @@ COSTLY: dict[str, Callable[[], bytes]] = {
     "webp exif": lambda: saved(photo(), "WEBP", exif=b"Exif\0\0" + directory(30_000, 10**5)),
     "gif comments": lambda: gif((b"\x21\xfe" + b"\x01x" * 1000 + b"\0") * 15),
     "tiff tags": lambda: tiff(4000, 10**5),
+    "ppm with 254 levels": hostile_images.HOSTILE["ppm with 254 levels"][0],
     "bmp lines": lambda: bmp(1000, 1000, 1, b"\1\0\0\0" * 1000),
 }
 
@@ -109,12 +111,19 @@ def test_what_decides_no_pixel_costs_next_to_nothing(name: str) -> None:
     size, image = image_header(data)[:2], open_image(data)
     assert time.thread_time() - began < 0.1
     assert (image.height, image.width) == size
-    if not name.startswith(("bmp", "webp")):
+    if not name.startswith(("bmp", "ppm", "webp")):
         assert len(stripped(data)[0]) < len(data) / 2 or name == "tiff tags"
 
 
 @pytest.mark.parametrize(
-    "name", ["html comments", "jpeg fill without a marker", "jpeg fill before zeros", "jpeg fill after its end"]
+    "name",
+    [
+        "html comments",
+        "jpeg fill without a marker",
+        "jpeg fill before zeros",
+        "jpeg fill after its end",
+        "ppm of comments in its header",
+    ],
 )
 def test_what_is_no_image_is_refused_at_once(name: str) -> None:
     data = hostile_images.HOSTILE[name][0]()
@@ -135,6 +144,7 @@ def test_what_is_no_image_is_refused_at_once(name: str) -> None:
         (lambda: gif(b"\x21\xfe\0" * 2 * MAX_PIECES), "16,384 blocks"),
         (lambda: tiff(4097, 0), "4,096 tags"),
         (lambda: tiff_of(100, 100, 3000), "tiles of 9,000,000 pixels"),
+        (hostile_images.HOSTILE["ppm of comments"][0], "values as text .* save it as binary PPM"),
     ],
 )
 @pytest.mark.parametrize("read", [image_header, open_image])
@@ -232,3 +242,17 @@ def test_runs_of_a_bmp_are_read_as_pil_reads_them(compression: int, seed: int, m
     monkeypatch.setitem(PIL.Image.DECODERS, "bmp_rle", PIL.BmpImagePlugin.BmpRleDecoder)
     expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
     assert np.array_equal(np.asarray(image), np.asarray(expected))
+
+
+@pytest.mark.parametrize("kind", [b"P5", b"P6"])
+@pytest.mark.parametrize("most", [1, 7, 254, 256, 1023, 65_534, 65_535])
+def test_levels_of_a_ppm_are_read_as_pil_reads_them(kind: bytes, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = np.arange(60_000) if most > 255 else np.arange(60_000) % 256
+    data = kind + b"\n# of a cat\n200 100\n%d\n" % most + levels.astype("u1" if most < 256 else ">u2").tobytes()
+    image = np.asarray(PIL.Image.open(io.BytesIO(data)))
+    with pytest.raises(BadImage, match="damaged or cut short"):
+        open_image(data[:15_000])
+    monkeypatch.setitem(PIL.Image.DECODERS, "ppm", PIL.PpmImagePlugin.PpmDecoder)
+    expected = np.asarray(PIL.Image.open(io.BytesIO(data)))
+    assert image.dtype == expected.dtype
+    assert np.array_equal(image, expected)
