@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxcore.errors import BadMask
+from fxcore.errors import BadImage, BadMask
+from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.opening import opened
 
 _ONE_CHANNEL = ("1", "L", "P", "I", "I;16")
@@ -86,7 +87,7 @@ def _sums(values: NDArray[Any], edges: NDArray[Any]) -> NDArray[np.float64]:
 
 def _of_png(data: bytes, image: tuple[int, int]) -> NDArray[np.bool_]:
     try:
-        with opened(data, ["PNG"]) as file:
+        with opened(stripped(data)[0], ["PNG"]) as file:
             _check_size((file.height, file.width), image)
             if file.mode not in _ONE_CHANNEL:
                 raise BadMask(f"is a PNG file of mode {file.mode}: send one channel, zero outside of the mask")
@@ -94,6 +95,8 @@ def _of_png(data: bytes, image: tuple[int, int]) -> NDArray[np.bool_]:
             return found
     except BadMask:
         raise
+    except BadImage as error:
+        raise BadMask(f"is refused: {error.detail}") from error
     except Exception as error:  # files are damaged in many ways
         raise BadMask(f"is not a PNG file, or is damaged ({len(data)} bytes)") from error
 

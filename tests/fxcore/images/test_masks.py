@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import time
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -13,6 +15,7 @@ from fxcore.errors import BadMask
 from fxcore.images.masks import Rle, read_mask, shares
 from fxcore.images.placement import Placement
 from fxcore.pooling import MapGrid
+from tests import hostile_images
 
 MASK = np.random.default_rng(0).random((12, 18)) < 0.4
 
@@ -92,6 +95,17 @@ def test_png_files_of_one_channel(mode):
 def test_others_are_refused(mask, said):
     with pytest.raises(BadMask, match=said):
         read_mask(mask, MASK.shape)
+
+
+def test_metadata_of_a_mask_is_not_read():
+    profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(10**6), 9))
+    pixel = (b"IDAT", zlib.compress(b"\0\1"))
+    mask = hostile_images.png(1, 1, *[profile] * 1000, pixel)
+    began = time.thread_time()
+    assert read_mask(mask, (1, 1)).all()
+    assert time.thread_time() - began < 0.1
+    with pytest.raises(BadMask, match="is refused: the PNG has over 16,384 chunks"):
+        read_mask(hostile_images.png(1, 1, *[(b"teSt", b"")] * 20_000, pixel), (1, 1))
 
 
 @pytest.mark.parametrize("size", [(4, 6), (12, 18), (1, 1), (3, 9)])
