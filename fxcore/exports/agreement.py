@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fxcore.analysis.verify import verify
-from fxcore.exports.captured import Captured
-from fxcore.exports.program import rows_of
+from fxcore.exports.captured import Captured, rows_of
 from fxcore.exports.subject import CannotExport
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
 
 
-def require_agreement(extractor: Captured, run: Callable[..., list[Tensor]], format: str, runtime: str) -> None:
+def require_agreement(extractor: Captured, run: Callable[..., Any], format: str, runtime: str) -> None:
     """Compare the outputs of a file with the extractor's on the example inputs, and on their first row alone, since
     the number of rows is dynamic.
 
     Args:
-        run: runs the file on positional inputs, and returns its outputs in order.
+        run: runs the file on positional inputs, and returns its outputs in order, or as the extractor does.
         runtime: the package that runs it, for the error.
 
     Raises:

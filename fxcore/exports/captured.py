@@ -102,6 +102,12 @@ def refuse(folder: Path, error: CannotExport) -> None:
     (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
 
 
+def rows_of(inputs: tuple[Tensor, ...]) -> list[bool]:
+    """Return for each input whether it has as many rows as the first one, and more than one."""
+    count = inputs[0].shape[0] if inputs and inputs[0].ndim else 0
+    return [count > 1 and x.ndim > 0 and x.shape[0] == count for x in inputs]
+
+
 def _with_fixed_windows(module: fx.GraphModule, windows: Mapping[str, int]) -> fx.GraphModule:
     """Copy a module so that its edits of windows have the number of windows of an image as a constant.
 

@@ -16,9 +16,9 @@ from fxcore.backends.ir import converted, has_narrow, quantized
 from fxcore.backends.openvino import THREADS_EACH
 from fxcore.backends.process import check_threads
 from fxcore.exports.agreement import require_agreement
-from fxcore.exports.captured import Captured
+from fxcore.exports.captured import Captured, rows_of
 from fxcore.exports.description import zipped
-from fxcore.exports.program import exported, rows_of
+from fxcore.exports.program import exported
 
 
 def export_openvino(extractor: Captured) -> bytes:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from fxcore.exports.captured import Captured
+from fxcore.exports.agreement import require_agreement
+from fxcore.exports.captured import Captured, rows_of
 
 
 def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
@@ -24,19 +25,19 @@ def exported(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExportedProgram:
             return torch.export.export(module, inputs, dynamic_shapes=shapes)
     except Exception:
         # Code that folds windows or frames into the rows has constraints that torch must derive.
-        shapes_of_its_own = tuple({0: Dim.AUTO} if has else {} for has in free)
+        shapes_of_its_own = tuple({0: Dim.DYNAMIC} if has else {} for has in free)
         with torch.no_grad():
             return torch.export.export(module, inputs, dynamic_shapes=shapes_of_its_own)
 
 
-def rows_of(inputs: tuple[Tensor, ...]) -> list[bool]:
-    """Return for each input whether it has as many rows as the first one, and more than one."""
-    count = inputs[0].shape[0] if inputs and inputs[0].ndim else 0
-    return [count > 1 and x.ndim > 0 and x.shape[0] == count for x in inputs]
-
-
 def export_program(extractor: Captured) -> bytes:
-    """Return the bytes of a ``.pt2`` file for ``torch.export.load``, whose program returns the extractor's dict."""
+    """Return the bytes of a ``.pt2`` file for ``torch.export.load``, whose program returns the extractor's dict.
+
+    Raises:
+        CannotExport: the program's outputs differ from the extractor's.
+    """
+    program = exported(extractor.module, extractor.inputs)
+    require_agreement(extractor, program.module(), "torch_export", "torch.export")
     buffer = io.BytesIO()
-    torch.export.save(exported(extractor.module, extractor.inputs), buffer)
+    torch.export.save(program, buffer)
     return buffer.getvalue()

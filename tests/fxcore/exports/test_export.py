@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import is_parametrized
 from torchvision.ops import Conv2dNormActivation
 
-from fxcore import Extractor, build_extractor, get_model, load_model, model_graph, trace
+from fxcore import Extractor, build_extractor, create_extractor, get_model, load_model, model_graph, trace
 from fxcore.analysis.verify import verify
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
 from fxcore.exports.subject import subject_of
@@ -242,6 +242,20 @@ def test_a_file_that_openvino_computes_otherwise_is_refused(tmp_path: Path) -> N
     save_file({"0": x.abs()}, tmp_path / "inputs2.safetensors")
     run("openvino", [".:download.zip:2"], tmp_path)
     assert load_file(tmp_path / "outputs2.safetensors")["output"].tolist() == [[1, 1, 1], [2, 0, 2]]
+
+
+class TwoRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(int(x.shape[0]), -1)
+
+
+@pytest.mark.exhaustive
+def test_programs_of_one_number_of_rows_are_refused() -> None:
+    """A leaf that makes the number of rows a constant is right in eager mode for any number."""
+    x = torch.rand(2, 5)
+    module = create_extractor(nn.Sequential(nn.ReLU(), TwoRows()).eval(), ["1"], x, leaf_modules=[TwoRows])
+    with pytest.raises(CannotExport, match=r"Constraints violated .*size\(\)\[0\]"):
+        export(module, "torch_export", example_inputs=(x,))
 
 
 def test_openvino_files_may_make_bfloat16() -> None:
