@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import http.client
 import re
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 
@@ -18,6 +20,9 @@ _REACH_TIMEOUT = 5.0
 
 STALL_TIMEOUT = 30.0
 """Seconds without data after which a download fails."""
+
+_ABANDONED = 3600.0
+"""Seconds without writing after which a partial file is that of a process that was killed."""
 
 _CHUNK = 1024**2
 
@@ -51,9 +56,18 @@ def _fetch(url: str, file: Path) -> None:
         OSError, http.client.HTTPException: the download was cut off, stalled, or could not be written.
         ValueError: the hash does not match the one in the file's name.
     """
+    prefix, suffix = f".{file.name}.", ".part"
+    for partial in file.parent.glob(f"{glob.escape(prefix)}*{suffix}"):
+        with contextlib.suppress(OSError):  # another process deleted it
+            if time.time() - partial.stat().st_mtime > _ABANDONED:
+                partial.unlink()
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
-        partial = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=file.parent, delete=False)).name)
+        partial = Path(
+            stack.enter_context(
+                tempfile.NamedTemporaryFile(dir=file.parent, prefix=prefix, suffix=suffix, delete=False)
+            ).name
+        )
         stack.callback(partial.unlink, missing_ok=True)
         source = stack.enter_context(urllib.request.urlopen(url, timeout=STALL_TIMEOUT))
         with partial.open("wb") as target:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import http.server
 import io
+import os
 import socket
 import threading
 import time
@@ -78,6 +79,19 @@ def test_a_download_with_another_hash_is_refused(served: tuple[str, Path], torch
     assert caught.value.extra["file"] == "small-deadbeef.pth"
     assert [p for p in torch_home.rglob("*") if p.is_file()] == []
     assert not entry.weights_info("DEFAULT").cached
+
+
+def test_files_of_downloads_that_were_killed_are_deleted(served: tuple[str, Path], torch_home: Path) -> None:
+    checkpoints = torch_home / "hub" / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    old, new = (checkpoints / f".small.pth.{name}.part" for name in ("old", "new"))
+    other = checkpoints / ".another.pth.old.part"
+    for file, hours in ((old, 2), (new, 0), (other, 2)):
+        file.touch()
+        os.utime(file, (time.time() - 3600 * hours,) * 2)
+    (served[1] / "small.pth").write_bytes(b"weights")
+    downloads.download(f"{served[0]}/small.pth", checkpoints / "small.pth")
+    assert {file.name for file in checkpoints.iterdir()} == {"small.pth", new.name, other.name}
 
 
 def test_a_download_that_is_not_there(served: tuple[str, Path], torch_home: Path) -> None:
