@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -73,38 +74,49 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
         cancelled: when set, the process is killed.
 
     Raises:
-        ProcessFailed: the process failed (the last line of its output is the reason), timed out, or was cancelled.
+        ProcessFailed: the process failed (the last line of its output is the reason), was killed, timed out, or was
+            cancelled.
         OSError, RuntimeError: the system cannot start a process, or enough threads.
     """
     check_threads(_CHILD_THREADS)
     # One thread, since the parent may be serving requests.
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment)
     variables["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(
-            [sys.executable, "-m", program, str(folder)],
-            stdin=subprocess.PIPE,  # closes when this process ends, see _end_with_parent
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,  # a process group that includes the compilers it runs
-        )
-    assert child.stdin is not None
-    with child.stdin:
-        deadline = time.monotonic() + LONGEST
-        while True:
-            try:
-                child.wait(0.1)
-                break
-            except subprocess.TimeoutExpired:
-                gone = cancelled is not None and cancelled.is_set()
-                if gone or time.monotonic() > deadline:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
-                    raise ProcessFailed("was cancelled" if gone else f"took over {LONGEST:.0f} s") from None
+    # What a child that is killed leaves there, or its compilers, is deleted with it.
+    with tempfile.TemporaryDirectory(dir=folder.resolve(), ignore_cleanup_errors=True) as variables["TMPDIR"]:
+        with (folder / "log").open("wb") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", program, str(folder)],
+                stdin=subprocess.PIPE,  # closes when this process ends, see _end_with_parent
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,  # a process group that includes the compilers it runs
+            )
+        assert child.stdin is not None
+        with child.stdin:
+            deadline = time.monotonic() + LONGEST
+            while True:
+                try:
+                    child.wait(0.1)
+                    break
+                except subprocess.TimeoutExpired:
+                    gone = cancelled is not None and cancelled.is_set()
+                    if gone or time.monotonic() > deadline:
+                        os.killpg(child.pid, signal.SIGKILL)
+                        child.wait()
+                        raise ProcessFailed("was cancelled" if gone else f"took over {LONGEST:.0f} s") from None
     if child.returncode:
         lines = [line for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
-        raise ProcessFailed(f"failed: {lines[-1].strip()[:300] if lines else f'exit status {child.returncode}'}")
+        last = lines[-1].strip()[:300] if lines else f"exit status {child.returncode}"
+        raise ProcessFailed(
+            f"failed: {last}" if child.returncode > 0 else f"{_killed(-child.returncode)}; last: {last}"
+        )
+
+
+def _killed(number: int) -> str:
+    cause = "probably for lack of memory" if number == signal.SIGKILL else "a crash in a native library"
+    return f"was killed by {signal.Signals(number).name}, {cause}"
 
 
 def check_threads(count: int) -> None:

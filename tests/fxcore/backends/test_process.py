@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fxcore.backends import process
 from tests.processes import running
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +38,35 @@ process.run("program", Path("making"), {})
 """
 
 
+KILLED = """
+import os, signal, tempfile
+from fxcore.backends import process
+
+def work(folder):
+    (folder / "temporary").write_text(tempfile.mkdtemp())
+    print("Applying Fast Bias correction 100% 49/49", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    process.main(work)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_child_that_is_killed_says_so_and_leaves_no_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    making = tmp_path / "making"
+    making.mkdir()
+    with pytest.raises(process.ProcessFailed, match=r"was killed by SIGKILL, probably for lack of memory; last: App"):
+        process.run("killed", making, {})
+    temporary = Path((making / "temporary").read_text())
+    assert temporary.is_relative_to(making)
+    assert sorted(file.name for file in making.iterdir()) == ["log", "temporary"]
+
+
 @pytest.mark.exhaustive
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -59,5 +89,5 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
             assert time.monotonic() < deadline, "it goes on without its parent"
             time.sleep(0.05)
     finally:
-        for process in filter(running, processes):
-            os.kill(process, signal.SIGKILL)
+        for number in filter(running, processes):
+            os.kill(number, signal.SIGKILL)
