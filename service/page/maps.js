@@ -1,6 +1,6 @@
 // Feature maps from tensors of any layout, and their reductions. No DOM: the worker runs it.
 
-/** @typedef {{height: number, width: number, prefix: number}} Grid of tokens, as the service describes it */
+/** @typedef {{height: number, width: number, prefix: number, class_token: boolean}} Grid of tokens, as the service describes it */
 
 /**
  * @typedef {object} Maps

@@ -48,6 +48,7 @@ export class Model {
     /** @type {any} */ this.preprocessing = detail.preprocessing
     /** Of pixels, of which each side of the input should be one. @type {number} */ this.multiple = detail.multiple
     /** @type {{name: string, layout: string, shape: Array<number | null>}[]} */ this.inputs = detail.inputs
+    /** How the service computes in each; with no backends it does not. @type {Record<string, {backends: string[], note: string | null}>} */ this.precisions = detail.precisions
     /** @type {{weights: string, images: number, nodes: string[]} | null} */ this.statistics = detail.statistics
     /** @type {{path: string, reason: string}[]} */ this.closed = detail.closed
     /** @type {{params: number, flops: number, nodes: number}} */ this.totals = graph.totals

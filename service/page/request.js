@@ -15,7 +15,7 @@ import { curl, pythonCode, requestOf } from "./snippets.js"
 
 /** The language of the code; kept while other nodes are chosen. */
 let language = "curl"
-/** What is asked of the features; kept as well. @type {Record<string, string>} */
+/** What is asked of the features, where the model and the nodes have it; kept as well. @type {Record<string, string>} */
 let query = {}
 /** Nodes that stay in the request while others are chosen. @type {WeakMap<Model, string[]>} */
 const collected = new WeakMap()
@@ -42,7 +42,7 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
   const nodes = h("div", { class: "chosen-nodes", role: "group", "aria-label": "Nodes of the request" })
   const copied = h("span", { class: "dim", role: "status" })
   const made = h("p", { class: "dim", role: "status" })
-  const choices = h("div", { class: "segments", role: "group", "aria-label": "Language" },
+  const languages = h("div", { class: "segments", role: "group", "aria-label": "Language" },
     ...[["curl", "curl"], ["python", "Python"]].map(([id, text]) =>
       h("button", { type: "button", id: `as-${id}`, onclick: () => { language = id; show() } }, text)))
   const copy = h("button", { type: "button", onclick: async () => {
@@ -51,19 +51,19 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
     setTimeout(() => (copied.textContent = ""), 2000)
   } }, "Copy")
   const npy = h("button", { type: "button", onclick: () => download("npy") }, "Download npy")
-  const options = !plain ? "" : h("details", { class: "options", open: Object.keys(query).length > 0 || others().length > 0 },
+  const choices = new Map(CHOICES.map(([name, text, list]) => [name, select(text, list, "", (value) => {
+    query = { ...query, [name]: value }
+    if (!value) delete query[name]
+    show()
+  })]))
+  const options = !plain ? "" : h("details", { class: "options", open: Object.keys(asked()).length > 0 || others().length > 0 },
     h("summary", {}, "Change what is asked for"), nodes,
-    h("div", { class: "choices" }, ...CHOICES.map(([name, text, list]) => h("label", { class: "stacked" }, text,
-      select(text, list, query[name] ?? "", (value) => {
-        query = { ...query, [name]: value }
-        if (!value) delete query[name]
-        show()
-      })))))
+    h("div", { class: "choices" }, ...CHOICES.map(([name, text]) => h("label", { class: "stacked" }, text, choices.get(name) ?? ""))))
   show()
   return h("section", { class: "request", "aria-label": "The request" },
     h("h3", {}, "The same request from a program"),
     what ? h("p", { class: "dim" }, `For ${what}. What it is compared with comes from a request like it.`) : null, options, weight,
-    h("div", { class: "row between" }, choices, h("span", {}, copied, copy)),
+    h("div", { class: "row between" }, languages, h("span", {}, copied, copy)),
     h("pre", { tabindex: 0, "aria-label": "The request" }, code),
     h("div", { class: "row" },
       answer ? h("button", { type: "button", onclick: () => download("safetensors") }, "Download safetensors") : null,
@@ -75,14 +75,35 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
     return !plain ? [] : (collected.get(model) ?? []).filter((name) => name !== node)
   }
 
+  /** Why a choice cannot be asked for; empty where it can. @param {string} name @param {string} value */
+  function refusal(name, value) {
+    const { backends, note } = (name === "precision" && model.precisions[value]) || { backends: [""], note: "" }
+    if (!backends.length) return note ?? "not served here"
+    const without = name === "pool" && value === "cls" ? [node, ...others()].filter((one) => !model.resolve(one)?.tokens?.class_token) : []
+    return without.length ? `${without.join(", ")}: no class token` : ""
+  }
+
+  /** What is asked for and can be. */
+  function asked() {
+    return Object.fromEntries(Object.entries(query).filter(([name, value]) => !refusal(name, value)))
+  }
+
   function request() {
-    return requestOf(model, [node, ...others()], file, { transforms, id, evidence, edits: answer?.edits ?? [], query: plain ? { ...query, ...size } : fixed })
+    return requestOf(model, [node, ...others()], file, { transforms, id, evidence, edits: answer?.edits ?? [], query: plain ? { ...asked(), ...size } : fixed })
   }
 
   function show() {
     code.textContent = language === "curl" ? curl(request()) : pythonCode(request())
-    for (const button of choices.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
-    npy.disabled = others().length > 0
+    for (const button of languages.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
+    const { dtype, precision } = asked()
+    npy.disabled = others().length > 0 || (dtype ?? precision) === "bfloat16" // which npy does not have
+    for (const [name, choice] of choices) {
+      for (const option of choice.options) {
+        option.title = refusal(name, option.value)
+        option.disabled = option.title !== ""
+      }
+      choice.value = asked()[name] ?? ""
+    }
     weight.textContent = !plain ? "" : weightText(model, request())
     const kept = collected.get(model) ?? []
     /** @param {string} name @param {boolean} keep */
@@ -100,7 +121,7 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
   async function download(suffix) {
     if (!answer) return
     try {
-      const own = suffix === "safetensors" && !others().length && (!plain || !Object.keys(query).length)
+      const own = suffix === "safetensors" && !others().length && (!plain || !Object.keys(asked()).length)
       const data = own ? answer.file : await (await askFeatures(request(), answer.photo, `application/x-${suffix}`)).blob()
       const link = h("a", { href: URL.createObjectURL(data), download: `${model.name}-${others().length ? "features" : node}.${suffix}` })
       link.click()

@@ -187,3 +187,42 @@ def test_the_request_for_a_pooled_video_gives_the_shape_that_it_says(open_server
     pooled = safetensors.numpy.load(response.content)["C4"]
     size = f"{pooled.nbytes / 1000:.3g} kB"
     page.get_by_text(f"For one input: C4: {TIMES.join(map(str, pooled.shape))}; {size}").wait_for()
+
+
+@pytest.mark.exhaustive
+def test_only_what_the_server_gives_is_asked_for(start, visit):
+    server = start(models="vit_b_16,resnet18,quantized_resnet18")
+    page = visit(server.url).go("m=vit_b_16&w=random&n=encoder.ln&v=mean")
+    page.locator(".stage").wait_for()
+    page.get_by_text("Change what is asked for").click()
+    code = page.locator(".request code")
+    page.get_by_label("Arithmetic", exact=True).select_option("float16")
+    page.get_by_label("Pool", exact=True).select_option("cls")
+    assert "&pool=cls" in code.inner_text()
+    assert "&precision=float16" in code.inner_text()
+    for model, weights, node in (
+        ("resnet18", "random", "C4"),
+        ("quantized_resnet18", "IMAGENET1K_FBGEMM_V1", "layer3"),
+        ("vit_b_16", "random", "heads.head"),
+    ):
+        page.goto(f"{server.url}/#m={model}&w={weights}&n={node}")
+        page.get_by_text(f"For one photo: {node}: 1").wait_for()
+        assert page.get_by_label("Pool", exact=True).locator("option[value=cls]").is_disabled()
+        assert "pool" not in code.inner_text()
+        precisions = server.http.get(f"/v1/models/{model}", params={"weights": weights}).json()["precisions"]
+        for option in page.get_by_label("Arithmetic", exact=True).locator("option").all()[1:]:
+            precision = precisions[option.get_attribute("value")]
+            assert option.is_disabled() == (not precision["backends"])
+            assert not option.is_disabled() or option.get_attribute("title") == precision["note"]
+        assert ("precision=float16" in code.inner_text()) == bool(precisions["float16"]["backends"])
+    assert not server.http.get("/v1/models/quantized_resnet18").json()["precisions"]["float16"]["backends"]
+    refused = server.http.post(
+        "/v1/models/vit_b_16/features?nodes=heads.head&weights=random&pool=cls",
+        content=CHELSEA.read_bytes(),
+        headers={"content-type": "image/jpeg"},
+    )
+    assert refused.status_code == 422
+    npy = page.get_by_role("button", name="Download npy")
+    assert npy.is_enabled()
+    page.get_by_label("Type", exact=True).select_option("bfloat16")  # which npy does not have
+    assert npy.is_disabled()
