@@ -169,6 +169,12 @@ export class GraphView {
     this.#fitted = { least, at: this.camera.position }
   }
 
+  /** Draw all of it in the colours of now. */
+  repaint() {
+    this.minimap.paint()
+    this.redraw()
+  }
+
   redraw() {
     if (this.#drawing) return
     this.#drawing = true
@@ -328,7 +334,7 @@ export class GraphView {
       shapeText(last.shape) + (last.stride ? `, stride ${last.stride}` : ""),
       flops(nodes.reduce((sum, node) => sum + node.flops, 0)),
       parameters(nodes.reduce((sum, node) => sum + node.params, 0)),
-      ...(time === null ? [] : [`${time.toPrecision(3)} ms`]),
+      ...(time === null ? [] : [`${Number(time.toPrecision(3))} ms`]),
     ]
   }
 

@@ -6,6 +6,7 @@ import { showChooser, showWhere } from "./chooser.js"
 import { watchDivider } from "./divider.js"
 import { byId, h } from "./dom.js"
 import { measured } from "./extractors.js"
+import { keepFocus } from "./focus.js"
 import { GraphView } from "./graph.js"
 import { Inspector } from "./inspector.js"
 import { showKeyButton, storedKey } from "./key.js"
@@ -101,7 +102,7 @@ function showStart() {
   document.body.classList.remove("inside")
   showWhere("")
   panes.features.replaceChildren()
-  panes.graph.replaceChildren()
+  if (!panes.graph.querySelector(".welcome")) panes.graph.replaceChildren()
   showCatalogue(panes.models, showWelcome(lost)).catch((error) => {
     if (!model && !place().m) panes.models.replaceChildren(failure(error, ["Try again", () => show(place())]))
   })
@@ -113,8 +114,8 @@ async function showWelcome(lost) {
   try {
     const { element, picture } = await welcome(place(), { go, take: takePhotos, remove: removePhoto })
     if (mine.signal.aborted) return
-    panes.graph.replaceChildren(element)
-    if (lost) focusHeading(panes.graph)
+    keepFocus(panes.graph, () => panes.graph.replaceChildren(element))
+    if (lost && document.activeElement === document.body) focusHeading(panes.graph)
     await picture(mine.signal)
   } catch {
     // The list of models says why.
@@ -267,7 +268,7 @@ watchDrops(takePhotos)
 watchDivider()
 watchKeys()
 // Not in the graph itself, which its listener would keep after another model is chosen.
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => graph?.redraw())
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => graph?.repaint())
 for (const button of document.querySelectorAll("[data-skip]"))
   button.addEventListener("click", () => {
     /** @type {HTMLElement | null} */

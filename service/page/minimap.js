@@ -33,11 +33,17 @@ export class Minimap {
       canvas.height = Math.max(1, Math.round(layout.height * this.#scale * ratio))
     }
     this.element.style.setProperty("width", `${layout.width * this.#scale}px`)
+    this.paint()
+  }
+
+  /** Paint the boxes in the colours of now. */
+  paint() {
     const context = this.boxes.getContext("2d")
-    const share = this.#scale * ratio
-    if (!context) return
+    if (!context || !this.#layout) return
+    const share = this.boxes.width / this.#layout.width
+    context.clearRect(0, 0, this.boxes.width, this.boxes.height)
     context.fillStyle = palette().arrow
-    for (const { kind, x, y, width, height } of layout.boxes)
+    for (const { kind, x, y, width, height } of this.#layout.boxes)
       if (kind !== "frame") context.fillRect(x * share, y * share, Math.max(1, width * share), Math.max(0.5, height * share))
   }
 

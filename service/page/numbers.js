@@ -3,7 +3,7 @@
 /** @param {number} value @param {string} unit */
 function scaled(value, unit) {
   for (const [size, letter] of /** @type {Array<[number, string]>} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]))
-    if (value >= size) return `${(value / size).toPrecision(3)} ${letter}${unit}`
+    if (value >= 0.9995 * size) return `${(value / size).toPrecision(3)} ${letter}${unit}`
   return `${value} ${unit}`.trim()
 }
 
@@ -14,7 +14,7 @@ export const flops = (value) => (value ? scaled(value, "FLOPs") : "FLOPs not cou
 export const parameters = (value) => `${scaled(value, "").trim()} parameters`
 
 /** @param {number} value */
-export const megabytes = (value) => (value < 1e3 ? `${value} B` : value < 1e6 ? `${(value / 1e3).toPrecision(3)} kB` : `${(value / 1e6).toPrecision(3)} MB`)
+export const megabytes = (value) => scaled(value, "B")
 
 /** @param {number} value */
 export function short(value) {

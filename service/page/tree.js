@@ -23,6 +23,7 @@ export class Tree {
   #wanted = ""
   #helpers = false
   #shown = ""
+  /** How many nodes match what is searched for. */ #matching = 0
   /** The row that the Tab key comes to. */ #at = 0
 
   /**
@@ -80,7 +81,9 @@ export class Tree {
         if (part.parts.length && this.#open.has(part.path)) add(part.parts, depth + 1)
       }
     }
-    if (this.#wanted) rows.push(...matches(this.model.nodes, this.#wanted).slice(0, MOST_FOUND).map((node) => ({ part: leaf(node), depth: 0, label: node.name })))
+    const found = this.#wanted ? matches(this.model.nodes, this.#wanted) : []
+    this.#matching = found.length
+    if (this.#wanted) rows.push(...found.slice(0, MOST_FOUND).map((node) => ({ part: leaf(node), depth: 0, label: node.name })))
     else add(this.model.root.parts, 0)
     this.#rows = rows
     this.#at = Math.max(0, rows.findIndex(({ part }) => part.path === focused))
@@ -103,6 +106,7 @@ export class Tree {
     this.list.style.setProperty("padding-bottom", `${(this.#rows.length - end) * height}px`)
     this.list.replaceChildren(...this.#rows.slice(first, end).map((row, i) => this.#row(row, first + i)))
     if (!this.#rows.length) this.list.append(h("li", { class: "dim note" }, "No node of this name or type."))
+    if (this.#matching > end && end === this.#rows.length) this.list.append(h("li", { class: "dim note" }, `${end} of ${this.#matching} nodes`))
     this.element.scrollTop = scrollTop
     if (focused) /** @type {HTMLElement | null | undefined} */ (this.#elementOf(this.#at)?.querySelector(`.${focused}`))?.focus({ preventScroll: true })
   }

@@ -264,3 +264,29 @@ def test_only_the_photos_that_are_shown_are_decoded(open_server, visit):
         left, top = (photo.width - side) // 2, (photo.height - side) // 2
         wanted = np.asarray(photo.convert("RGB").crop((left, top, left + side, top + side)).resize((88, 88)))
     assert np.abs(thumbnail[..., :3] - wanted).mean() < 6
+
+
+@pytest.mark.exhaustive
+def test_the_keyboard_stays_at_the_photos_of_the_first_page(open_server, visit):
+    page = visit(open_server.url).go()
+    for name in ("astronaut", "coffee"):
+        page.get_by_role("button", name=f"Photo {name}").focus()
+        page.keyboard.press("Enter")
+        page.locator(f'.showcase .stage[aria-label="PCA of C4 over {name}.jpg"]').wait_for()
+        assert page.evaluate("document.activeElement.getAttribute('aria-label')") == f"Photo {name}"
+        assert page.get_by_role("button", name=f"Photo {name}").get_attribute("aria-pressed") == "true"
+
+
+@pytest.mark.exhaustive
+def test_a_search_says_how_many_nodes_it_does_not_list(start, visit):
+    server = start(models="densenet121")
+    nodes = server.http.get("/v1/models/densenet121/graph?format=json&weights=random").json()["nodes"]
+    many = sum("features" in node["name"] for node in nodes)
+    assert many > 200
+    page = visit(server.url).go("m=densenet121&w=random&i=none")
+    page.get_by_label("Search nodes").fill("features")
+    page.locator(".tree li").first.wait_for()
+    page.locator("#tree").evaluate("tree => { tree.scrollTop = tree.scrollHeight }")
+    page.locator("#tree").get_by_text(f"200 of {many} nodes").wait_for()
+    page.get_by_label("Search nodes").fill("features.conv0")
+    until(page, "!document.getElementById('tree').textContent.includes(' of ')")

@@ -207,3 +207,17 @@ def test_each_call_of_a_module_is_a_box_of_its_own(open_server, visit):
     for node in reversed(names[1 : names.index(calls[1]["node"])]):  # back past both calls, without a loop
         page.keyboard.press("ArrowLeft")
         assert page.locator(".sheet strong").text_content() == node
+
+
+@pytest.mark.exhaustive
+def test_the_overview_has_the_colours_of_now(open_server, visit):
+    page = visit(open_server.url).go("m=resnet18&w=random&n=layer3&i=none")
+    settled(page)
+    page.locator("canvas.minimap:not([hidden])").wait_for()
+    page.emulate_media(color_scheme="dark")
+    drawn(page)
+    switched = pixels(page.locator("canvas.minimap"))
+    page.reload()
+    settled(page)
+    drawn(page)
+    assert (pixels(page.locator("canvas.minimap")) == switched).all()
