@@ -192,7 +192,7 @@ export class Inspector {
     if (!signal.aborted && times === this.#times) this.said.replaceChildren(...found)
   }
 
-  /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string}} file @param {Answer | null} answer */
+  /** Show the request below its output. @param {import("./request.js").Wanted} wanted @param {{name: string, type: string, url?: string | null}} file @param {Answer | null} answer */
   #offer(wanted, file, answer) {
     const model = this.#model
     if (model) keepFocus(this.foot, () => this.foot.replaceChildren(requestView(model, wanted, file, answer, this.#size)))

@@ -8,6 +8,7 @@ import { store, stored, unstore } from "./store.js"
  * @typedef {object} Photo
  * @property {string} name of its file
  * @property {string} title that no other photo has: two screenshots are both image.png
+ * @property {string | null} url of a sample, from where it is copied first
  * @property {string} type
  * @property {Blob} data as it is sent
  * @property {ImageData | null} small a thumbnail; null where there is none
@@ -37,7 +38,7 @@ export async function photoOf(name) {
   const known = name !== undefined && (photos.has(name) || SAMPLES.includes(name)) ? name : SAMPLES[0]
   if (!photos.has(known)) {
     const data = await (await ask(sampleUrl(known))).blob()
-    if (!photos.has(known)) photos.set(known, described(`${known}.jpg`, data))
+    if (!photos.has(known)) photos.set(known, { ...described(`${known}.jpg`, data), url: sampleUrl(known) })
   }
   const photo = /** @type {Photo} */ (photos.get(known))
   const pixels = decoded.get(photo) ?? decode(photo.data)
@@ -62,7 +63,7 @@ function described(name, data, small = null) {
   let title = name
   for (let number = 2; taken.has(title); number++) title = `${name} (${number})`
   // Browsers derive the type from the suffix of the file; the service recognises the format by the bytes.
-  return { name, title, type: data.type.startsWith("image/") ? data.type : "image/*", data, small, bitmap: null }
+  return { name, title, url: null, type: data.type.startsWith("image/") ? data.type : "image/*", data, small, bitmap: null }
 }
 
 /** @param {Blob} data */

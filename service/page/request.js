@@ -31,7 +31,7 @@ const CHOICES = [
 /**
  * @param {Model} model
  * @param {Wanted} wanted
- * @param {{name: string, type: string}} file that is sent
+ * @param {{name: string, type: string, url?: string | null}} file that is sent
  * @param {Answer | null} answer null where there is none yet
  * @param {import("./size.js").Query} size
  */

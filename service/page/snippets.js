@@ -14,6 +14,7 @@ import { storedKey } from "./key.js"
  * @property {import("./edits.js").Edit[]} edits
  * @property {string} file the photo's name
  * @property {string} type the photo's media type
+ * @property {string | null} url from where a sample is copied first
  * @property {{of: string, target: number} | null} evidence asked for at the node, for one value of a classifier's node; null for features
  * @property {boolean} locked whether the service wants a key
  */
@@ -35,12 +36,12 @@ function address(path, query = {}) {
 
 /**
  * A request for nodes of a model.
- * @param {import("./model.js").Model} model @param {string[]} nodes @param {{name: string, type: string}} file that is sent
+ * @param {import("./model.js").Model} model @param {string[]} nodes @param {{name: string, type: string, url?: string | null}} file that is sent
  * @param {Partial<Request>} [more]
  * @returns {Request}
  */
-export function requestOf({ name: model, weights }, nodes, { name: file, type }, more = {}) {
-  return { model, weights, nodes, transforms: [], id: null, query: {}, edits: [], evidence: null, file, type, locked: storedKey() !== null, ...more }
+export function requestOf({ name: model, weights }, nodes, { name: file, type, url = null }, more = {}) {
+  return { model, weights, nodes, transforms: [], id: null, query: {}, edits: [], evidence: null, file, type, url, locked: storedKey() !== null, ...more }
 }
 
 /** The path and the query of the request for features, or for evidence. @param {Request} request */
@@ -56,7 +57,7 @@ export function curl(request) {
   const key = request.locked ? [`  -H "Authorization: Bearer $FXSERVE_KEY"`] : []
   const { path, query } = featureAddress(request)
   const { edits } = request
-  const features = [
+  const features = (request.url ? `curl -sSO ${shell(address(request.url))}\n` : "") + [
     ...(edits.length ? [`printf ${shell(`{"images": ["%s"], "edits": ${JSON.stringify(edits).replaceAll("%", "%%")}}`)} "$(base64 < ${shell(request.file)} | tr -d '\\n')" |`] : []),
     "curl -sS",
     ...key,
@@ -80,7 +81,7 @@ const READERS = {
 }
 
 /** @param {Request} request */
-export function pythonCode({ model, weights, nodes, transforms, query, edits, evidence, file, type, locked }) {
+export function pythonCode({ model, weights, nodes, transforms, query, edits, evidence, file, type, url, locked }) {
   const server = new URL(".", document.baseURI).toString().replace(/\/$/, "")
   const options = [
     weights === "DEFAULT" ? "" : `weights=${python(weights)}`,
@@ -92,10 +93,10 @@ export function pythonCode({ model, weights, nodes, transforms, query, edits, ev
   const how = ["pool", "dtype", "normalize"].filter((name) => query[name]).map((name) => `, ${name}=${python(query[name])}`).join("") + (query.tokens ? `, tokens=[${query.tokens}]` : "") + (edits.length ? `, edits=${JSON.stringify(edits)}` : "")
   const asked = evidence ? `.attributions(${python(file)}, of=${python(evidence.of)}, at=${python(nodes[0])}, target=${evidence.target})` : ""
   const reader = READERS[type]
-  const imports = [locked ? "import os\n\n" : "", reader ? `${reader.from}\n` : ""].join("")
+  const imports = [locked ? "import os\n" : "", url ? "from urllib.request import urlretrieve\n" : "", locked || url ? "\n" : "", reader ? `${reader.from}\n` : ""].join("")
   return `${imports}from service.client import Client
 
-with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:
+${url ? `urlretrieve(${python(address(url))}, ${python(file)})\n` : ""}with Client(${python(server)}${locked ? `, headers={"Authorization": f"Bearer {os.environ['FXSERVE_KEY']}"}` : ""}) as client:
     extractor = client.extractor(${python(model)}, [${nodes.map(python).join(", ")}]${options.map((one) => `, ${one}`).join("")})
     features = extractor${asked || `(${reader ? `${reader.read}(${python(file)})` : python(file)}${how})`}
 for name, values in features.items():

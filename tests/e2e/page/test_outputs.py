@@ -133,7 +133,6 @@ def test_the_request_is_changed_and_gives_what_it_says(open_server, visit, tmp_p
     page.get_by_label("Type", exact=True).select_option("float16")
     page.locator(".request .pill", has_text="C3").click()
     assert f"C4: 1{TIMES}256; C3: 1{TIMES}128; 768 B" in page.locator(".request").inner_text()
-    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
     subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
     found = safetensors.numpy.load_file(tmp_path / "resnet18.safetensors")
     for key, size in (("C4", 256), ("C3", 128)):

@@ -74,7 +74,6 @@ def test_a_class_is_explained_where_one_asks(server, visit, tmp_path):
         return [float(bar.locator("span").last.inner_text()) for bar in page.locator(".scale-bar").all()]
 
     assert most() == [highest("C5", 282)]
-    (tmp_path / "chelsea.jpg").write_bytes(photo)
     page.get_by_role("button", name="Copy").wait_for()
     assert page.get_by_role("button", name="Make an extractor").count() == 0
     subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
