@@ -99,7 +99,9 @@ def cut(
         )
     for key, node in given.items():
         if node not in needed:
-            raise UnneededInput(f"no requested node depends on the input {key!r} besides the other inputs", name=key)
+            raise UnneededInput(
+                f"no requested node depends on the input {key!r} besides the other inputs; leave it out", name=key
+            )
     part = Part()
     taken: set[str] = set()
     for key, node in given.items():

@@ -86,7 +86,9 @@ def _from_http(request: Request, error: HTTPException) -> Problem:
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         return MethodNotAllowed(detail, {"Allow": allowed})
     if error.status_code == 400:  # FastAPI could not parse the body
-        return InvalidRequest("the body cannot be parsed: it is not UTF-8, or is nested too deeply")
+        return InvalidRequest(
+            "the body cannot be parsed: it is not UTF-8, is nested too deeply, or has a number of too many digits"
+        )
     if error.status_code < 500:
         return InvalidRequest(str(error.detail), error.headers)
     return Internal(error.headers)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from service.problems import BadImage
 from service.schemas.problem_examples import EXAMPLES
 from service.schemas.problems import Shape
+from service.schemas.strict import Strict
 from service.schemas.v1.features import MAX_IMAGES
 
 PATH = "/v1/embeddings"
@@ -28,10 +29,8 @@ def _listed(value: Any) -> Any:
     return texts
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(Strict):
     """An embeddings request."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str = Field(
         min_length=1,

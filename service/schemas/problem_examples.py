@@ -71,7 +71,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
         {"missing": ["layer3.0.downsample.1"]},
     ),
     problems.UnneededInput: Example(
-        "no requested node depends on the input 'layer2' besides the other inputs", {"name": "layer2"}
+        "no requested node depends on the input 'layer2' besides the other inputs; leave it out", {"name": "layer2"}
     ),
     problems.BadTarget: Example("target must be from 0 to 999, or max for the largest, not 1000", {"target": 1000}),
     problems.TooManyNodes: Example(

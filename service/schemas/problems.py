@@ -93,7 +93,7 @@ def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str,
 def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """Convert pydantic's errors to a problem: the first one as a sentence, and all as a list for programs."""
     found: list[dict[str, str]] = []
-    for error in _without_wrong_branches(errors):
+    for error in sorted(_without_wrong_branches(errors), key=lambda error: error["type"] != "unknown_field"):
         where, *path = (str(part) for part in error["loc"])
         message = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of validators' messages
         if error["type"] == "json_invalid":

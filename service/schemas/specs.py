@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from service.choices import Backend, Fit, Precision
 from service.schemas.image_size import ImageSize
+from service.schemas.strict import Strict
 
 MAX_NAME_LENGTH = 256
 """Maximum characters of the name of a node, key or weights."""
@@ -72,10 +73,10 @@ MAX_INPUTS = 64
 """Maximum number of inner nodes at which an extractor begins."""
 
 
-class TransformStep(BaseModel):
+class TransformStep(Strict):
     """A transform with its parameters: names of nodes or operations, and numbers, but never code."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(frozen=True)
 
     name: Annotated[str, Field(max_length=64)] = Field(
         description="A name from `GET /v1/transforms`.", examples=["remove"]
@@ -88,11 +89,10 @@ class TransformStep(BaseModel):
     )
 
 
-class ExtractorSpec(BaseModel):
+class ExtractorSpec(Strict):
     """Specification of an extractor. Equal specs identify the same extractor."""
 
     model_config = ConfigDict(
-        extra="forbid",
         frozen=True,
         json_schema_extra={
             "examples": [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from service.schemas.problems import Shape
 from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, MAX_NODES
+from service.schemas.strict import Strict
 from service.schemas.v1.features import MAX_DIMENSIONS
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
@@ -123,9 +124,7 @@ class RepositoryEntry(BaseModel):
     reason: str = Field(examples=[""])
 
 
-class LoadParameters(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class LoadParameters(Strict):
     config: str | None = Field(
         default=None,
         max_length=2**20,

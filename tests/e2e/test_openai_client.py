@@ -160,7 +160,7 @@ def refused(error, status, param, code):
         ({"dimensions": 513, "input": "AAAA"}, "dimensions", "invalid_request", "512 dimensions"),  # not even decoded
         ({"dimensions": 0}, "dimensions", "invalid_request", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "invalid_request", "'float' or 'base64'"),
-        ({"extra_body": {"task": "search"}}, "task", "invalid_request", "Extra inputs"),
+        ({"extra_body": {"task": "search"}}, "task", "invalid_request", "expected one of model, input"),
     ],
 )
 def test_what_is_wrong_is_said_in_its_shape(client, photos, asked, param, code, said):

@@ -94,7 +94,7 @@ def _key(scope: Scope, keys: Keys) -> Key:
     key = keys.find(secret.strip().decode("latin-1"))
     if key is None:
         raise Unauthorized(
-            "the API key is unknown",
+            "the API key is unknown; send one of this server's keys, which its operator makes with fxserve key",
             {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
         )
     return key

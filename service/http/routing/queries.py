@@ -1,8 +1,8 @@
-"""Strict query strings: unknown parameters are refused, so that a typo is not ignored silently."""
+"""Strict routes: unknown query parameters are refused, so that a typo is not ignored silently, and so are other bodies
+than JSON."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -13,11 +13,15 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from service.codecs.negotiation import media_type
+from service.codecs.requests import bodies
+from service.http.requests.headers import header, joined_header
 from service.problems import InvalidRequest, Problem
+from service.schemas.strict import expected
 
 
 class Route(APIRoute):
-    """A route that refuses unknown and repeated query parameters."""
+    """A route that refuses unknown and repeated query parameters, and bodies that FastAPI would not parse as JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -26,9 +30,23 @@ class Route(APIRoute):
         async def respond(request: Request) -> Response:
             if request.scope["query_string"]:
                 check(request.query_params.multi_items(), known)
+            if self.body_field is not None:
+                _check_json(request)
             return await handle(request)
 
         return respond
+
+
+def _check_json(request: Request) -> None:
+    """Check that a body is JSON, unencoded; browser forms, for example, are refused.
+
+    Raises:
+        UnsupportedMediaType: it is not.
+    """
+    kind, _ = media_type(header(request.scope, b"content-type"))
+    if kind.startswith("application/") and kind.endswith("+json"):
+        kind = "application/json"
+    bodies.check(kind, joined_header(request.scope, b"content-encoding"), ("application/json",))
 
 
 def _names(dependant: Dependant) -> Iterator[str]:
@@ -52,10 +70,8 @@ def check(items: Iterable[tuple[str, str]], known: list[str]) -> None:
     given = Counter(name for name, _ in items)
     for name, times in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name[:64], known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            expected = f"expected one of {', '.join(known)}" if known else "this route takes none"
-            raise _refusal(name, f"unknown parameter, {expected}{hint}", known)
+            right = expected(name, known) if known else "this route takes none"
+            raise _refusal(name, f"unknown parameter, {right}", known)
         if times > 1:
             raise _refusal(name, f"given {times} times; give it once", known)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictFloat, StrictInt, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
 from service.schemas.image_size import ImageSizeText
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
+from service.schemas.strict import Strict
 
 MAX_IMAGES = 1024
 """Maximum images of a request, in any form."""
@@ -202,11 +203,9 @@ def _listed(one: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [lists, {"type": "null"}]})
 
 
-class NodeEdit(BaseModel):
+class NodeEdit(Strict):
     """A multiply-add of a node's value, as if returned by a forward hook: `value * scale + shift` where the selectors
     apply. A missing selector selects everything."""
-
-    model_config = ConfigDict(extra="forbid")
 
     node: str = Field(
         min_length=1,
@@ -238,10 +237,8 @@ class NodeEdit(BaseModel):
     )
 
 
-class ImagesBody(BaseModel):
+class ImagesBody(Strict):
     """Encoded images as strings."""
-
-    model_config = ConfigDict(extra="forbid")
 
     images: list[str] = Field(
         min_length=1,

@@ -123,7 +123,7 @@ def test_an_output_before_the_cut_is_named() -> None:
 
 def test_an_input_behind_another_is_refused() -> None:
     graph, _ = extractors("resnet18")
-    with pytest.raises(UnneededInput, match="'early'"):
+    with pytest.raises(UnneededInput, match="'early' besides the other inputs; leave it out"):
         ModelPart(graph, {"early": "layer1.1.relu_1", "late": "layer3.1.relu_1"}, {"end": "fc"})
 
 

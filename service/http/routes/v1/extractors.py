@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from service import problems
 from service.choices import GraphFormat
-from service.codecs.negotiation import media_type
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.runtime.runtime import Runtime
@@ -142,20 +141,6 @@ def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
     }
 
 
-async def require_json(request: Request) -> None:
-    """Check that the content type is JSON; browser forms, for example, are refused. A FastAPI dependency.
-
-    Raises:
-        Problem: 415.
-    """
-    kind, _ = media_type(request.headers.get("content-type"))
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        raise problems.UnsupportedMediaType(
-            f"a body of type {kind[:100] or '(none given)'!r} is not supported; send application/json",
-            available=["application/json"],
-        )
-
-
 async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Runtime:
     """Return the runtime of an extractor, building it if needed.
 
@@ -174,7 +159,6 @@ async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> 
     "",
     response_model=ExtractorDetail,
     status_code=201,
-    dependencies=[Depends(require_json)],
     responses={
         200: {"model": ExtractorDetail, "description": "The extractor already existed."},
         201: {

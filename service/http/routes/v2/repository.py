@@ -33,7 +33,7 @@ router = APIRouter(prefix="/v2/repository", tags=[TAG])
     response_model=list[RepositoryEntry],
     openapi_extra=body(IndexRequest, {"ready": True}, required=False),
 )
-@declares("read", problems.InvalidRequest, problems.BodyTooLarge, *LOOKUP_PROBLEMS)
+@declares("read", problems.InvalidRequest, problems.BodyTooLarge, problems.UnsupportedMediaType, *LOOKUP_PROBLEMS)
 async def repository_index(request: Request, state: Shared, caller: Calling) -> Response:
     """List every extractor and model. A model is ready if its default weights are loaded.
 
@@ -62,7 +62,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
     response_model=ModelReady,
     openapi_extra=body(LoadRequest, {"parameters": {"config": '{"weights": "random"}'}}, required=False),
 )
-@declares("admin", *MAKING_PROBLEMS, problems.BodyTooLarge, problems.DeadlineExceeded)
+@declares("admin", *MAKING_PROBLEMS, problems.BodyTooLarge, problems.UnsupportedMediaType, problems.DeadlineExceeded)
 async def load(
     request: Request,
     state: Shared,

@@ -9,6 +9,8 @@ from fastapi import Path, Request
 from pydantic import BaseModel, ValidationError
 
 from service import problems
+from service.codecs.requests import bodies
+from service.http.requests.headers import joined_header
 from service.http.state import State
 from service.schemas.problems import invalid_body
 
@@ -56,8 +58,9 @@ async def small_json(request: Request, state: State, model: type[Body]) -> Body:
     """Read and validate a small JSON body; an empty body is an empty object.
 
     Raises:
-        Problem: 413 over 2 MiB, 422 if it is not valid.
+        Problem: 413 over 2 MiB, 415 if it is compressed, 422 if it is not valid.
     """
+    bodies.check("application/json", joined_header(request.scope, b"content-encoding"), ("application/json",))
     data = bytearray()
     async for chunk in request.stream():
         data += chunk

@@ -1,4 +1,4 @@
-"""Query parameters that a route does not know are refused: ignored, they would answer another question."""
+"""Query parameters and fields that a route does not know are refused: ignored, they would answer another question."""
 
 import io
 
@@ -39,6 +39,30 @@ def test_every_route_of_v1_lists_what_it_knows(client, method, path, known):
     assert document["errors"][0]["field"] == "weigths"
     if "weights" in known:
         assert "did you mean 'weights'?" in document["detail"]
+
+
+FEATURES = "/v1/models/resnet18/features?weights=random&nodes=C4"
+SPEC = {"model": "resnet18", "return_nodes": ["C4"]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "said"),
+    [
+        ("/v1/extractors", {"model": "resnet18", "return_node": ["C4"]}, "return_node", "did you mean 'return_nodes'?"),
+        ("/v1/extractors", SPEC | {"nodes": ["C4"]}, "nodes", "fit, inputs"),
+        ("/v1/extractors", SPEC | {"transforms": [{"name": "remove", "param": {}}]}, "param", "one of name, params, "),
+        (FEATURES, {"images": [], "pool": "avg"}, "pool", "expected one of images, boxes, points, masks, edits"),
+        (FEATURES, {"images": ["AAAA"], "edits": [{"nod": "C4"}]}, "nod", "did you mean 'node'?"),
+    ],
+)
+def test_an_unknown_field_comes_first_with_those_known(client, path, body, field, said):
+    document = client.post(path, json=body).json()
+    assert document["type"] == "/problems/invalid-request"
+    first = document["errors"][0]
+    assert (first["in"], first["field"].rpartition(".")[2]) == ("body", field)
+    assert first["message"].startswith("unknown field, expected one of ")
+    assert said in first["message"]
+    assert first["message"] in document["detail"]
 
 
 def test_one_that_is_given_twice(client):

@@ -1,5 +1,7 @@
 import asyncio
+import gzip
 import itertools
+import json
 import math
 
 import pytest
@@ -181,6 +183,19 @@ def test_a_spec_is_json(client, content_type):
     response = client.post("/v1/extractors", content=b'{"model": "resnet18"}', headers=headers)
     assert response.status_code == 415
     assert response.json()["available"] == ["application/json"]
+
+
+def test_a_spec_is_not_compressed(client):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = client.post("/v1/extractors", content=gzip.compress(b"{}"), headers=headers)
+    assert (response.status_code, "Content-Encoding 'gzip'" in response.json()["detail"]) == (415, True)
+
+
+def test_a_number_of_too_many_digits(client):
+    """More than Python converts to an integer."""
+    content = json.dumps(spec(image_size=0)).replace(": 0", ": " + "9" * 5000)
+    response = client.post("/v1/extractors", content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, "too many digits" in response.json()["detail"]) == (422, True)
 
 
 def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):

@@ -278,6 +278,8 @@ def test_unknown_pools_are_refused_with_those_known(tiny, pool):
 
 def test_other_statuses(tiny):
     assert tiny.post(INFER, content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
+    load = {"content": gzip.compress(b"{}"), "headers": {"Content-Encoding": "gzip"}}
+    assert tiny.post("/v2/repository/models/tiny/load", **load).status_code == 415
     assert tiny.post("/v2/models/tinny/infer", content=b"x").status_code == 404
     assert tiny.post("/v2/models/tiny/versions/2/infer", content=b"x").status_code == 404
     late = tiny.post(INFER, **binary({"inputs": [x_input()]}, RAW, **{"X-Request-Timeout": "0.000001"}))
