@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain
@@ -31,7 +32,7 @@ router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Rou
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0
 CHECK_SECONDS = 1.0
-"""Maximum seconds that the response for a new extractor waits for its checks."""
+"""Seconds that the response for a new extractor waits for its checks, unless the client has asked for more."""
 
 IdOrName = Annotated[str, Path(description="An extractor's id or name.", examples=["r50-c4c5"], max_length=256)]
 
@@ -173,24 +174,27 @@ async def create_extractor(
     state: Shared,
     spec: ExtractorSpec,
     wait: Annotated[
-        float,
+        float | None,
         Query(
             ge=0,
             le=MAX_WAIT,
             allow_inf_nan=False,
-            description="Seconds to wait for the build, after the nodes have been resolved.",
+            description="Seconds to wait for the build, after the nodes have been resolved, and then for its checks; "
+            "by default 30 s for the build and 1 s for the checks.",
             examples=[60],
         ),
-    ] = DEFAULT_WAIT,
+    ] = None,
 ) -> Response:
     """Create an extractor: a model pruned to the parts that the chosen nodes need."""
-    record, created = await state.engine.extractor(spec, wait, keep=True)
+    began = time.monotonic()
+    record, created = await state.engine.extractor(spec, DEFAULT_WAIT if wait is None else wait, keep=True)
     if (failure := record.failure) is not None:
         raise failure
     runtime = record.runtime
-    if runtime is not None and wait > 0:
+    if runtime is not None and wait != 0:
+        left = CHECK_SECONDS if wait is None else max(wait - (time.monotonic() - began), min(wait, CHECK_SECONDS))
         with suppress(TimeoutError):
-            await asyncio.wait_for(runtime.checked.wait(), min(wait, CHECK_SECONDS))
+            await asyncio.wait_for(runtime.checked.wait(), left)
     status = 202 if record.state == "building" else 201 if created else 200
     return Response(
         orjson.dumps(describe(record)), status, {"Location": f"/v1/extractors/{record.id}"}, "application/json"

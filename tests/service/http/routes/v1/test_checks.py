@@ -44,6 +44,13 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
     assert 0 < checks["max_rel_error"] < 1e-5
 
 
+def test_checks_are_waited_for_as_long_as_asked(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.http.routes.v1.extractors.CHECK_SECONDS", 0.0)
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1.0.bn1"], "backend": "eager"}
+    made = client.post("/v1/extractors?wait=120", json=spec).json()
+    assert made["checks"]["max_abs_error"] < 1e-4
+
+
 @pytest.mark.exhaustive
 def test_unmeasured_figures_are_null_and_delay_no_request(client: Client) -> None:
     """While the device is busy an extractor is made, and answers once it is free."""
