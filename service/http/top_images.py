@@ -17,7 +17,9 @@ import fsspec
 import orjson
 
 from fxcore.errors import FxError
+from fxcore.graph.model_graph import model_graph
 from fxcore.images.files import open_image
+from fxcore.models.catalog import get_model
 from service import problems
 
 _SIDE = 256
@@ -105,13 +107,15 @@ class TopImages:
         return {"weights": self.weights, "images": self.images, "nodes": list(self.nodes)}
 
     def node(self, name: str) -> str:
-        """Return the exact name of a node, given that name or the key of its output.
+        """Return the exact name of a node, given that name, the key of its output, or another name for it in the model.
+
+        May trace the model, so do not call it on the event loop.
 
         Raises:
             UnknownNode: it has no statistics.
         """
-        node = name if name in self._nodes else self._outputs.get(name)
-        if node is None:
+        node = name if name in self._nodes else self._outputs.get(name) or self._resolved(name)
+        if node is None or node not in self._nodes:
             there = ", ".join(self._nodes)
             raise problems.UnknownNode(
                 f"there are no top images of {name!r}, only of {there}",
@@ -119,6 +123,13 @@ class TopImages:
                 suggestions=list(self._nodes)[:5],
             )
         return node
+
+    def _resolved(self, name: str) -> str | None:
+        entry = get_model(self.model)
+        try:
+            return model_graph(entry, entry.structure(self.weights)).resolve({name: "node"})["node"]
+        except FxError:
+            return None
 
     def top(self, node: str, channel: int) -> list[dict[str, Any]]:
         """Return rank, key, file name, value and place of each image of a channel, the largest first.

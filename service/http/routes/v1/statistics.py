@@ -42,7 +42,8 @@ async def show_statistics(
         str,
         Query(
             max_length=MAX_NAME_LENGTH,
-            description="A node listed in `statistics` of `GET /v1/models/{model}`, or the key that its output had.",
+            description="A node listed in `statistics` of `GET /v1/models/{model}`, by any of its names, or the key of "
+            "its output.",
             examples=["layer3.5.relu_2"],
         ),
     ],
@@ -53,7 +54,7 @@ async def show_statistics(
     They come from a run of `fxserve extract --reduce top:N`.
     """
     found = await _top_images(state, caller, model)
-    name = found.node(node)
+    name = await state.in_thread(caller, lambda: found.node(node))
     at = f"/v1/models/{quote(model, safe='')}/statistics/images"
     top = [{"image": f"{at}/{entry.pop('key')}", **entry} for entry in found.top(name, channel)]
     about = {"weights": found.weights, "images": found.images, "nodes": list(found.nodes)}

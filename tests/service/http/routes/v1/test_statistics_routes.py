@@ -33,7 +33,7 @@ def folder(photos: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -
     with tarfile.open(root / "more.tar", "w") as archive:
         archive.add(root / "coffee.jpg", "in/coffee.jpg")
     (root / "coffee.jpg").unlink()
-    spec = ExtractorSpec(model="squeezenet1_1", weights="random", return_nodes={"features.5": "mid"})
+    spec = ExtractorSpec(model="squeezenet1_1", weights="random", return_nodes={"features.4": "mid"})
     job = Job((str(root),), root / "out", "safetensors", spec, FeatureOptions(), reduce="mean,top:3")
     extract(job, Settings(device="cpu", lowering=False))
     return root / "out"
@@ -49,11 +49,11 @@ def server(folder: Path) -> Iterator[Client]:
 @pytest.mark.exhaustive
 def test_the_largest_of_a_channel_are_listed_and_shown(server: Client, folder: Path, photos: dict[str, bytes]) -> None:
     rows = [row for row in parquet.read_table(folder / "top.parquet").to_pylist() if row["channel"] == 70]
-    answers = [server.get(AT, params={"node": node, "channel": 70}) for node in ("features.5", "mid")]
+    answers = [server.get(AT, params={"node": node, "channel": 70}) for node in ("features.4.cat", "mid")]
     assert answers[0].content == answers[1].content
     found = answers[0].json()
     assert (found["node"], found["channels"], found["weights"], found["images"]) == (
-        *("features.5", 128, "random", len(photos)),
+        *("features.4.cat", 128, "random", len(photos)),
     )
     names = [(one["rank"], one["name"], one["value"], one["place"]) for one in found["top"]]
     assert names == [(row["rank"], Path(row["path"]).name, row["value"], row["place"]) for row in rows]
@@ -70,15 +70,20 @@ def test_the_largest_of_a_channel_are_listed_and_shown(server: Client, folder: P
         assert max(picture.size) == 256
         assert np.abs(np.asarray(whole.resize(picture.size), float) - np.asarray(picture, float)).mean() < 8
     detail = server.get("/v1/models/squeezenet1_1").json()
-    assert detail["statistics"] == {"weights": "random", "images": len(photos), "nodes": ["features.5"]}
+    assert detail["statistics"] == {"weights": "random", "images": len(photos), "nodes": ["features.4.cat"]}
     assert server.get("/v1/models/resnet18").json()["statistics"] is None
+
+
+@pytest.mark.parametrize("name", ["features.4.cat", "features.4", "C2", "mid"])
+def test_a_node_has_all_its_names(server: Client, name: str) -> None:
+    assert server.get(AT, params={"node": name, "channel": 0}).json()["node"] == "features.4.cat"
 
 
 @pytest.mark.parametrize(
     ("path", "status", "told"),
     [
-        (f"{AT}?node=features.6&channel=0", 422, "there are no top images of 'features.6', only of features.5"),
-        (f"{AT}?node=mid&channel=128", 422, "channel must be from 0 to 127 for features.5, not 128"),
+        (f"{AT}?node=features.6&channel=0", 422, "there are no top images of 'features.6', only of features.4.cat"),
+        (f"{AT}?node=mid&channel=128", 422, "channel must be from 0 to 127 for features.4.cat, not 128"),
         (f"{AT}?node=mid&channel=-1", 422, "channel"),
         (f"{AT}/images/{'0' * 16}", 404, "there is no image 0000"),
         (f"{AT}/images/..%2F..%2Fspec.json", 404, "there is nothing at"),
