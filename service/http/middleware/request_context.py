@@ -30,7 +30,7 @@ REQUEST_ID_LENGTH = 128
 REFUSED = "fxserve.refused"
 """Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
 
-_NOT_IN_REQUEST_ID = re.compile(r"[^A-Za-z0-9._:/+=@-]")
+_NOT_IN_REQUEST_ID = re.compile(r"""[^!-~]|["'\\]""")
 
 # JSON and images need no scripts or resources; SVG drawings have inline styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"

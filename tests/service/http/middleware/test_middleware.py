@@ -65,7 +65,8 @@ def headers(sent):
     ("sent", "expected"),
     [
         ("abc-123", "abc-123"),
-        ('a\nb\tc d"é{}', "abcd"),
+        ("|a1.b2~, #{(;", "|a1.b2~,#{(;"),
+        ("a\nb\tc d\"'\\é\x7f", "abcd"),
         ("x" * 500, "x" * 128),
     ],
 )
