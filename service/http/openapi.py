@@ -10,6 +10,7 @@ from fastapi.encoders import jsonable_encoder
 from pydantic.json_schema import models_json_schema
 
 from service import problems
+from service.http.middleware.request_context import REQUEST_ID_LENGTH
 from service.http.problem_responses import shape_of
 from service.http.routing.declared import Declared, DeclaredRoutes
 from service.http.routing.hot_routes import HotRoute
@@ -26,6 +27,13 @@ _SECURITY_SCHEME = {
     "load and delete.",
 }
 
+
+_REQUEST_ID = {
+    "description": f"The id that the request has sent, of at most {REQUEST_ID_LENGTH} visible ASCII characters without "
+    "quotes, backslashes and spaces, which are left out; or else a new one.",
+    "schema": {"type": "string"},
+    "example": "5f0c7a8e1b9d4e21",
+}
 
 _OF_NO_ROUTE = (
     problems.NotHTTP,
@@ -73,21 +81,24 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
     schemas.update(shared["$defs"])
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own error schemas, which problems replace
         schemas.pop(name, None)
+    components["headers"] = {"X-Request-ID": _REQUEST_ID}
     components["securitySchemes"] = {"key": _SECURITY_SCHEME}
     components["responses"] = {kind.slug: next(iter(documented(kind).values())) for kind in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            _add_problems(path, operation, routes.operation(path, method))
+            _add_problems(path, method, operation, routes.operation(path, method))
+            for response in operation["responses"].values():
+                response.setdefault("headers", {})["X-Request-ID"] = {"$ref": "#/components/headers/X-Request-ID"}
     return document
 
 
-def _add_problems(path: str, operation: dict[str, Any], declared: Declared) -> None:
+def _add_problems(path: str, method: str, operation: dict[str, Any], declared: Declared) -> None:
     """Add the problems that a route declares, and those that the middleware may return instead."""
     kinds = [*declared.errors, problems.Misdirected]
     if declared.access != "open":
         operation["security"] = [{"key": []}, {}]
         kinds += [problems.Unauthorized, problems.Forbidden, problems.Draining]
-    if "requestBody" in operation:
+    if method == "post":  # of any, a body is read
         kinds += [problems.RequestTimeout, problems.BodyTooLarge, problems.AdmissionFull]
     shape = shape_of(path)
     # FastAPI adds 422 with its own schema; routes under /v1 that may answer it declare that.

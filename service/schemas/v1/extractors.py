@@ -109,6 +109,26 @@ class EditedNodes(BaseModel):
     images: int = Field(description="Number of images in such requests so far.", examples=[3])
 
 
+class Checks(BaseModel):
+    """Errors of the backend's values on photographs; null until measured."""
+
+    reference: str = Field(description="What the values are compared with.", examples=["eager float32"])
+    max_abs_error: float | None = Field(examples=[1.9e-06])
+    max_rel_error: float | None = Field(
+        description="Norm of the differences, divided by that of the reference.", examples=[3.2e-07]
+    )
+    candidates: list[dict[str, Any]] = Field(
+        description="The backends that were tried, with their errors, their milliseconds by number of rows, and why "
+        "each was refused."
+    )
+    layers: list[dict[str, Any]] | None = Field(
+        default=None, description="The accuracy that each layer loses in int8, the largest loss first."
+    )
+    transforms: dict[str, Any] | None = Field(
+        default=None, description="The applied transforms, and the errors that they cause."
+    )
+
+
 class ExtractorDetail(BaseModel):
     """An extractor and its state."""
 
@@ -130,11 +150,7 @@ class ExtractorDetail(BaseModel):
     edits: list[EditedNodes] = Field(
         default_factory=list, description="Edited nodes that the extractor is in memory for.", examples=[[]]
     )
-    checks: dict[str, Any] | None = Field(
-        description="Errors of the backend's values relative to the unmodified model in eager PyTorch, on photographs; "
-        "null until measured.",
-        examples=[{"reference": "eager float32", "max_abs_error": 1.9e-06, "max_rel_error": 3.2e-07}],
-    )
+    checks: Checks | None = Field(description="Null until the extractor is built.")
     note: str | None = Field(
         default=None, description="Why its precision is slower than float32 on this machine.", examples=[None]
     )

@@ -115,6 +115,7 @@ async def list_models(
     problems.UnknownModel,
     problems.Unsupported,
     problems.UnknownWeights,
+    problems.NotTraceable,
     problems.InvalidRequest,
     *LOOKUP_PROBLEMS,
 )

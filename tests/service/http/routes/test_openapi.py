@@ -147,6 +147,13 @@ def test_the_responses_of_a_failed_extractor_are_documented(client, document, ph
     client.delete("/v1/extractors/failed")
 
 
+def test_every_response_has_a_request_id_and_every_post_reads_a_body(document):
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert all("X-Request-ID" in response["headers"] for response in operation["responses"].values()), path
+            assert method != "post" or {"408", "413"} <= operation["responses"].keys(), path
+
+
 def test_features_declare_their_media_types(document):
     for path in ("/v1/models/{model}/features", "/v1/extractors/{extractor}/features"):
         operation = document["paths"][path]["post"]

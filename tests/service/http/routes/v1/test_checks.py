@@ -14,6 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from fxcore import get_model, load_model
 from fxcore.photos import photos
+from service.schemas.v1.extractors import Checks
 from tests.service.conftest import Client, checked
 
 
@@ -49,6 +50,7 @@ def test_checks_are_waited_for_as_long_as_asked(client: Client, monkeypatch: pyt
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1.0.bn1"], "backend": "eager"}
     made = client.post("/v1/extractors?wait=120", json=spec).json()
     assert made["checks"]["max_abs_error"] < 1e-4
+    assert made["checks"].keys() <= Checks.model_fields.keys()
 
 
 @pytest.mark.exhaustive
