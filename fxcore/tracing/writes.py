@@ -48,7 +48,10 @@ _DROPPING = {
 }
 _LISTS = {"chunk", "dsplit", "hsplit", "split", "split_with_sizes", "tensor_split", "unbind", "vsplit"}
 _VIEW_ATTRIBUTES = ("data", "real", "imag", "T", "mT", "H", "mH")
-_CASTS = {"double", "to", "type", "type_as"}
+_CASTS = {
+    *("bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short"),
+    *("to", "type", "type_as"),
+}
 _SIZES = {"dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
 _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, *DROPOUTS)
 KEYS = frozenset(("dtype", "device", "layout"))
@@ -195,8 +198,11 @@ def _clone_constant(graph: fx.Graph, target: str) -> None:
 
 def _may_cast(node: fx.Node, root: nn.Module) -> bool:
     """Return whether an in-place operator's operands may differ in dtype; its result has the dtype of the first."""
-    waiting = [argument for argument in node.all_input_nodes if argument is not node.args[0]]
+    waiting = node.all_input_nodes
+    if len(waiting) < 2:
+        return False  # a number does not change the dtype
     seen: set[fx.Node] = set()
+    inputs: set[fx.Node] = set()
     while waiting:
         one = waiting.pop()
         if one in seen:
@@ -205,11 +211,15 @@ def _may_cast(node: fx.Node, root: nn.Module) -> bool:
         name = operation_name(one)
         if name in _CASTS or "dtype" in one.kwargs:
             return True
-        if one.op == "get_attr" and attribute(root, str(one.target)).dtype == torch.float64:
-            return True
+        if one.op == "get_attr":
+            dtype = attribute(root, str(one.target)).dtype
+            if dtype.is_floating_point and dtype != torch.float32:
+                return True
+        if one.op == "placeholder":
+            inputs.add(one)
         if one.op in ("call_function", "call_method"):
             waiting += one.all_input_nodes
-    return False
+    return len(inputs) > 1
 
 
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:

@@ -185,6 +185,46 @@ def test_what_nobody_reads_again_is_an_addition() -> None:
     assert not writes.IN_PLACE_OPERATORS.keys() & {node.target for node in trace(function).graph.nodes}
 
 
+class Narrow(nn.Module):
+    """Adds a value to one of a narrower type, in place."""
+
+    def __init__(self, narrow: Callable[[Narrow, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.narrow = narrow
+        self.register_buffer("ones", torch.ones(3, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.narrow(self, x)
+        z += x
+        return z
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        lambda model, x: x.half(),
+        lambda model, x: x.half() * 2,
+        lambda model, x: x.bfloat16().relu(),
+        lambda model, x: torch.zeros_like(x, dtype=torch.float16),
+        lambda model, x: model.ones * 2,
+    ],
+)
+def test_a_narrower_value_keeps_its_type(narrow: Callable[[Narrow, Tensor], Tensor]) -> None:
+    model, x = Narrow(narrow), torch.tensor([0.1, 1 / 3, 5.0])
+    torch.testing.assert_close(trace(model)(x), model(x), rtol=0, atol=0)
+
+
+def test_inputs_may_differ_in_type() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        z = x * 2
+        z += y
+        return z
+
+    x = torch.tensor([0.1, 1 / 3])
+    for given in ((x.half(), x), (torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1, 2]))):
+        torch.testing.assert_close(trace(function)(*given), function(*given), rtol=0, atol=0)
+
+
 def test_an_index_is_not_copied() -> None:
     index = torch.tensor(0)
     graph = trace(lambda x: (x[:, index].add_(1), index)).graph
