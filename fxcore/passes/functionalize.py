@@ -12,7 +12,16 @@ from torch import Tensor, fx, nn
 from fxcore.passes.base import CannotTransform
 from fxcore.passes.memory_formats import ignore_memory_formats
 from fxcore.tracing.names import PATH, public_name
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, ON_COPY, memory_of, mutated_argument, pure_target, written
+from fxcore.tracing.writes import (
+    IN_PLACE_OPERATORS,
+    ON_COPY,
+    is_number,
+    memory_of,
+    mutated_argument,
+    possible_memory,
+    pure_target,
+    written,
+)
 
 _CONVERTING = frozenset(
     (
@@ -44,7 +53,7 @@ def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
 
     Raises:
         CannotTransform: a node is read after a write to its storage, and it is unknown which view of the storage the
-            node is.
+            node is; or without annotations, whether it has that storage.
     """
     count = _Functionalizer(graph, modules).run()
     ignore_memory_formats(graph, modules)
@@ -126,6 +135,31 @@ class _Functionalizer:
             observed = [self.inputs[node][i] for i in node.meta.get("mutates", ())]
             if base is not None or observed:
                 self.writes[node] = _Write([base], True) if base is not None else _Write(observed, False)
+
+        if any("memory" not in base.meta for write in self.writes.values() for base in write.bases):
+            self._check_memory(possible_memory(graph, modules))
+
+    def _check_memory(self, possible: Mapping[fx.Node, frozenset[int]]) -> None:
+        """Check that the values read after each write share the overwritten memory for sure, or not at all.
+
+        Raises:
+            CannotTransform: it is unknown, as of ``y.float()``, which may be ``y`` itself.
+        """
+        for writer, (bases, _) in self.writes.items():
+            for m, storages in possible.items():
+                if self.rank[m] >= self.rank[writer]:
+                    break
+                unknown = any(
+                    storages & possible[base] and not self.aliases.storages[m] & self.aliases.storages[base]
+                    for base in bases
+                )
+                if unknown and any(self.rank[user] > self.rank[writer] and not is_number(user) for user in m.users):
+                    raise CannotTransform(
+                        f"{public_name(writer)} overwrites memory that {public_name(m)}, which is read later, may "
+                        "share; let the model clone() what it writes to",
+                        transform="out_of_place",
+                        node=public_name(m),
+                    )
 
     def run(self) -> int:
         for node, write in self.writes.items():

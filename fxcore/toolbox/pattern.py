@@ -17,7 +17,7 @@ from fxcore.passes.base import erase_dead, transform
 from fxcore.toolbox.insert import AppendingTracer, rewrite
 from fxcore.toolbox.replace import alias_readers
 from fxcore.tracing.tracer import record
-from fxcore.tracing.writes import memory_of, overwritten
+from fxcore.tracing.writes import overwritten, possible_memory
 
 
 class BadPattern(FxError):
@@ -176,14 +176,14 @@ def _is_self_contained(module: fx.GraphModule, match: _Match, anchor: fx.Node) -
 
 
 def _is_overwritten(module: fx.GraphModule, match: _Match, anchor: fx.Node) -> bool:
-    """Return whether arguments of the match are overwritten before ``anchor``, where the replacement would read them:
-    by a node outside the match, or by one of the match that is given another view of them."""
+    """Return whether arguments of the match may be overwritten before ``anchor``, where the replacement would read
+    them: by a node outside the match, or by one of the match that is given another view of them."""
     inside = set(match.nodes.values())
     between = [node for node in module.graph.nodes if min(inside) <= node < anchor]
     written = [(base, node in inside) for node in between if (base := overwritten(module, node)) is not None]
     if not written:
         return False
-    memory = memory_of(module.graph, dict(module.named_modules()))
+    memory = possible_memory(module.graph, dict(module.named_modules()))
     arguments: list[fx.Node] = []
     fx.node.map_arg(list(match.bound.values()), arguments.append)
     return any(

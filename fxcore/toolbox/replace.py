@@ -20,7 +20,7 @@ from fxcore.passes.base import (
     source_of,
     transform,
 )
-from fxcore.tracing.writes import is_number, memory_of, overwritten
+from fxcore.tracing.writes import is_number, overwritten, possible_memory
 
 
 def identity(x: Tensor) -> Tensor:
@@ -275,11 +275,12 @@ def redirect_readers(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def alias_readers(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Return the nodes after ``node`` that read memory that it overwrites through aliases of the overwritten node."""
+    """Return the nodes after ``node`` that may read, through aliases of the overwritten node, memory that it
+    overwrites."""
     base = overwritten(module, node)
     if base is None:
         return []
-    memory = memory_of(module.graph, dict(module.named_modules()))
+    memory = possible_memory(module.graph, dict(module.named_modules()))
     aliases = [m for m in memory if m < node and m is not base and not memory[base].isdisjoint(memory[m])]
     return [user for m in aliases for user in m.users if user > node and not is_number(user)]
 

@@ -160,7 +160,7 @@ def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
     """
     modules = dict(root.named_modules())
     writes = {node: base for node in graph.nodes if (base := mutated_argument(node, modules)) is not None}
-    memory, rank = _possible_memory(graph, modules), {n: i for i, n in enumerate(graph.nodes)}
+    memory, rank = possible_memory(graph, modules), {n: i for i, n in enumerate(graph.nodes)}
     sharing: dict[int, list[fx.Node]] = {}
     for node, storages in memory.items():
         for storage in storages:
@@ -240,14 +240,19 @@ def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, f
     return found
 
 
-def _possible_memory(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
-    """Map each node to ids of all storages that its value may have; an operation that is not known to allocate may
-    return its arguments."""
+def possible_memory(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:
+    """Map each node to ids of all storages that its value may have.
+
+    Annotated nodes have them in ``meta``. Of others, an operation that is not known to allocate may return its
+    arguments.
+    """
     found: dict[fx.Node, frozenset[int]] = {}
     attributes: dict[str, frozenset[int]] = {}
-    for number, node in enumerate(graph.nodes):
-        own: frozenset[int] = frozenset({number})
-        if node.op == "get_attr":
+    for number, node in enumerate(graph.nodes, 1):
+        own: frozenset[int] = frozenset({-number})
+        if (known := node.meta.get("memory")) is not None:
+            found[node] = known or own
+        elif node.op == "get_attr":
             found[node] = attributes.setdefault(str(node.target), own)
         elif (base := mutated_argument(node, modules)) is not None:
             found[node] = found[base]
@@ -268,6 +273,11 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
         return True
     name = operation_name(node)
+    if name == "unfold":
+        return node.op == "call_function"  # the method returns a view
+    if node.target is operator.getitem:
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        return any(isinstance(item, list) for item in index)
     if name == "einsum" and len(node.all_input_nodes) > 1:  # of one operand it may be a view
         return True
     if name not in _ALLOCATING or "out" in node.kwargs:

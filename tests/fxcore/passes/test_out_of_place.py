@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torchvision.ops import stochastic_depth
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.graph.model_graph import trace_graph
@@ -344,6 +345,44 @@ def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> Non
         expected = compute(x)
         if view is not VIEWS["broadcast_to"] or compute is write_to_all:
             torch.testing.assert_close(out_of_place(trace(compute))(x), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.float(),
+        lambda y: y.to(torch.float32),
+        lambda y: y.type_as(y),
+        lambda y: y.cpu(),
+        lambda y: stochastic_depth(y, 0.1, "row", training=False),
+        lambda y: torch.broadcast_tensors(y, y.mean())[0],
+        lambda y: hidden_view(y),
+    ],
+)
+def test_what_may_be_a_view_or_a_copy_is_reported(view: Callable[[Tensor], Tensor]) -> None:
+    def write_to_all(x: Tensor) -> Tensor:
+        y = x * 2
+        part = view(y)
+        y.neg_()
+        return part * 1
+
+    def write_to_view(x: Tensor) -> Tensor:
+        y = x * 2
+        view(y).neg_()
+        return y * 1
+
+    for compute in (write_to_all, write_to_view):
+        with pytest.raises(CannotTransform, match=r"which is read later, may share; let the model clone\(\)"):
+            out_of_place(trace(compute))
+
+    def write_to_what_is_not_read_later(x: Tensor) -> Tensor:
+        y = view(x * 2)
+        y.neg_()
+        return y * 1
+
+    x = torch.randn(2, 4, 6, 2)
+    compute = write_to_what_is_not_read_later
+    torch.testing.assert_close(out_of_place(trace(compute))(x), compute(x), rtol=0, atol=0)
 
 
 def test_untrackable_writes_are_reported(own_entry: OwnEntry) -> None:

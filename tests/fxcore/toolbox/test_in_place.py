@@ -137,6 +137,23 @@ def test_views_of_what_is_overwritten_read_what_replaces_it(
         assert verify(wanted, changed, x).allclose
 
 
+@pytest.mark.parametrize("activation", IN_PLACE.values(), ids=IN_PLACE)
+def test_what_may_be_the_overwritten_value_itself_reads_what_replaces_it(
+    activation: Callable[[Tensor], Tensor],
+) -> None:
+    def act_on_a_cast(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        y = x - 0.5
+        activation(y.float())
+        return y * 2
+
+    module, x = traced(Aliased(act_on_a_cast, activation)), torch.randn(4, 6)
+    assert verify(Aliased(act_on_a_cast, activation), decompose(module), x).allclose
+    wanted = Aliased(act_on_a_cast, lambda v: v.copy_(torch.tanh(v)))
+    assert verify(wanted, replace_activation(module, old="relu", new="tanh"), x).allclose
+    anything = op(nn.ReLU, F.relu, torch.relu_, "relu_", name="f")
+    assert verify(wanted, replace_pattern(module, lambda a: anything(a), lambda a, f: torch.tanh(a)), x).allclose
+
+
 def test_a_view_of_which_only_the_size_is_read_needs_no_copy() -> None:
     def compute(x: Tensor) -> Tensor:
         y = x - 0.5
