@@ -27,7 +27,7 @@ from fxcore.tracing.constants import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.leaves import kept_whole
-from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, rename_self, shown_name
+from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE, check_names, operation_name, rename_self, shown_name
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
@@ -403,14 +403,20 @@ def private(model: nn.Module, training: bool) -> nn.Module:
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
     """Erase inputs that are fixed by ``concrete``.
 
-    torch.fx keeps these inputs with their old defaults and asserts that they equal the fixed values, so calling the
-    module without them fails if the two differ.
+    torch.fx keeps these inputs, as ``NAME_1``, with their old defaults and asserts that they equal the fixed values, so
+    calling the module without them fails if the two differ. Other inputs may have the same name.
     """
     if type(graph._codegen) is not CodeGen:
         return  # nested arguments, some of whose leaves are inputs
-    for node in graph.find_nodes(op="placeholder"):
-        name, _, number = str(node.target).rpartition("_")
-        if name in concrete and number.isdecimal():
+    for name in concrete:
+        fixed = [n for n in graph.find_nodes(op="placeholder") if n.target == f"{name}_1" and _is_only_checked(n)]
+        for node in sorted(fixed, key=lambda n: len(n.users))[-1:]:
             for check in [inner for user in node.users for inner in user.users] + list(node.users):
                 graph.erase_node(check)
             graph.erase_node(node)
+
+
+def _is_only_checked(node: fx.Node) -> bool:
+    """Return whether an input is read by nothing but torch.fx's assertion of its value, if there is one."""
+    readers = [inner for user in node.users for inner in (user.users or [user])]
+    return all(operation_name(reader) in ("_assert", "_assert_is_none") for reader in readers)

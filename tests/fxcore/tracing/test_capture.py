@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +308,24 @@ def test_concrete_arguments_specialise() -> None:
     with pytest.raises(UnknownArgument) as caught:
         trace(model, concrete_args={"negativ": True})
     assert caught.value.extra["suggestions"] == ["x", "negative", "times"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, mask, mask_2: x * mask_2,
+        lambda x, mask, mask_1: x * mask_1,
+        lambda x, mask_1, mask: x * mask_1 + 1,
+        lambda x, mask, mask_1: x * 2,
+        lambda x, mask_1, mask: x * 2,
+    ],
+)
+@pytest.mark.parametrize("value", [None, 1.0])
+def test_inputs_named_like_numbered_fixed_arguments_stay(function: Callable[..., Tensor], value: float | None) -> None:
+    traced, x, other = trace(function, concrete_args={"mask": value}), torch.rand(3), torch.rand(3)
+    [name] = inspect.signature(function).parameters.keys() - {"x", "mask"}
+    assert [node.target for node in traced.graph.find_nodes(op="placeholder")] == ["x", name]
+    assert torch.equal(traced(x, other), function(x=x, mask=value, **{name: other}))
 
 
 class Either(nn.Module):
