@@ -46,7 +46,7 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         back: a differentiable function whose rows are independent of each other.
         values: its inputs, each ``[n, …]``.
         at: index of the input to differentiate by.
-        target: index of the result, or one for each image, int64 ``[n]``; None for the largest of each image.
+        target: index of the result, or one for each image, integers ``[n]``; None for the largest of each image.
 
     Raises:
         BadTarget: the result is not ``[n, k]``, has no value ``target``, or no gradient reaches the values, e.g.
@@ -62,10 +62,10 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         given[at] = given[at].clone().requires_grad_()
         [result] = back(*given).values()
         check_result(list(result.shape[1:]), target)
-        if target is None:
-            targets = result.argmax(1)
-        else:
-            targets = torch.as_tensor(target, device=result.device).expand(len(result))
+        targets = result.argmax(1) if target is None else torch.as_tensor(target, device=result.device)
+        if targets.numel() not in (1, len(result)):
+            raise BadTarget(f"target must be one index, or {len(result)}, not {targets.numel()}", target=target)
+        targets = targets.flatten().long().expand(len(result))
         chosen = result.gather(1, targets[:, None]).sum()
         found = None
         if chosen.requires_grad:
@@ -83,7 +83,10 @@ def check_result(shape: Sequence[int | None], target: int | Tensor | None) -> No
     """
     if len(shape) != 1:
         raise BadTarget(f"the result to attribute must be one vector per image, but its shape is {[None, *shape]}")
-    if isinstance(target, int) and shape[0] is not None and not 0 <= target < shape[0]:
+    if target is None or shape[0] is None:
+        return
+    indices = torch.as_tensor(target)
+    if indices.is_floating_point() or not ((indices >= 0) & (indices < shape[0])).all():
         raise BadTarget(f"target must be from 0 to {shape[0] - 1}, or max for the largest, not {target}", target=target)
 
 

@@ -133,6 +133,28 @@ def test_values_of_several_rows_per_image_have_no_positions(layout: str) -> None
         positions(torch.rand(2, 5, 12, 3) if layout == "tokens" else torch.rand(2, 5, 8, 3, 4), layout, grid)
 
 
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (torch.tensor([5000]), "from 0 to 4"),
+        (np.int64(5), "from 0 to 4"),
+        (torch.tensor([0, -1]), "from 0 to 4"),
+        (torch.tensor([0.0, 1.0]), "from 0 to 4"),
+        (torch.tensor([0, 1, 2]), "one index, or 2, not 3"),
+    ],
+)
+def test_targets_that_do_not_exist_are_refused(target: Any, said: str) -> None:
+    with pytest.raises(BadTarget, match=said):
+        gradients(lambda x: {"y": x * 2}, [torch.zeros(2, 5)], 0, target)
+
+
+@pytest.mark.parametrize("target", [np.int64(3), torch.tensor(3), torch.tensor([3, 3], dtype=torch.int32)])
+def test_targets_may_be_any_integers(target: Any) -> None:
+    found = gradients(lambda x: {"y": x * 2}, [torch.zeros(2, 5)], 0, target)
+    assert found.targets.tolist() == [3, 3]
+    assert found.values.tolist() == [[0, 0, 0, 2, 0]] * 2
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_has_no_gradient_is_refused(kept: bool) -> None:
     """Integers cut it off, as quantized layers do; parameters behind them may have one nevertheless."""
