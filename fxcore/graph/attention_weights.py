@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.graph.operations import PERMUTES, computed
-from fxcore.passes.attention import ATTENTION, attention_weights, scaled_dot_product_weights
+from fxcore.passes.attention import ATTENTION, attention_weights, is_over_last, scaled_dot_product_weights
 from fxcore.tracing.names import operation_name
 
 _KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
@@ -87,11 +87,7 @@ def _of_softmax(node: fx.Node) -> tuple[fx.Node, int] | None:
     value = node.meta.get("value")
     if not isinstance(value, Tensor) or operation_or_class(node) not in ("softmax", "Softmax"):
         return None
-    if node.op == "call_module":
-        dim = getattr(own_module(node), "dim", None)
-    else:
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-    return _multiplied(node) if dim in (-1, value.ndim - 1) else None
+    return _multiplied(node) if is_over_last(node, own_module(node)) else None
 
 
 def _multiplied(weights: fx.Node) -> tuple[fx.Node, int] | None:

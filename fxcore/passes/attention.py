@@ -165,11 +165,22 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         with graph.inserting_after(node):
             return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
     # Attention whose steps are nodes: MaxViT's and MViT's weights already exist under other names.
+    layer = module.get_submodule(str(node.target)) if _calls(module, node, nn.Softmax) else None
     called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
-    if (called or _calls(module, node, nn.Softmax)) and _mixes(module, node):
+    if (called or layer is not None) and is_over_last(node, layer) and _mixes(module, node):
         with graph.inserting_after(node):
             return graph.call_function(attention_weights, (node,))
     return None
+
+
+def is_over_last(softmax: fx.Node, layer: nn.Module | None) -> bool:
+    """Return whether ``softmax``, which calls ``layer`` or a function, is over the last dimension.
+
+    The value must be annotated if its dimensions are counted from the first.
+    """
+    given: Any = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
+    dim, value = getattr(layer, "dim", given), softmax.meta.get("value")
+    return bool(dim == -1 or (isinstance(value, Tensor) and dim == value.ndim - 1))
 
 
 def _second(pair: tuple[Tensor, Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from torchvision.models import VisionTransformer
 from torchvision.models.swin_transformer import shifted_window_attention
 
 from fxcore import trace
+from fxcore.graph.annotate import observe
 from fxcore.passes.attention import scaled_dot_product_weights
 from fxcore.transforms import applied, attention_maps
 from tests.fxcore.model_list import each, filled, small_input
@@ -132,3 +133,23 @@ def test_queries_that_may_attend_to_no_key_attend_to_none(kind: torch.dtype) -> 
     expected = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     assert not expected[:, :, 0].any()
     torch.testing.assert_close(weights @ value, expected)
+
+
+@pytest.mark.parametrize(("dim", "annotated", "found"), [(-1, False, 1), (2, True, 1), (1, True, 0), (1, False, 0)])
+@pytest.mark.parametrize("way", ["layer", "function", "method"])
+def test_weights_sum_to_one_over_the_last_dimension(way: str, dim: int, annotated: bool, found: int) -> None:
+    """Efficient Attention has a softmax of its queries over their channels."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Softmax(dim)
+
+        def forward(self, x: Tensor) -> Tensor:
+            ways = {"layer": self.layer, "function": lambda x: F.softmax(x, dim), "method": lambda x: x.softmax(dim)}
+            return ways[way](x) @ x
+
+    module = trace(Net().eval())
+    if annotated:
+        observe(module, [torch.rand(2, 4, 4)])
+    assert applied(attention_maps(module))[-1].changes == found
