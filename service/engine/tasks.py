@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from contextvars import Context
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from service.observability.logs import TASK_PREFIX
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -22,3 +23,51 @@ def background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         name: the name in log lines, after :data:`~service.observability.logs.TASK_PREFIX`.
     """
     return asyncio.create_task(work, name=TASK_PREFIX + name, context=Context())
+
+
+class Shared(Generic[K, T]):
+    """Values by key, each made once by a background task for all who wait for it. For one event loop.
+
+    The task goes on when its waiters leave. If it fails, the next call starts another one.
+
+    Args:
+        name: see :func:`background`.
+
+    Attributes:
+        made: the values that are there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.made: dict[K, T] = {}
+        self._tasks: dict[K, asyncio.Task[T]] = {}
+        self._name = name
+
+    @property
+    def making(self) -> list[K]:
+        """The keys whose values are being made."""
+        return [key for key in self._tasks if key not in self.made]
+
+    def get(self, key: K, make: Callable[[], Coroutine[Any, Any, T]]) -> Awaitable[T]:
+        """Return an awaitable of the value of ``key``. If there is none, a task that calls ``make`` is started now."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = background(self._make(key, make), self._name)
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        return asyncio.shield(task)
+
+    def drop(self, key: K) -> bool:
+        """Forget the value of ``key``, and return whether there was one. One being made goes to its waiters only."""
+        self.made.pop(key, None)
+        return self._tasks.pop(key, None) is not None
+
+    async def _make(self, key: K, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        # No variable holds the task: the traceback of its error would hold it too.
+        try:
+            value = await make()
+        except BaseException:
+            if self._tasks.get(key) is asyncio.current_task():
+                self.drop(key)
+            raise
+        if self._tasks.get(key) is asyncio.current_task():
+            self.made[key] = value
+        return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from functools import partial
 
 from fxcore.errors import FxError
 from service.engine.extractors.records import Records
@@ -13,7 +14,7 @@ from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import CHECK_SECONDS, Sharing
 from service.engine.extractors.store import Stored
 from service.engine.record import ExtractorRecord
-from service.engine.tasks import background
+from service.engine.tasks import Shared
 from service.engine.threads import RunInThread
 from service.problems import Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.specs import ExtractorSpec
@@ -39,7 +40,7 @@ class Extractors:
         self._resolver = resolver
         self._runtimes = runtimes
         self._sharing = sharing
-        self._adopting: dict[str, asyncio.Task[ExtractorRecord | None]] = {}
+        self._adopting: Shared[str, ExtractorRecord | None] = Shared("adopt")
 
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
@@ -203,11 +204,7 @@ class Extractors:
         id = await self._sharing.find(id_or_name, max_miss_age)
         if id is None:
             return None
-        adopting = self._adopting.get(id)
-        if adopting is None:  # resolved once for all waiters, even if they leave
-            adopting = self._adopting[id] = background(self._adopt(self._sharing, id), "adopt")
-            adopting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        record = await asyncio.shield(adopting)
+        record = await self._adopting.get(id, partial(self._adopt, self._sharing, id))
         if record is not None:
             record.saved = True  # it may have been created here while the store was unavailable
         if record is not None and id_or_name != id and self._records.get(id) is record:
@@ -222,7 +219,7 @@ class Extractors:
         try:
             return self._records.get(id) or await self._made_known(sharing, id)
         finally:
-            del self._adopting[id]
+            self._adopting.drop(id)  # the records have it
 
     async def _made_known(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
         stored = await sharing.read(sharing.store.get, id)

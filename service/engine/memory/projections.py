@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.projection import matrix_bytes, projection_matrix
 from service.engine.placement import BUSY_SECONDS
-from service.engine.tasks import background
+from service.engine.tasks import Shared
 from service.engine.threads import in_pool
+from service.problems import AdmissionFull
 
 Key = tuple[int, int, int]
 """Values per row, values per projected row, seed."""
 
 _SHARE = 1 / 4
-"""Maximum share of the memory budget for the matrices of one request."""
+"""Maximum share of the memory budget for the matrices of one request, and for those being made at a time."""
 
 
 class Projections:
@@ -39,8 +41,8 @@ class Projections:
         self.on_made: Callable[[], None] = lambda: None
         self._device = device
         self._pool = pool
-        self._memory_budget = memory_budget
-        self._making: dict[Key, asyncio.Task[Tensor]] = {}
+        self._limit = int(_SHARE * memory_budget)
+        self._matrices: Shared[Key, Tensor] = Shared("project")
         self._last_used: dict[Key, float] = {}
 
     async def get(self, lengths: Collection[int], components: int, seed: int) -> dict[int, Tensor]:
@@ -48,10 +50,11 @@ class Projections:
 
         Raises:
             BadTensor: together they need too much memory.
+            AdmissionFull: too many other matrices are being made.
         """
         keys = [(length, components, seed) for length in lengths]
-        size = sum(matrix_bytes(length, components) for length, *_ in keys)
-        if size > _SHARE * self._memory_budget:
+        size = _bytes(keys)
+        if size > self._limit:
             longest = max(length for length, *_ in keys)
             takes, less = f"rows of {longest:,} values needs a matrix", ""
             if len(keys) > 1:
@@ -59,20 +62,20 @@ class Projections:
                 less = ", or ask for fewer nodes, or send images of fewer sizes"
             raise BadTensor(
                 f"project={components} of {takes} of {size:,} bytes, and at most "
-                f"{int(_SHARE * self._memory_budget):,} are allowed: project to fewer values, or pool first{less}"
+                f"{self._limit:,} are allowed: project to fewer values, or pool first{less}"
             )
         made = {}
         for key in keys:
-            task = self._making.get(key)
-            if task is None:
-                task = self._making[key] = background(self._make(key), "project")
-            self._last_used[key] = time.monotonic()
-            made[key[0]] = await asyncio.shield(task)
+            if key in self._matrices.made:
+                self._last_used[key] = time.monotonic()
+            elif (making := self._matrices.making) and key not in making and _bytes([*making, key]) > self._limit:
+                raise AdmissionFull(f"{len(making)} other projection matrices are being made", 1.0)
+            made[key[0]] = await self._matrices.get(key, partial(self._make, key))
         return made
 
     def bytes(self) -> int:
         """Return the bytes of the matrices in memory."""
-        return sum(matrix_bytes(length, components) for length, components, _ in self._made())
+        return _bytes(self._matrices.made)
 
     def evict(self, busy: bool) -> bool:
         """Drop the least recently used matrix, and return whether there was one.
@@ -82,23 +85,22 @@ class Projections:
         Args:
             busy: whether to drop even one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
         """
-        key = min(self._made(), key=self._last_used.__getitem__, default=None)
+        key = min(self._matrices.made, key=self._last_used.__getitem__, default=None)
         if key is None or (not busy and self._last_used[key] > time.monotonic() - BUSY_SECONDS):
             return False
-        del self._making[key], self._last_used[key]
+        self._matrices.drop(key)
+        del self._last_used[key]
         return True
 
-    def _made(self) -> list[Key]:
-        return [key for key, task in self._making.items() if task.done()]
-
     async def _make(self, key: Key) -> Tensor:
-        try:
-            matrix = await in_pool(self._pool, self._matrix, *key)
-        except BaseException:
-            del self._making[key], self._last_used[key]
-            raise
+        matrix = await in_pool(self._pool, self._matrix, *key)
+        self._last_used[key] = time.monotonic()
         asyncio.get_running_loop().call_soon(self.on_made)
         return matrix
 
     def _matrix(self, length: int, components: int, seed: int) -> Tensor:
         return projection_matrix(length, components, seed).to(self._device)
+
+
+def _bytes(keys: Iterable[Key]) -> int:
+    return sum(matrix_bytes(length, components) for length, components, _ in keys)

@@ -10,14 +10,14 @@ eager until it has processed enough images for a faster backend to pay off; see
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from service.engine.memory.building import Builder
 from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime, Variant
-from service.engine.tasks import background
+from service.engine.tasks import Shared
 from service.problems import AdmissionFull
 
 MOST = 16
@@ -33,7 +33,8 @@ class Variants:
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._builds: dict[tuple[Runtime, Variant], asyncio.Task[Runtime]] = {}
+        self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build")
+        self._waiting: dict[tuple[Runtime, Variant], list[AsyncExitStack]] = {}
 
     @asynccontextmanager
     async def use(
@@ -62,29 +63,28 @@ class Variants:
             yield runtime
 
     async def _hold(self, stack: AsyncExitStack, runtime: Runtime, which: Variant) -> Runtime:
-        variant = await self._get(runtime, which)
-        if which not in runtime.variants:  # it was dropped meanwhile
-            runtime.variants = {**runtime.variants, which: variant}
-        variant = runtime.variants[which]
-        stack.enter_context(variant.in_use())
-        return variant
-
-    async def _get(self, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)
         if known is not None and (runtime.retired or known.busy or not known.retired):
+            stack.enter_context(known.in_use())
             return known
-        build = self._builds.get((runtime, which))
-        if build is None:
-            if sum(other is runtime for other, _ in self._builds) >= MOST:
-                raise AdmissionFull(f"{MOST} other sizes or edits of this extractor are being prepared", 1.0)
-            build = self._builds[runtime, which] = background(self._build(runtime, which), "build")
-        return await asyncio.shield(build)
+        key, making = (runtime, which), self._builds.making
+        if key not in making and sum(other is runtime for other, _ in making) >= MOST:
+            raise AdmissionFull(f"{MOST} other sizes or edits of this extractor are being prepared", 1.0)
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(stack)
+        try:
+            return await self._builds.get(key, partial(self._build, runtime, which))
+        finally:
+            waiting.remove(stack)
 
     async def _build(self, runtime: Runtime, which: Variant) -> Runtime:
         try:
             variant = await self._builder.variant(runtime, which)
         finally:
-            del self._builds[runtime, which]
+            self._builds.drop((runtime, which))  # the runtime has it
+            waiting = self._waiting.pop((runtime, which))
+        for stack in waiting:  # otherwise it could be evicted before they go on
+            stack.enter_context(variant.in_use())
         if runtime.retired:
             variant.retire()
         kept = runtime.variants = {**runtime.variants, which: variant}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.description import ModelKey, precision_dtype
 from service.engine.memory.shared_weights import share
-from service.engine.tasks import background
+from service.engine.tasks import Shared
 from service.engine.threads import in_pool
 from service.settings import SHARED_WEIGHTS
 
@@ -50,7 +51,7 @@ class ModelStore:
         self._weights_dir = weights_dir
         self._pool = pool
         self._downloads = downloads
-        self._loads: dict[ModelKey, asyncio.Task[LoadedModel]] = {}
+        self._loads: Shared[ModelKey, LoadedModel] = Shared("load")
         self._shared = os.environ.get(SHARED_WEIGHTS)
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
@@ -59,25 +60,18 @@ class ModelStore:
         Raises:
             WeightsUnavailable, UnknownWeights: see :func:`fxcore.models.weights.load_model`; the next call retries.
         """
-        load = self._loads.get(key)
-        if load is None:
-            load = self._loads[key] = background(self._load(entry, key), "load")
-        return await asyncio.shield(load)
+        return await self._loads.get(key, partial(self._load, entry, key))
 
     def drop(self, key: ModelKey) -> bool:
         """Drop a model, and return whether it existed. Its memory is freed with the last extractor that uses it."""
-        dropped = self._loads.pop(key, None) is not None
+        dropped = self._loads.drop(key)
         if dropped and self._shared is not None:  # its pages are freed with the last process that maps it
             self._file(self._shared, key).unlink(missing_ok=True)
         return dropped
 
-    def loaded(self) -> dict[ModelKey, LoadedModel]:
-        """Return the models that are in memory now."""
-        return {
-            key: load.result()
-            for key, load in self._loads.items()
-            if load.done() and not load.cancelled() and load.exception() is None
-        }
+    def loaded(self) -> Mapping[ModelKey, LoadedModel]:
+        """Return a live view of the models that are in memory."""
+        return self._loads.made
 
     def loaded_weights(self) -> set[tuple[str, str]]:
         """Return the (model, weights) pairs that are in memory now, in any precision."""
@@ -85,14 +79,9 @@ class ModelStore:
 
     async def _load(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, _ = key
-        try:
-            if await in_pool(self._pool, missing_weights, entry, weights) is not None:
-                await in_pool(self._downloads, download_weights, entry, weights)
-            return await in_pool(self._pool, self._read, entry, key)
-        except BaseException:  # even if nobody waits for it any more
-            if self._loads.get(key) is asyncio.current_task():
-                del self._loads[key]
-            raise
+        if await in_pool(self._pool, missing_weights, entry, weights) is not None:
+            await in_pool(self._downloads, download_weights, entry, weights)
+        return await in_pool(self._pool, self._read, entry, key)
 
     def _read(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:
         _, weights, precision = key

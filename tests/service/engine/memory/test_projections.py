@@ -1,6 +1,8 @@
 """Matrices of projections: made once, and evicted under the memory budget."""
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from fxcore.errors import BadTensor
 from fxcore.projection import matrix_bytes, projection_matrix
 from service.engine import FeatureOptions
 from service.engine.memory import projections
+from service.problems import AdmissionFull
 from tests.service.engine.running import MakeEngine, built, tensors
 
 pytestmark = pytest.mark.anyio
@@ -67,3 +70,22 @@ async def test_matrices_too_large_are_refused(engine: MakeEngine) -> None:
             await kept.get([16, 4, 10_000], 100, 0)
         assert not kept.bytes()
         assert len((await kept.get([16, 10_000], 100, 0))[16]) == 100
+
+
+async def test_matrices_being_made_are_limited_together() -> None:
+    """Otherwise requests with a seed each fill the memory before anything can be evicted."""
+    gate = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        kept = projections.Projections(torch.device("cpu"), pool, 4 * 2 * matrix_bytes(100, 5))
+        pool.submit(gate.wait)
+        making = [asyncio.create_task(kept.get([100], 5, seed)) for seed in (0, 1, 1)]
+        await asyncio.sleep(0)
+        refused = asyncio.create_task(kept.get([100], 5, 2))
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(AdmissionFull, match="2 other projection matrices are being made"):
+            await refused
+        made = await asyncio.gather(*making)
+        assert made[1][100] is made[2][100]
+        assert kept.bytes() == 2 * matrix_bytes(100, 5)
+        assert len((await kept.get([100], 5, 2))[100]) == 5

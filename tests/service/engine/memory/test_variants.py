@@ -50,6 +50,23 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         assert all(sized.retired for sized in runtime.variants.values())
 
 
+async def test_a_size_is_not_evicted_between_its_build_and_its_use(engine: MakeEngine) -> None:
+    async with engine() as running:
+        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
+        record.pinned = True
+        runtime, eviction = record.runtime, running.runtimes.eviction
+        assert runtime is not None
+        request = asyncio.create_task(running.features(record, [image(64, 96)], AVERAGE))
+        while not (builds := [task for task in asyncio.all_tasks() if task.get_name().endswith("build")]):
+            await asyncio.sleep(0)
+        builds[0].add_done_callback(lambda _: eviction.make_room(10**15))
+        await request
+        assert not runtime.variants[64, 96].retired
+        assert not runtime.variants[64, 96].busy
+        eviction.make_room(10**15)
+        assert not runtime.variants
+
+
 @pytest.mark.exhaustive
 async def test_the_least_recently_used_size_goes_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST", 2)
