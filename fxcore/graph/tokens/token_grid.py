@@ -123,8 +123,8 @@ def _found(node: fx.Node) -> tuple[TokenGrid | None, Tensor | None]:
 
 
 def _may_add(node: fx.Node, prefix: int, ancestors: Sequence[fx.Node]) -> bool:
-    """Return whether ``prefix`` tokens may be added by the model or by one of ``ancestors``. Others are no prefix, such as
-    the queries of a detector."""
+    """Return whether the model or one of ``ancestors`` may add ``prefix`` tokens. Others are no prefix, such as the
+    queries of a detector."""
     declared = node.meta.get(DECLARED)
     if declared is not None and declared.count == prefix:
         return True
