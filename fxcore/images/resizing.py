@@ -7,7 +7,8 @@ same two sums are computed by embedding bags, whose kernels are vectorised, and 
 - The weights are torch's: torch resizes an image of separate impulses, from which each weight is read.
 - torch rounds some of the products of a longer sum before it adds them, and fuses the others with the addition. An
   embedding bag fuses all of them, so that the last bits of a float differ. That matters if a sum is close to a half,
-  which is about one value in a thousand: these values are summed again, as torch does.
+  which is about one value in a thousand: these values are summed again, as torch does. If there are many, as in regular
+  patterns, torch resizes the image in strips.
 - If the kernels are missing, or one of the two kinds of sums differs from torch's, torch resizes the whole image.
 """
 
@@ -113,7 +114,10 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
         error = 2 * (down.taps + across.taps) * _ROUNDING * 255 * down.gain * across.gain
         rounded = np.rint(sums)
         np.abs(np.subtract(sums, rounded, out=sums), out=sums)
-        _settle(rounded.reshape(-1), np.flatnonzero(sums >= 0.5 - error), pixels, down, across)
+        close = np.flatnonzero(sums >= 0.5 - error)
+        if 4 * len(close) * down.taps * across.taps > pixels.shape[0] * pixels.shape[1] and len(columns) >= _MIN_SIDE:
+            return _in_strips(pixels, size, kept, mode)
+        _settle(rounded.reshape(-1), close, pixels, down, across)
         sums = rounded
     if mode == "bicubic":
         np.clip(sums, 0, 255, out=sums)
@@ -299,6 +303,21 @@ def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], 
     resized = interpolate(image, size, mode=mode, antialias=True).round_().clamp_(0, 255).to(torch.uint8)
     lines, columns = kept
     return _three(resized[0].permute(1, 2, 0).numpy()[lines.start : lines.stop, columns.start : columns.stop])
+
+
+def _in_strips(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
+    """Resize by torch like :func:`_by_torch`, but with little memory: only few lines, and the kept columns, are floats
+    at a time."""
+    lines, columns = kept
+    height, width = pixels.shape[:2]
+    step = max(_MIN_SIDE, _GATHERED // width)
+    across = torch.empty(1, 3, height, len(columns))
+    for begin in range(0, height, step):
+        strip = torch.from_numpy(_three(pixels[begin : begin + step])).permute(2, 0, 1)[None].float()
+        resized = interpolate(strip, (strip.shape[2], size[1]), mode=mode, antialias=True)
+        across[:, :, begin : begin + step] = resized[..., columns.start : columns.stop]
+    down = interpolate(across, (size[0], len(columns)), mode=mode, antialias=True)[0, :, lines.start : lines.stop]
+    return _three(down.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).numpy())
 
 
 def _three(pixels: Pixels) -> Pixels:
