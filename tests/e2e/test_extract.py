@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.runners import remote
 from tests.e2e.conftest import Server
+from tests.e2e.slow_models import SWITCH, slow_models
 from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
 from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
 from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
@@ -85,39 +85,15 @@ def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
 
 
-# Slow by the clock, so that it is late on every machine.
-SLOW = """
-import time
-from torch import fx, nn
-
-@fx.wrap
-def slowly(images):
-    time.sleep(0.12 * len(images))
-    return images
-
-class Slow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, 2)
-
-    def forward(self, images):
-        return self.stem(slowly(images))
-"""
-
-
 @pytest.mark.exhaustive
 def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
     start: Callable[..., Server],
     folder: Callable[..., Path],  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, out, models = folder(32), tmp_path / "out", tmp_path / "models"
-    models.mkdir()
-    (models / "slow_for_tests.py").write_text(SLOW)
-    (models / "models.toml").write_text('[models.slow]\nbuilder = "slow_for_tests:Slow"\n')
-    monkeypatch.setenv("PYTHONPATH", f"{models}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    root, out, models = folder(32), tmp_path / "out", slow_models(tmp_path / "models", slow="image = 0.12")
     server = start(request_timeout=3, models_dir=models)
+    (models / SWITCH).touch()
     spec = {"model": "slow", "weights": "DEFAULT", "return_nodes": {"stem": "top"}}
     made = extract(job(out, root, servers=(server.url,), spec=spec), SETTINGS)
     assert (made.images, made.done, made.unreadable) == (32, 32, 0)
@@ -132,8 +108,10 @@ def test_a_server_may_restart_and_another_one_end_for_good(
     folder: Callable[..., Path],  # noqa: F811
     tmp_path: Path,
     reference: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root, out = folder(300), tmp_path / "out"
+    monkeypatch.setattr(remote, "_MAX_RETRY_DELAY", 1.0)
+    root, out = folder(120), tmp_path / "out"
     restarted, ended = start(), start()
     told: list[int] = []
 
@@ -146,8 +124,8 @@ def test_a_server_may_restart_and_another_one_end_for_good(
             restarted.begin()
 
     made = extract(job(out, root, servers=(restarted.url, ended.url)), SETTINGS, report)
-    assert (made.images, made.done, made.unreadable) == (300, 300, 0)
-    assert told[2] < 300
+    assert (made.images, made.done, made.unreadable) == (120, 120, 0)
+    assert told[2] < 120
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("*.png")}, reference)
 
 
