@@ -37,7 +37,7 @@ def patient(start: Callable[..., Server]) -> Iterator[Server]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", _families()[::6])
+@pytest.mark.parametrize("name", _families()[5::6])
 def test_no_get_route_fails(patient: Server, name: str) -> None:
     openapi = patient.http.get("/openapi.json").json()
     assert failures(lambda url: patient.http.get(url, timeout=900), openapi, name) == {}

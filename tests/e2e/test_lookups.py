@@ -24,7 +24,7 @@ def test_many_concurrent_graphs_starve_no_request(server: Server) -> None:
         size = 224 + number
         with httpx.Client(base_url=server.url, timeout=120) as http:
             while not stop.is_set():
-                response = http.get("/v1/models/densenet121/graph", params={"height": size, "width": size})
+                response = http.get("/v1/models/resnet18/graph", params={"height": size, "width": size})
                 statuses[response.status_code] += 1
                 if response.status_code == 429:
                     waits.append(response.headers["retry-after"])

@@ -242,8 +242,8 @@ def test_a_model_by_its_name_serves_any_node(triton_client, reference, two):
 
 
 def test_a_model_without_levels_serves_its_last_value(triton_client, two):
-    [declared] = triton_client.get_model_metadata("vit_b_16")["outputs"]
-    assert declared == {"name": "heads.head", "datatype": "FP32", "shape": [-1, 1000]}
+    [declared] = triton_client.get_model_metadata("timm.test_vit")["outputs"]
+    assert declared == {"name": "head", "datatype": "FP32", "shape": [-1, 1000]}
 
 
 def test_errors(triton_client, two):
