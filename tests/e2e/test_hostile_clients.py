@@ -71,16 +71,21 @@ def test_keys_are_read_again_on_sighup(guarded, keys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("path", [FEATURES, "/v1/extractors", "/v2/repository/index", "/v2/models/resnet18/infer"])
-def test_a_stalled_body_gets_a_408(guarded, path):
-    with guarded.connect() as connection:
+def test_stalled_bodies_get_a_408(guarded):
+    """All at once, because it takes the server's patience."""
+    paths = [FEATURES, "/v1/extractors", "/v2/repository/index", "/v2/models/resnet18/infer"]
+    waiting = []
+    for path in paths:
+        waiting.append(guarded.connect())
         head = request(path, length=100_000).replace(
             b"image/jpeg", b"image/jpeg" if path == FEATURES else b"application/json"
         )
-        connection.sendall(head + b" " * 1000)
-        received = response_of(connection)  # and the server closes
-    assert received.startswith(b"HTTP/1.1 408 ")
-    assert b'{"error"' in received if path.startswith("/v2") else b"/problems/request-timeout" in received
+        waiting[-1].sendall(head + b" " * 1000)
+    for path, connection in zip(paths, waiting, strict=True):
+        with connection:
+            received = response_of(connection)  # and the server closes
+        assert received.startswith(b"HTTP/1.1 408 "), path
+        assert (b'{"error"' if path.startswith("/v2") else b"/problems/request-timeout") in received, path
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ from tests.e2e.conftest import Server, servers, until
 from tests.e2e.faults.app import Faulty
 
 # Short enough for a test to wait for, and long enough for a right response from a busy machine.
-REQUEST_TIMEOUT = 15.0
+REQUEST_TIMEOUT = 10.0
 GRACE_PERIOD = 6.0
 
 FEATURES = "/v1/models/{}/features?nodes=conv,head"

@@ -9,11 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.e2e.conftest import until
@@ -27,11 +25,12 @@ import logging
 import multiprocessing
 import os
 import signal
-import time
 from pathlib import Path
 
 class Slow(logging.StreamHandler):
     def __init__(self):
+        if multiprocessing.parent_process() is not None:
+            Path(f"{os.getpid()}.configures").touch()
         while multiprocessing.parent_process() is not None and Path("slow").exists():
             time.sleep(0.05)
         super().__init__()
@@ -207,9 +206,7 @@ def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked
     (tmp_path / "slow").touch()
     server = Processes(tmp_path, forked)
     try:
-        parent = psutil.Process(server.process.pid)
-        until(lambda: len(parent.children()) >= 2)
-        time.sleep(3)  # so that they configure their logs
+        until(lambda: len(list(tmp_path.glob("*.configures"))) == 2)
         server.process.terminate()
         assert server.process.wait(30) == 0
     finally:
