@@ -35,6 +35,7 @@ def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_takes_the_edits_of_its_extractor(format: str, tmp_path: Path) -> None:
     """Two edits, of which one is of an output; edits of a part of a model, and of windows, several rows an image."""
