@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -84,10 +83,10 @@ def serve(tmp_path_factory: pytest.TempPathFactory, spans: list[Any]) -> Iterato
     server.stop()
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Serve]:
-    """Two processes as one server."""
-    server = Serve(tmp_path, workers=2)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Two processes as one server; the last test that uses it kills one of them."""
+    server = Serve(tmp_path_factory.mktemp("pair"), workers=2)
     server.wait()
     yield server
     server.stop()
@@ -104,30 +103,6 @@ def test_all_interfaces_are_those_of_both_families(workers: int, tmp_path: Path)
         assert f"fxserve on http://[::1]:{server.port} " in server.log.read_text()
     finally:
         server.stop()
-
-
-@pytest.mark.exhaustive
-def test_two_processes_count_as_one(pair: Serve) -> None:
-    until(lambda: pair.total("fxserve_ready") == 2)
-    healthy = 'fxserve_requests_total{method="GET",route="/healthz",status="200"}'
-    before = pair.total(healthy)
-    for _ in range(40):
-        assert pair.ask("/healthz").status_code == 200
-    answered = {line["process"] for line in pair.lines() if line.get("path") == "/healthz"}
-    assert len(answered) == 2
-    assert {pair.total(healthy) for _ in range(10)} == {before + 40}
-
-    victim = answered.pop()
-    os.kill(victim, signal.SIGKILL)
-    until(lambda: "was ended by signal 9" in pair.log.read_text())
-
-    def two_again() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return pair.total("fxserve_ready") == 2
-        return False
-
-    until(two_again)
-    assert pair.total(healthy) == before + 40  # what the dead one counted stays counted
 
 
 @pytest.mark.exhaustive
@@ -154,6 +129,30 @@ def test_processes_share_weights(pair: Serve, photos: dict[str, bytes]) -> None:
         return all(maps) and len({m.path for of_one in maps for m in of_one}) == 1
 
     until(asked_and_mapped)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_count_as_one(pair: Serve) -> None:
+    until(lambda: pair.total("fxserve_ready") == 2)
+    healthy = 'fxserve_requests_total{method="GET",route="/healthz",status="200"}'
+    before = pair.total(healthy)
+    for _ in range(40):
+        assert pair.ask("/healthz").status_code == 200
+    answered = {line["process"] for line in pair.lines() if line.get("path") == "/healthz"}
+    assert len(answered) == 2
+    assert {pair.total(healthy) for _ in range(10)} == {before + 40}
+
+    victim = answered.pop()
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: "was ended by signal 9" in pair.log.read_text())
+
+    def two_again() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return pair.total("fxserve_ready") == 2
+        return False
+
+    until(two_again)
+    assert pair.total(healthy) == before + 40  # what the dead one counted stays counted
 
 
 def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) -> None:
