@@ -15,6 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.fxcore.exports.conftest import in_this_process
+
+__all__ = ["in_this_process"]
+
 
 @pytest.fixture(scope="module")
 def small(client):
@@ -72,6 +76,7 @@ def test_the_description_has_the_extractors_preprocessing(client, options, descr
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", ["torch_export", "onnx", "openvino"])
 @pytest.mark.parametrize(
     ("model", "options", "shape"),
