@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore import build_extractor, get_model, model_graph, trace
 from fxcore.graph.annotate import annotate
 from fxcore.graph.attention_weights import is_attention, is_attention_of_tokens
 from fxcore.passes.attention import attention_maps
@@ -126,5 +126,5 @@ def test_of_many_architectures(model: str, nodes: dict[str, bool]) -> None:
 
 def _check(model: str, nodes: dict[str, bool]) -> None:
     graph = model_graph(model).with_nodes_of("attention_maps")
-    found = build_extractor(graph, load_model(get_model(model), "random"), {node: node for node in nodes}).outputs
+    found = build_extractor(graph, get_model(model).build_weightless().eval(), {node: node for node in nodes}).outputs
     assert {output.key: output.queries for output in found} == nodes

@@ -18,7 +18,7 @@ from fxcore.graph.cut import OpenCut, UnneededInput
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
 from fxcore.models.weights import load_model
-from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TIMM, TRACEABLE, each, entry_of
+from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TIMM, TRACEABLE, each, entry_of, filled
 
 ALWAYS = frozenset(("resnet18", "timm.test_vit", "quantized_shufflenet_v2_x0_5"))
 NAMES = sorted({name for name in TRACEABLE if name in FAMILIES} | ALWAYS | set(TIMM[::2]))
@@ -26,7 +26,8 @@ NAMES = sorted({name for name in TRACEABLE if name in FAMILIES} | ALWAYS | set(T
 
 def extractors(name: str) -> tuple[ModelGraph, nn.Module]:
     graph = model_graph(entry_of(name))
-    return graph, load_model(graph.entry, "random")
+    drawn_fast = not name.startswith(("timm.", "quantized_", "mvit"))
+    return graph, filled(name) if drawn_fast else load_model(graph.entry, "random")
 
 
 def images(graph: ModelGraph, rows: int = 2) -> tuple[Tensor, ...]:
