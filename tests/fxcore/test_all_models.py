@@ -105,6 +105,11 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
         expected = [f"{part}.{node}" for node in inner[1:] if node not in ("fpn", "scale_weight")]
         there = set(graph.eval_nodes)
         assert [node for node in expected if node not in there] == []
+        assert "fpn" not in inner or any(node.startswith(f"{part}.fpn.layer_blocks") for node in there)
+    if parts is not None:
+        closed = {"transform"} if entry.task == "detection" else {"corr_block", "update_block"}
+        assert {one.path for one in graph.untraceable} >= closed
+        assert all(one.reason for one in graph.untraceable)
     if entry.is_quantized(weights.name if weights else "random"):
         give_back()  # its parameters have values
 
@@ -129,31 +134,6 @@ def test_names_are_those_of_the_model_so_built(name: str, asked: str, monkeypatc
 def test_the_models_that_their_weights_change(name: str) -> None:
     """Listing only what untrained models have would leave out googlenet's ``cat``, which can be extracted."""
     assert model_graph(name).eval_nodes != model_graph(name, get_model(name).structure()).eval_nodes
-
-
-@pytest.mark.parametrize("name", each(n for n in OF_FAMILIES if get_model(n).task == "detection"))
-def test_detectors_open_their_backbone_under_its_true_path(name: str) -> None:
-    graph = model_graph(name)
-    backbone = get_model(name).build_weightless().backbone
-    inner = get_graph_node_names(backbone, suppress_diff_warning=True)[1]
-    # torchvision keeps a feature pyramid whole, so of it there is one name; here its inside is open.
-    # A parameter's name repeats its path from the traced root (SSD's scale_weight); no image decides its value.
-    expected = [f"backbone.{n}" for n in inner[1:] if n not in ("fpn", "scale_weight")]
-    present = set(graph.eval_nodes)
-    assert [n for n in expected if n not in present] == []
-    if "fpn" in inner:
-        assert any(n.startswith("backbone.fpn.layer_blocks") for n in present)
-    assert {part.path for part in graph.untraceable} >= {"transform"}
-    assert all(part.reason for part in graph.untraceable)
-
-
-def test_raft_opens_both_encoders() -> None:
-    graph = model_graph("raft_small")
-    model = get_model("raft_small").build_weightless()
-    for part in ("feature_encoder", "context_encoder"):
-        inner = get_graph_node_names(getattr(model, part), suppress_diff_warning=True)[1]
-        assert [f"{part}.{n}" for n in inner[1:] if f"{part}.{n}" not in graph.by_name] == []
-    assert {part.path for part in graph.untraceable} >= {"corr_block", "update_block"}
 
 
 @pytest.mark.parametrize("name", each(OF_FAMILIES))
