@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,6 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (folder / "fxcore").symlink_to(ROOT / "fxcore")
     environment = {**os.environ, "no_proxy": "127.0.0.1"}
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=folder, env=environment)
-
-
-@pytest.fixture(scope="module")
-def server(start: Callable[..., Server]) -> Server:
-    return start()
 
 
 def test_the_readme_has_its_commands() -> None:

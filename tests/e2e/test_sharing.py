@@ -305,7 +305,8 @@ def test_processes_of_two_servers_share_extractors_by_a_bucket(
 
         def statuses(name: str, server: Server) -> set[int]:
             path = f"{server.url}/v1/extractors/{name}/features?pool=avg"
-            return {httpx.post(path, timeout=120, **body).status_code for _ in range(6)}
+            asked = 6 if server is three else 1  # so that each of its processes answers
+            return {httpx.post(path, timeout=120, **body).status_code for _ in range(asked)}
 
         for name in (*ids, "r0", "r1"):
             assert statuses(name, three) == statuses(name, one) == {200}
