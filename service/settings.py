@@ -44,12 +44,17 @@ def default_max_batch(settings: dict[str, Any]) -> int:
     Activations of larger batches do not fit in a CPU's caches: small models get slower, and large ones do not get
     faster.
     """
+    if on_gpu(settings):
+        return 32
+    return min(max(8, 4 * int(settings.get("compute_threads", 1))), 32)
+
+
+def on_gpu(settings: dict[str, Any]) -> bool:
+    """Return whether models run on a GPU."""
     import torch  # slow to import, so not at module level
 
     device = str(settings.get("device", "auto"))
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return 32
-    return min(max(8, 4 * int(settings.get("compute_threads", 1))), 32)
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def memory_per_worker(settings: dict[str, Any]) -> int:
@@ -214,15 +219,18 @@ class Settings(BaseSettings):
     )
     request_timeout: float = Field(default=60.0, gt=0, description="Time limit of a request, in seconds.")
     memory_budget: int = Field(
-        default_factory=lambda settings: min(8 * GiB, memory_per_worker(settings) // 2),
+        default_factory=lambda settings: (
+            8 * GiB if on_gpu(settings) else min(8 * GiB, memory_per_worker(settings) // 2)
+        ),
         ge=1,
         description="Bytes of memory for weights, extractors, traced graphs and projections; the least recently used "
         "are evicted.",
     )
 
     def needed_memory(self) -> int:
-        """Return the bytes of models and requests that the limits allow in all processes."""
-        return self.workers * (self.memory_budget + self.max_inflight_bytes)
+        """Return the bytes of models, unless they are on a GPU, and requests that the limits allow in all processes."""
+        models = 0 if on_gpu(vars(self)) else self.memory_budget
+        return self.workers * (models + self.max_inflight_bytes)
 
     @field_validator(
         *("cache_dir", "calibration_dir", "models_dir", "weights_dir", "api_keys_file", "extractors", "statistics"),

@@ -327,7 +327,7 @@ class Engine:
         with self.admission.enter(reservation.client, reservation) as ticket:
             runtime = await self.runtimes.load(record)
             with runtime.in_use():
-                most = self.settings.max_response_bytes
+                most = min(self.settings.max_response_bytes, self.admission.max_bytes)
                 return await attribute(runtime, values, asked, self._queue, ticket, most)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:

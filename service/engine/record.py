@@ -86,7 +86,7 @@ class ExtractorRecord:
     @property
     def name(self) -> str | None:
         """The last name it was given and still has."""
-        return self.names[-1] if self.names else None
+        return next(iter(self.names[-1:]), None)  # listings read it in other threads
 
     @property
     def active(self) -> bool:

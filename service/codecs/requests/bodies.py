@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Sent:
     regions: GivenRegions | None = None
     edits: Sequence[Edit] = ()
 
+
+_NOT_FINITE = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 
 RunInPool = Callable[..., Awaitable[Sent]]
 
@@ -155,8 +158,9 @@ def _document(text: bytes) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         # Python's parser also reads NaN and infinities, which are refused with the place of their box, point or edit.
-        with suppress(ValueError, RecursionError):
-            return json.loads(text.decode(), parse_int=orjson.loads)
+        if _NOT_FINITE.search(text):
+            with suppress(ValueError, RecursionError):
+                return json.loads(text.decode(), parse_int=orjson.loads)
         raise InvalidRequest(f"the body is not JSON: {error}") from error
 
 

@@ -232,7 +232,9 @@ class DeviceWorker:
             del values
             finished = self._on_host([group for _, group, _ in groups], made)
         spent = time.monotonic() - started
-        runtime.seconds_per_byte = spent / sum(item.row_bytes * len(item.rows) for item in items)
+        pace = spent / sum(item.row_bytes * len(item.rows) for item in items)
+        # The first batch of a size may be slow.
+        runtime.seconds_per_byte = min(pace, runtime.seconds_per_byte or pace)
         for job in {item.job for item in items}:
             job.computed += spent
         return finished

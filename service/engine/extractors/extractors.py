@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from fxcore.errors import FxError
+from fxcore.errors import BadTensor, FxError, WeightsUnavailable
 from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import Resolver
 from service.engine.extractors.runtimes import Runtimes
@@ -84,7 +84,7 @@ class Extractors:
         return record, created
 
     async def _save(self, record: ExtractorRecord, name: str | None, keep: bool) -> tuple[bool, str]:
-        """Save ``record`` to the store and claim ``name``. Extractors whose build failed give up their names.
+        """Save ``record`` to the store and claim ``name``; see :meth:`_yielding`.
 
         Without ``keep``, the store is accessed at most once per :data:`CHECK_SECONDS`, and a store that is full or
         cannot be used is not an error.
@@ -123,14 +123,14 @@ class Extractors:
         return created, owner
 
     def _yielding(self, name: str | None) -> set[str]:
-        """Return the ids that give up ``name``, unless it is that id: of extractors created here whose build failed.
+        """Return the ids that give up ``name``, unless it is that id: of extractors whose build failed.
 
-        One of another process may work there.
+        Those of another process do not if the failure is temporary: they may work there.
         """
         return {
             record.id
             for record in self._records.values()
-            if record.state == "failed" and not record.adopted and record.id != name
+            if record.state == "failed" and record.id != name and not (record.adopted and _is_temporary(record.problem))
         }
 
     async def _require(self, record: ExtractorRecord) -> None:
@@ -227,6 +227,8 @@ class Extractors:
             return None
         try:
             record = await self._resolver.record(stored.spec)
+        except BadTensor:  # a limit of this process, which no retry changes
+            raise
         except (FxError, Problem) as problem:
             raise NotReady(f"extractor {id}, which is in the store: {problem.detail}") from None
         if record.id != id:
@@ -313,3 +315,7 @@ class Extractors:
     def _forget(self, record: ExtractorRecord) -> None:
         self._records.remove(record)
         self._runtimes.discard(record)
+
+
+def _is_temporary(problem: FxError | Problem | None) -> bool:
+    return isinstance(problem, WeightsUnavailable) or getattr(problem, "retry_after", None) is not None

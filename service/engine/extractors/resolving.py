@@ -115,7 +115,7 @@ def resolve(spec: ExtractorSpec, device: torch.device, settings: Settings) -> De
             count=len(return_nodes),
             limit=settings.max_nodes,
         )
-    if spec.image_size is not None:
+    if spec.image_size is not None and spec.inputs is None:  # rows of tensors are checked when they are sent
         usual = entry.preprocessing(weights).nominal_size()
         if math.prod(graph.input_size) > ABOUT_USUAL * math.prod(usual):
             _check_memory(graph, spec.precision, return_nodes, LARGEST_ROW * settings.max_batch_bytes)

@@ -28,6 +28,7 @@ TIMEOUT_SECONDS = 5.0
 CHECK_SECONDS = 2.0
 """Seconds for which a process trusts what it last read about an extractor in use and about the store itself."""
 
+_LISTING_SECONDS = 30.0
 _DAMAGE_SECONDS = 60.0
 _MAX_SEEN = 4096
 _THREADS = 4
@@ -106,13 +107,21 @@ class Sharing:
         """Return all extractors, each with one of its names; an empty list while the store is unavailable.
 
         Listings take turns in a thread of their own, so that no other operation waits for them. One may read thousands
-        of objects: the caller limits its time.
+        of objects, so it is given up only if checks of the store fail meanwhile, or after :data:`_LISTING_SECONDS`.
         """
-        self._check_soon()  # nothing else may notice a store that hangs
-        with suppress(NotReady):
-            self._require_available()
-            return await self._answer("read", in_pool(self._lister, self.store.all), limited=False)
-        return []
+        listing = background(in_pool(self._lister, self.store.all), "store")
+        listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        end = time.monotonic() + _LISTING_SECONDS
+        try:
+            while not listing.done() and time.monotonic() < end:
+                self._require_available()
+                self._check_soon()
+                await asyncio.wait({listing}, timeout=CHECK_SECONDS)
+            return await self._answer("read", listing) if listing.done() else []
+        except NotReady:
+            return []
+        finally:
+            listing.cancel()  # if it has not begun
 
     async def read(self, function: Callable[..., T], *args: object) -> T:
         """Call ``function``, which reads from the store, in a thread."""
@@ -140,10 +149,10 @@ class Sharing:
             self._check_soon()
             raise NotReady(self._unavailable, 1.0)
 
-    async def _answer(self, kind: str, called: Awaitable[T], limited: bool = True) -> T:
-        """Wait for ``called``, a read or write (``kind``), at most :data:`TIMEOUT_SECONDS` if ``limited``."""
+    async def _answer(self, kind: str, called: Awaitable[T]) -> T:
+        """Wait at most :data:`TIMEOUT_SECONDS` for ``called``, a read or write (``kind``)."""
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS if limited else None):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 return await called
         except (StoreError, TimeoutError) as error:
             if isinstance(error, StoreError):  # what writes reads first

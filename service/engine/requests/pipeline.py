@@ -79,7 +79,9 @@ class Pipeline:
                     run.check(shape)
             placing = None if given is None else PlannedRegions(plan, given, options.roi_size)
             counts = plan.shapes if placing is None else placing.counts
-            limit = self._settings.max_response_bytes if options.sent else self._admission.max_bytes
+            limit = self._admission.max_bytes
+            if options.sent:
+                limit = min(limit, self._settings.max_response_bytes)
             sized = await sizes(variant, plan, counts, options, limit, self._intake)
             check_rows(runtime.description, plan, sized.rows, self._settings.max_batch_bytes)
             matrices = {}

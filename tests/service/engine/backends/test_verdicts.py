@@ -56,15 +56,15 @@ def start(
 
     async def run(error: float = 0.0, **settings: Any) -> tuple[ExtractorRecord, int]:
         compared: list[int] = []
-        compare = Reference.compare
+        expected = Reference.expected
 
         def counted(self: Reference, *args: Any) -> Any:
             compared.append(1)
-            return compare(self, *args)
+            return expected(self, *args)
 
         with monkeypatch.context() as patch:
             patch.setitem(BACKENDS, "openvino", Twin(error))
-            patch.setattr(Reference, "compare", counted)
+            patch.setattr(Reference, "expected", counted)
             for one in ("timed", "fastest"):
                 patch.setattr(Reference, one, lambda self, run, *rest: 1.0 if isinstance(run, EagerModule) else 0.5)
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
