@@ -41,8 +41,9 @@ _MAX_RETRY_DELAY = 10.0
 _MAX_TIMEOUTS = 3
 """Number of timeouts after which a single image counts as unreadable."""
 
-_RECOVERY = 16
-"""Number of requests in time after which a server gets twice as many images; it doubles with each timeout."""
+_RECOVERY = 8
+"""Number of requests in time after which a server gets twice as many images; each timeout, also the first, doubles
+it."""
 
 # Errors that may not occur on another server, or later on the same one.
 _RETRYABLE = (exceptions.ConnectionFailed, exceptions.TimedOut, exceptions.UnknownExtractor, exceptions.Busy)
@@ -89,13 +90,15 @@ class _Server:
         kind = KINDS.get(options["pool"])
         field = kind.field if kind is not None else ""
         if self._max_images is None:
+            timeout = self.timeout
             try:
                 given: dict[str, Any] = {} if regions is None else {field: regions}
                 return await self.extractor(list(images), as_torch=True, **given, **options)
             except exceptions.DeadlineExceeded:
                 if self._max_images is None:
                     _log.warning("%s missed a deadline and gets fewer images at a time", self.client.url)
-                    self._max_images = max(1, len(images) // 2)
+                    self.allow_longer_than(timeout)
+                    self._missed(len(images))
         parts: list[Rows] = []
         start = timeouts = 0
         async with self._one_request:
@@ -112,16 +115,20 @@ class _Server:
                         raise
                     if len(some) == 1:
                         self.allow_longer_than(timeout)
-                    self._max_images = max(1, len(some) // 2)
-                    self._in_time = 0
-                    self._recovery *= 2
+                    self._missed(len(some))
                 else:
                     start += len(some)
-                    self._in_time += 1
-                    if self._max_images is not None and self._in_time == self._recovery:
-                        self._in_time = 0
-                        self._max_images = None if self._max_images >= len(images) else 2 * self._max_images
+                    if self._max_images is not None:
+                        self._in_time += 1
+                        if self._in_time == self._recovery:
+                            self._in_time = 0
+                            self._max_images = None if self._max_images >= len(images) else 2 * self._max_images
         return parts[0] if len(parts) == 1 else {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _missed(self, images: int) -> None:
+        """Give it fewer images at a time than the ``images`` that missed their deadline, and for longer than before."""
+        self._max_images, self._in_time = max(1, images // 2), 0
+        self._recovery *= 2
 
     def allow_longer_than(self, timeout: float) -> None:
         """Give requests twice the time of one that was not answered in ``timeout`` seconds."""

@@ -35,3 +35,33 @@ def test_a_server_that_was_late_gets_whole_batches_again() -> None:
     # 32 requests of 4 images, as many of 8 and of 16, and then whole batches, concurrent with others
     assert [sent[2:].count(size) for size in (4, 8)] == [32, 32]
     assert sent[-1] == 16
+
+
+def test_a_server_recovers_again_after_one_with_batches_waiting() -> None:
+    """Some of the batches that wait go as a whole."""
+    sent: list[int] = []
+    late = set(range(41))
+
+    async def answer(images: Sequence[bytes], **options: Any) -> dict[str, torch.Tensor]:
+        number = len(sent)
+        sent.append(len(images))
+        await asyncio.sleep(0)
+        if number in late:
+            raise exceptions.DeadlineExceeded(1.0)
+        return {"C5": torch.ones(len(images), 2)}
+
+    async def run() -> None:
+        server = remote._Server(AsyncClient("http://127.0.0.1:1"))
+        server.extractor = answer  # type: ignore[assignment]
+        first = server.timeout
+        await asyncio.gather(*(server.features([b""] * 16, None, {"pool": "avg"}) for _ in range(41)))
+        assert server.timeout == 2 * first  # although 41 requests were late
+        assert server._max_images is None
+        late.add(len(sent))
+        for _ in range(60):
+            await server.features([b""] * 16, None, {"pool": "avg"})
+        assert server._max_images is None
+        await server.client.close()
+
+    asyncio.run(run())
+    assert sent[-1] == 16
