@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import orjson
 import torch
@@ -120,7 +121,8 @@ class Writer:
     async def _flush(self) -> None:
         """Start writing the gathered rows, once the rows before them are written."""
         if self._writing is not None:
-            await asyncio.wait([asyncio.wrap_future(self._writing)])  # cancelling it does not cancel the writing
+            with suppress(Exception):  # it is raised below
+                await asyncio.shield(asyncio.wrap_future(self._writing))  # cancelling it does not cancel the writing
             self._end_writing()
         self._begin_writing()
 

@@ -140,8 +140,7 @@ class Reducer:
     async def add(self, paths: Sequence[str], parts: Sequence[Rows], errors: Sequence[tuple[str, str]]) -> None:
         """Add the features of some images; see :meth:`Reduction.add`."""
         if self._adding is not None:
-            await asyncio.wait([asyncio.wrap_future(self._adding)])  # cancelling it does not cancel the addition
-            self._adding.result()
+            await asyncio.shield(asyncio.wrap_future(self._adding))  # cancelling it does not cancel the addition
         self._adding = self._thread.submit(self._reduction.add, paths, parts, errors, self._layouts)
 
     def close(self) -> None:
