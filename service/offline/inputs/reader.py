@@ -19,6 +19,9 @@ _RETRY_DELAYS = (0.5, 2.0)
 _MAX_FAILURES = 50
 """Number of failures in a row to read from URLs that ends the run: the images are not their cause."""
 
+_FORBIDDEN = (401, 403, 407)
+"""Statuses that HTTP servers also answer when a token or a signed URL has expired."""
+
 
 class Reader:
     """Reads encoded images. Thread-safe.
@@ -57,18 +60,23 @@ class Reader:
             self._archive = None
 
     def _read_remote(self, source: Source) -> bytes:
-        """Read from a URL, with retries unless the file is missing, forbidden or damaged."""
+        """Read from a URL, with retries unless the file is missing, forbidden or damaged.
+
+        All but missing and damaged files count as failures.
+        """
         for delay in (*_RETRY_DELAYS, 0.0):
             try:
                 data = self._read(source)
-            except (FileNotFoundError, PermissionError, FxError):
+            except (FileNotFoundError, FxError):
                 raise
             except Exception as error:  # errors of drivers have no common base class
                 if isinstance(error, UNREADABLE) and not isinstance(error, OSError):  # it is damaged
                     raise
+                failure = error
+                if isinstance(error, PermissionError) or _status(error) in _FORBIDDEN:
+                    break
                 if _refused(error):
                     raise BadImage(summarize(error)) from error
-                failure = error
                 time.sleep(delay)
             else:
                 self._failures = 0
@@ -123,5 +131,10 @@ class Reader:
 
 def _refused(error: Exception) -> bool:
     """Return whether a server refused to send a file, and would again."""
+    return 400 <= _status(error) < 500 and _status(error) not in (408, 425, 429)
+
+
+def _status(error: Exception) -> int:
+    """Return the HTTP status of an error, or 0."""
     status = getattr(error, "status", None)
-    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
+    return status if isinstance(status, int) else 0

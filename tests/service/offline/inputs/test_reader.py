@@ -62,12 +62,27 @@ def test_a_photo_of_unknown_size_is_read(photos: str) -> None:
         Reader(6).read(source)
 
 
-@pytest.mark.parametrize("status", [401, 403, 410, 451])
+@pytest.mark.parametrize("status", [404, 410, 451])
 def test_refused_photos_fail_by_themselves(status: int, photos: str) -> None:
     reader = Reader(100)
     for _ in range(60):
         with pytest.raises(BadImage, match=str(status)):
             reader.read(at(f"{photos}/{status}.png"))
+
+
+@pytest.mark.parametrize("status", [401, 403, 407])
+def test_many_forbidden_photos_end_the_run(status: int, photos: str) -> None:
+    """A signed URL may have expired."""
+    reader = Reader(100)
+    for _ in range(2):
+        for _ in range(49):
+            with pytest.raises(BadImage, match=str(status)):
+                reader.read(at(f"{photos}/{status}.png"))
+        reader.read(at(f"{photos}/200.png"))
+    for _ in range(50):
+        with pytest.raises(FxError, match=str(status)) as raised:
+            reader.read(at(f"{photos}/{status}.png"))
+    assert not isinstance(raised.value, BadImage)
 
 
 def test_a_photo_is_read_again_after_a_failure(photos: str) -> None:
