@@ -104,7 +104,8 @@ class Summary:
 def extract(job: Job, settings: Settings, report: Report = lambda images, done, unreadable: None) -> Summary:
     """Run ``job``, or resume an earlier run of it.
 
-    In the main thread, SIGTERM ends it like Ctrl-C, with all finished work kept; a second one ends the process at once.
+    In the main thread, SIGTERM ends it like Ctrl-C, with all finished work kept; a second one, or one while it counts
+    the images, ends the process at once.
 
     Raises:
         FxError: the job is not possible, or the output folder holds something else or cannot be written.
@@ -116,21 +117,27 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
         raise SystemExit(_TERMINATED) from None
 
 
+def _exit_on_sigterm() -> None:
+    """Make SIGTERM end the process at once. By default, the first process of a container ignores it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(_TERMINATED))
+
+
 def _cancel_on_sigterm() -> None:
-    """Make SIGTERM cancel the current task. By default, the first process of a container ignores it."""
+    """Make SIGTERM cancel the current task, which the event loop does once it runs."""
     task = asyncio.current_task()
-    if task is None or sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
-        return
+    assert task is not None
 
     def cancel() -> None:
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(_TERMINATED))
+        _exit_on_sigterm()
         task.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, cancel)
 
 
 async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
-    _cancel_on_sigterm()
+    has_signals = sys.platform != "win32" and threading.current_thread() is threading.main_thread()
+    if has_signals:
+        _exit_on_sigterm()  # there is nothing to keep yet
     out = Folder(job.out)
     before = SpecFile.read(out)
     check_regions(job)
@@ -140,6 +147,8 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
         runner = LocalRunner(settings, job.options, count(job.inputs), before.backend if before else None)
+    if has_signals:
+        _cancel_on_sigterm()
     try:
         await runner.start(job.spec)
         probed = await probe(runner, job.options.pool)

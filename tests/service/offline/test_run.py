@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sqlite3
 import tarfile
 import time
@@ -41,7 +42,7 @@ def numbered(root: Path) -> dict[str, int]:
     return {str(file): int(file.stem) for file in root.rglob("*.png")}
 
 
-def begin(root: Path, out: Path, **environment: str) -> Forked:
+def begin(root: Path | str, out: Path, **environment: str) -> Forked:
     """A run in a process of its own, which writes to the files ``stdout`` and ``stderr`` beside ``out``."""
     command = f"fxserve extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random"
     command += f" --pool avg --out {out} --shard-rows 4 --device cpu"
@@ -120,6 +121,17 @@ def test_a_run_that_is_terminated_keeps_its_finished_work(
     with closing(Index(out)) as index:
         assert index.counts() == (20, reports[-1], 0)
     assert extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS).done == 20
+
+
+@pytest.mark.exhaustive
+def test_sigterm_ends_a_run_that_still_counts_its_images(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        run = begin(f"http://127.0.0.1:{silent.getsockname()[1]}/photos/*", tmp_path / "out")
+        connection, _ = silent.accept()
+        with connection:
+            run.send_signal(signal.SIGTERM)
+            assert run.wait(20) == 143
 
 
 def test_what_a_kill_may_leave_behind_is_put_right(
