@@ -28,9 +28,11 @@ def shared_folder() -> Iterator[Path]:
         import fcntl
 
         for other in folder.parent.glob(f"{_PREFIX}*"):
-            with suppress(OSError), (other / _LOCK).open() as file:  # new, or of another user
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if other.lstat().st_uid == os.getuid():
+            with suppress(OSError):  # it is new, or gone
+                if other.lstat().st_uid != os.getuid():  # its lock may be a pipe, where opening waits
+                    continue
+                with (other / _LOCK).open() as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(other)
         with (folder / "unlocked").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

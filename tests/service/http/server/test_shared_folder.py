@@ -11,6 +11,22 @@ import pytest
 from service.http.server.shared_folder import shared_folder
 
 
+def test_a_folder_of_another_user_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a pipe would wait for ever."""
+    other = tmp_path / "fxserve-processes-other"
+    other.mkdir()
+    os.mkfifo(other / "lock")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: other.stat().st_uid + 1)
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        with shared_folder():
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert other.exists()
+
+
 def test_folders_of_killed_servers_are_removed_and_of_others_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
