@@ -115,8 +115,13 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
 
 
 def _killed(number: int) -> str:
-    cause = "probably for lack of memory" if number == signal.SIGKILL else "a crash in a native library"
-    return f"was killed by {signal.Signals(number).name}, {cause}"
+    crashes = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+    causes = {
+        signal.SIGKILL: ", probably for lack of memory",
+        **dict.fromkeys(crashes, ", a crash in a native library"),
+    }
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return f"was killed by {name}{causes.get(number, '')}"
 
 
 def check_threads(count: int) -> None:

@@ -67,6 +67,18 @@ def test_a_child_that_is_killed_says_so_and_leaves_no_temporary_files(
     assert sorted(file.name for file in making.iterdir()) == ["log", "temporary"]
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGSEGV, "was killed by SIGSEGV, a crash in a native library"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (40, "was killed by signal 40"),
+    ],
+)
+def test_only_a_crash_is_called_one(number: int, said: str) -> None:
+    assert process._killed(number) == said
+
+
 @pytest.mark.exhaustive
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
