@@ -44,7 +44,7 @@ class Folder:
         root: path of the folder within it.
 
     Raises:
-        FxError: the URL has no driver, or the driver is not installed.
+        FxError: the URL has no driver, the driver is not installed, or it cannot connect.
     """
 
     def __init__(self, place: str | os.PathLike[str]) -> None:
