@@ -200,10 +200,11 @@ export class Inspector {
 
   /** @param {unknown} error @param {import("./photo.js").Photo | null} photo */
   #fail(error, photo) {
+    const own = photo?.url ? null : photo // samples stay
     const bad = error instanceof Problem && /\/(bad-image|image-too-large)$/.test(error.type)
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],
-          ["Remove this one", () => photo && this.remove(photo)])
+          ...own ? [/** @type {import("./states.js").Action} */ (["Remove this one", () => this.remove(own)])] : [])
       : failure(error, ...retries(error, () => { this.#requested = ""; this.refresh() }, () => this.go({ w: "random" }))),
       knobsView(editsOf(this.#place), [], this.go)) // what was refused can be taken back
   }
