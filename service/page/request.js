@@ -75,11 +75,16 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
     return !plain ? [] : (collected.get(model) ?? []).filter((name) => name !== node)
   }
 
+  /** Whether it is known to have none; tokens of videos have one, but no grid. @param {import("./model.js").NodeInfo | null | undefined} node */
+  function lacksClassToken(node) {
+    return node?.tokens ? !node.tokens.class_token : ![null, "tokens"].includes(node?.layout ?? null) || node?.shape?.length !== 3
+  }
+
   /** Why a choice cannot be asked for; empty where it can. @param {string} name @param {string} value */
   function refusal(name, value) {
     const { backends, note } = (name === "precision" && model.precisions[value]) || { backends: [""], note: "" }
     if (!backends.length) return note ?? "not served here"
-    const without = name === "pool" && value === "cls" ? [node, ...others()].filter((one) => !model.resolve(one)?.tokens?.class_token) : []
+    const without = name === "pool" && value === "cls" ? [node, ...others()].filter((one) => lacksClassToken(model.resolve(one))) : []
     return without.length ? `${without.join(", ")}: no class token` : ""
   }
 
