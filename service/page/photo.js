@@ -85,7 +85,15 @@ export const ownPhotos = () => [...photos].filter(([name]) => !SAMPLES.includes(
 
 /** Bring back the photos that were kept when this browser was here before. */
 export async function restorePhotos() {
-  for (const [name, { file, title, small }] of await stored()) photos.set(name, described(title, file, small))
+  for (const [name, photo] of await stored()) {
+    if (photo.small === undefined) { // stored by an earlier version
+      const bitmap = await decode(photo.file)
+      photo.small = bitmap && thumbnail(bitmap)
+      bitmap?.close()
+      await store(name, photo)
+    }
+    photos.set(name, described(photo.title, photo.file, photo.small))
+  }
 }
 
 /**

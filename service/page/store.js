@@ -33,7 +33,7 @@ export async function stored() {
 
 /** @param {string} name @param {Stored} photo */
 export async function store(name, photo) {
-  await photos("readwrite").then((found) => done(found.put({ ...photo, time: Date.now() }, name))).catch(() => null)
+  await photos("readwrite").then((found) => done(found.put({ time: Date.now(), ...photo }, name))).catch(() => null)
 }
 
 /** @param {string} name */
