@@ -116,10 +116,8 @@ def run(program: str, folder: Path, environment: Mapping[str, str], cancelled: t
 
 def _killed(number: int) -> str:
     crashes = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
-    causes = {
-        signal.SIGKILL: ", probably for lack of memory",
-        **dict.fromkeys(crashes, ", a crash in a native library"),
-    }
+    causes: dict[int, str] = dict.fromkeys(crashes, ", a crash in a native library")
+    causes[signal.SIGKILL] = ", probably for lack of memory"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     return f"was killed by {name}{causes.get(number, '')}"
 
