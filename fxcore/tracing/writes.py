@@ -74,7 +74,10 @@ _ALLOCATING = {
 # The same for torch's layers, by the module that defines them.
 _ALLOCATING_LAYERS = {
     f"torch.nn.modules.{kind}"
-    for kind in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "padding", "pooling")
+    for kind in (
+        *("activation", "batchnorm", "conv", "instancenorm", "linear"),
+        *("normalization", "padding", "pooling", "sparse", "upsampling"),
+    )
 }
 
 

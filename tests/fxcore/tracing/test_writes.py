@@ -110,6 +110,7 @@ LAYERS = [
     *(nn.Linear(1, 1), nn.Bilinear(1, 1, 1), nn.LocalResponseNorm(1), nn.CrossMapLRN2d(1), nn.RMSNorm(1)),
     *(nn.ReLU(), nn.GELU(), nn.RReLU(), nn.Threshold(-9, 0), nn.Hardtanh(-9, 9), nn.Softmax(1), nn.PReLU()),
     *(nn.Softshrink(0), nn.Hardshrink(0), nn.Tanhshrink(), nn.LeakyReLU(1), nn.ELU(), nn.CELU(), nn.SELU()),
+    *(nn.Upsample(scale_factor=1), nn.UpsamplingNearest2d(scale_factor=1), nn.Embedding(2, 1), nn.EmbeddingBag(2, 1)),
 ]
 
 
@@ -264,6 +265,8 @@ def test_what_is_said_to_allocate_does(name: str) -> None:
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: type(layer).__name__)
 def test_so_do_layers(layer: nn.Module) -> None:
     arguments = (ONE, ONE) if isinstance(layer, nn.Bilinear) else (SQUARE if isinstance(layer, nn.GroupNorm) else ONE,)
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        arguments = (torch.zeros(1, 1, dtype=torch.long),)
     assert type(layer).__module__ in writes._ALLOCATING_LAYERS
     with torch.no_grad():
         assert storages(layer.eval()(*arguments)).isdisjoint(storages(arguments))
