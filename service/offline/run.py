@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -111,10 +112,24 @@ def extract(job: Job, settings: Settings, report: Report = lambda images, done, 
         FxError: the job is not possible, or the output folder holds something else or cannot be written.
         SystemExit: it was ended by SIGTERM.
     """
+    with _sigterm_restored() as main_thread:
+        try:
+            return asyncio.run(_extract(job, settings, report, main_thread))
+        except asyncio.CancelledError:
+            raise SystemExit(_TERMINATED) from None
+
+
+@contextmanager
+def _sigterm_restored() -> Iterator[bool]:
+    """Restore the handler of SIGTERM after the block. Yields whether the block may set one."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield False
+        return
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        return asyncio.run(_extract(job, settings, report))
-    except asyncio.CancelledError:
-        raise SystemExit(_TERMINATED) from None
+        yield True
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit_on_sigterm() -> None:
@@ -134,9 +149,8 @@ def _cancel_on_sigterm() -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, cancel)
 
 
-async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
-    has_signals = sys.platform != "win32" and threading.current_thread() is threading.main_thread()
-    if has_signals:
+async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm: bool) -> Summary:
+    if handle_sigterm:
         _exit_on_sigterm()  # there is nothing to keep yet
     out = Folder(job.out)
     before = SpecFile.read(out)
@@ -147,7 +161,7 @@ async def _extract(job: Job, settings: Settings, report: Report) -> Summary:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
         runner = LocalRunner(settings, job.options, count(job.inputs), before.backend if before else None)
-    if has_signals:
+    if handle_sigterm:
         _cancel_on_sigterm()
     try:
         await runner.start(job.spec)

@@ -9,6 +9,8 @@ import resource
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -102,24 +104,39 @@ def test_a_run_that_is_killed_twice_loses_and_repeats_nothing(
     assert others == ["errors.jsonl", "index.sqlite", "spec.json"]
 
 
+TERMINATED = """
+import os, signal, sys
+from pathlib import Path
+from service.offline import extract
+from tests.service.offline.conftest import SETTINGS, job
+
+reports = []
+
+def report(images, done, unreadable):
+    reports.append(done)
+    if len(reports) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+root, out, reduce = sys.argv[1:]
+try:
+    extract(job(Path(out), Path(root), shard_rows=100, reduce=reduce or None), SETTINGS, report)
+finally:
+    print(reports[-1])
+"""
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("reduce", [None, "mean"])
 def test_a_run_that_is_terminated_keeps_its_finished_work(
     reduce: str | None, folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The first shard is not full, and statistics are committed once a minute."""
     root, out = folder(20), tmp_path / "out"
-    reports: list[int] = []
-
-    def report(images: int, done: int, unreadable: int) -> None:
-        reports.append(done)
-        if len(reports) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(SystemExit) as ended:
-        extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS, report)
-    assert ended.value.code == 143
+    command = [sys.executable, "-c", TERMINATED, str(root), str(out), reduce or ""]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 143, run.stderr
     with closing(Index(out)) as index:
-        assert index.counts() == (20, reports[-1], 0)
+        assert index.counts() == (20, int(run.stdout), 0)
     assert extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS).done == 20
 
 
