@@ -7,7 +7,6 @@ import lzma
 import math
 import os
 import posixpath
-import re
 import stat
 import tarfile
 import zlib
@@ -152,7 +151,7 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
             found = fs.find(path, detail=True)
             for place in [place for place in found if not _is_candidate(place)]:
                 del found[place]
-                skipped.add(_printable(name_of(place)))
+                skipped.add(name_of(place))
         if not found:
             raise FxError(f"{url}: no images there{f'; {skipped}' if skipped else ''}")
     for place, info in found.items():
@@ -162,11 +161,11 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
         if info.get("type") == "other":  # a link on the local disk, which URLs may also name, or no regular file
             info = fs.info(place)
         if info.get("type") == "other":
-            yield Source(_printable(name), name, error=_NOT_REGULAR)
+            yield Source(name, name, error=_NOT_REGULAR)
         elif place.lower().endswith(TAR_SUFFIXES):
             yield from _in_archive(name, skipped)
         else:
-            yield Source(_printable(name), name, size=info.get("size"))
+            yield Source(name, name, size=info.get("size"))
 
 
 def _namer(url: str, fs: Any, path: str) -> Callable[[str], str]:
@@ -337,6 +336,5 @@ def _compressed(path: str) -> bool:
 
 
 def _printable(name: str) -> str:
-    """Escape bytes of a file name that are not UTF-8, and drop the password of a URL."""
-    name = re.sub(r"^([^/:]+://[^/:@]*):[^/@]*@", r"\1@", name)
+    """Escape bytes of a file name that are not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

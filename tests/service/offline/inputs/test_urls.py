@@ -67,14 +67,6 @@ def test_images_are_named_and_read_by_their_whole_url(root: str) -> None:
     assert [source.path for source in find([f"{root}/deep/2.png"])] == [f"{root}/deep/2.png"]
 
 
-def test_passwords_are_not_in_names() -> None:
-    found = list(find(["hosted://me:secret@one:22/photos"]))
-    assert [source.path for source in found] == [
-        f"hosted://me@one:22/photos/{name}" for name in ("1.png", "deep/2.png")
-    ]
-    assert [Reader(100).read(source) for source in found] == [b"1.png", b"deep/2.png"]
-
-
 def test_a_url_without_its_host_is_a_one_line_error() -> None:
     with pytest.raises(FxError, match=r"hosted:///photos: TypeError: .*'host'"):
         list(find(["hosted:///photos"]))
