@@ -129,7 +129,8 @@ def _sigterm_restored() -> Iterator[bool]:
     try:
         yield True
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if before is not None:  # None: Python did not install it
+            signal.signal(signal.SIGTERM, before)
 
 
 def _exit_on_sigterm() -> None:

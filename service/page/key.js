@@ -14,7 +14,7 @@ let unkept = null
 
 /** @returns {string | null} */
 export function storedKey() {
-  try { return sessionStorage.getItem(NAME) } catch { return unkept }
+  try { return unkept ?? sessionStorage.getItem(NAME) } catch { return unkept }
 }
 
 /** @param {string} key */

@@ -125,6 +125,7 @@ export async function forget(photo) {
   const name = ownPhotos().find(([, own]) => own === photo)?.[0]
   if (name === undefined) return
   photos.delete(name)
+  decoded.delete(photo)
   await unstore(name)
 }
 

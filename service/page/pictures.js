@@ -21,6 +21,8 @@ const REST = 200
 const MOST_VALUES = 8e6
 /** The statuses of what may be answered later: no answer, too many requests, no room. */
 const LATER = [0, 429, 502, 503]
+/** The problems that fewer nodes at once have, too. */
+const OF_EACH = /\/(bad-image|body-too-large|deadline-exceeded|extractor-failed|forbidden|image-too-large|unknown-model|weights-unavailable)$/
 const MOST_KEPT = 600
 /** Their longest side; larger ones are drawn smaller. */
 const SIDE = 128
@@ -108,12 +110,13 @@ export class Pictures {
       // The pane beside the graph says why.
       if (this.#asking !== asking) return
       this.#asking = null
-      if (error instanceof Problem && LATER.includes(error.status)) {
+      const ofEach = error instanceof Problem && OF_EACH.test(error.type)
+      if (error instanceof Problem && LATER.includes(error.status) && !ofEach && !error.type.endsWith("/out-of-memory")) {
         if (error.after) setTimeout(() => this.changed(), 1000 * error.after) // else at the next move
         return
       }
-      if (nodes.length > 1) this.#most = Math.floor(nodes.length / 2)
-      else this.#keep(nodes[0].name, null)
+      if (nodes.length > 1 && !ofEach) this.#most = Math.floor(nodes.length / 2)
+      else for (const { name } of nodes) this.#keep(name, null)
       return this.changed()
     }
     if (this.#asking !== asking) return

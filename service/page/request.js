@@ -100,7 +100,7 @@ export function requestView(model, { node, transforms, id, query: fixed = {}, ev
   function show() {
     code.textContent = language === "curl" ? curl(request()) : pythonCode(request())
     for (const button of languages.children) button.setAttribute("aria-pressed", String(button.id === `as-${language}`))
-    const { dtype, precision } = asked()
+    const { dtype, precision } = plain ? asked() : {}
     npy.disabled = others().length > 0 || (dtype ?? precision) === "bfloat16" // which npy does not have
     for (const [name, choice] of choices) {
       for (const option of choice.options) {

@@ -233,8 +233,8 @@ class DeviceWorker:
             finished = self._on_host([group for _, group, _ in groups], made)
         spent = time.monotonic() - started
         pace = spent / sum(item.row_bytes * len(item.rows) for item in items)
-        # The first batch of a size may be slow.
-        runtime.seconds_per_byte = min(pace, runtime.seconds_per_byte or pace)
+        # A single batch may be slow, such as the first of a size.
+        runtime.seconds_per_byte = min(pace, 2 * (runtime.seconds_per_byte or pace))
         for job in {item.job for item in items}:
             job.computed += spent
         return finished

@@ -16,7 +16,7 @@ from service.engine.extractors.store import Stored
 from service.engine.record import ExtractorRecord
 from service.engine.tasks import Shared
 from service.engine.threads import RunInThread
-from service.problems import Forbidden, NameTaken, NotReady, Problem, StoreFull
+from service.problems import ExtractorFailed, Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.specs import ExtractorSpec
 
 NAMESAKE_SECONDS = 0.5
@@ -186,14 +186,14 @@ class Extractors:
         return await self._find(id_or_name) or self._records.find(id_or_name)
 
     async def namesake(self, model: str) -> ExtractorRecord | None:
-        """Return the extractor named like a model, if there is one and the store can be read.
+        """Return the extractor named like a model, if there is one that works here and the store can be read.
 
         Models are requested often, so a miss is cached: a name given by another process is noticed within
         :data:`NAMESAKE_SECONDS`.
         """
         try:
             return await self._find(model, NAMESAKE_SECONDS)
-        except NotReady:
+        except (NotReady, BadTensor):
             return None
 
     async def _find(self, id_or_name: str, max_miss_age: float = 0.0) -> ExtractorRecord | None:
@@ -275,7 +275,9 @@ class Extractors:
         Extractors that other processes deleted are forgotten. If one that has no name here was named by another
         process, the name becomes known.
         """
-        shared = [] if self._sharing is None else await self._sharing.all()
+        shared = None if self._sharing is None else await self._sharing.all()
+        if shared is None:
+            return []
         ids = {stored.id for stored, _ in shared}
         for record in self._records.list():
             if record.saved and record.id not in ids:
@@ -318,4 +320,5 @@ class Extractors:
 
 
 def _is_temporary(problem: FxError | Problem | None) -> bool:
-    return isinstance(problem, WeightsUnavailable) or getattr(problem, "retry_after", None) is not None
+    unavailable = isinstance(problem, WeightsUnavailable | ExtractorFailed)  # the latter for reasons unknown
+    return unavailable or getattr(problem, "retry_after", None) is not None

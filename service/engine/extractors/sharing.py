@@ -28,7 +28,6 @@ TIMEOUT_SECONDS = 5.0
 CHECK_SECONDS = 2.0
 """Seconds for which a process trusts what it last read about an extractor in use and about the store itself."""
 
-_LISTING_SECONDS = 30.0
 _DAMAGE_SECONDS = 60.0
 _MAX_SEEN = 4096
 _THREADS = 4
@@ -103,23 +102,22 @@ class Sharing:
         self._seen[id_or_name] = time.monotonic(), task
         return await asyncio.shield(task)
 
-    async def all(self) -> list[tuple[Stored, str | None]]:
-        """Return all extractors, each with one of its names; an empty list while the store is unavailable.
+    async def all(self) -> list[tuple[Stored, str | None]] | None:
+        """Return all extractors, each with one of its names; None while the store is unavailable.
 
         Listings take turns in a thread of their own, so that no other operation waits for them. One may read thousands
-        of objects, so it is given up only if checks of the store fail meanwhile, or after :data:`_LISTING_SECONDS`.
+        of objects, so it is given up only if checks of the store fail meanwhile.
         """
         listing = background(in_pool(self._lister, self.store.all), "store")
         listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
-        end = time.monotonic() + _LISTING_SECONDS
         try:
-            while not listing.done() and time.monotonic() < end:
+            while not listing.done():
                 self._require_available()
                 self._check_soon()
                 await asyncio.wait({listing}, timeout=CHECK_SECONDS)
-            return await self._answer("read", listing) if listing.done() else []
+            return await self._answer("read", listing)
         except NotReady:
-            return []
+            return None
         finally:
             listing.cancel()  # if it has not begun
 

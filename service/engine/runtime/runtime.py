@@ -63,8 +63,8 @@ class Runtime:
         checked: set once the first backend's values were compared, or could not be.
         wanted: set to request the search for a faster backend.
         images: number of images it has processed.
-        seconds_per_byte: seconds of the fastest batch per predicted byte of its rows; None before the first. Set by
-            the worker.
+        seconds_per_byte: seconds of a batch per predicted byte of its rows, according to the last ones; None before
+            the first. Set by the worker.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
         retired: whether it was evicted, unloaded or deleted. In-flight requests finish; no new background work starts.
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for

@@ -81,7 +81,7 @@ def test_downloads_keep_no_build_waiting(
     responses: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: responses.append(server.features(1, model="stalls")))
     asking.start()
-    until(lambda: list(cache.glob("tmp*")))  # it has begun
+    until(lambda: list(cache.glob(".stalls-*.part")))  # it has begun
     clients.check(server.features(1, 2), 1, 2)
     assert not responses
     weights.resumed.set()

@@ -58,6 +58,7 @@ async def test_a_size_is_not_evicted_between_its_build_and_its_use(engine: MakeE
         assert runtime is not None
         request = asyncio.create_task(running.features(record, [image(64, 96)], AVERAGE))
         while not (builds := [task for task in asyncio.all_tasks() if task.get_name().endswith("build")]):
+            assert not request.done()
             await asyncio.sleep(0)
         builds[0].add_done_callback(lambda _: eviction.make_room(10**15))
         await request

@@ -21,8 +21,11 @@ def test_a_folder_of_another_user_is_not_opened(tmp_path: Path, monkeypatch: pyt
     child = os.fork()
     if not child:
         signal.alarm(10)
-        with shared_folder():
-            os._exit(0)
+        try:
+            with shared_folder():
+                os._exit(0)
+        finally:
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert other.exists()
 
@@ -36,10 +39,13 @@ def test_folders_of_killed_servers_are_removed_and_of_others_kept(
     others = set(tmp_path.iterdir())
     child = os.fork()
     if not child:
-        with shared_folder() as folder:
-            (folder / "weights").write_bytes(b"many")
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+        try:
+            with shared_folder() as folder:
+                (folder / "weights").write_bytes(b"many")
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     [left] = set(tmp_path.iterdir()) - others
     with shared_folder() as first, shared_folder() as second:
         assert set(tmp_path.iterdir()) == {*others, first, second}
