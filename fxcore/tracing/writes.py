@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torchvision import ops
 
 from fxcore.layer_types import DROPOUTS
 from fxcore.tracing.graph_module import attribute
@@ -268,11 +269,18 @@ def possible_memory(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.N
     return found
 
 
+def _is_allocating(module: nn.Module | None) -> bool:
+    """Return whether the result of ``module`` surely has no memory in common with its input."""
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return any(map(_is_allocating, module))
+    layer = type(module).__module__ in _ALLOCATING_LAYERS and not isinstance(module, _SAME)
+    return layer or isinstance(module, (ops.SqueezeExcitation, ops.FrozenBatchNorm2d))
+
+
 def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether the value of ``node`` surely has no memory in common with its arguments."""
     if node.op == "call_module":
-        called = modules.get(str(node.target))
-        return type(called).__module__ in _ALLOCATING_LAYERS and not isinstance(called, _SAME)
+        return _is_allocating(modules.get(str(node.target)))
     if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
         return True
     name = operation_name(node)

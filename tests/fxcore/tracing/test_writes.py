@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torchvision import ops
 
 from fxcore import build_extractor, trace
 from fxcore.graph.model_graph import trace_graph
@@ -270,6 +271,19 @@ def test_so_do_layers(layer: nn.Module) -> None:
     assert type(layer).__module__ in writes._ALLOCATING_LAYERS
     with torch.no_grad():
         assert storages(layer.eval()(*arguments)).isdisjoint(storages(arguments))
+
+
+@pytest.mark.parametrize(
+    "block",
+    [ops.Conv2dNormActivation(1, 1), ops.SqueezeExcitation(1, 1), ops.FrozenBatchNorm2d(1)],
+    ids=lambda block: type(block).__name__,
+)
+def test_so_do_blocks(block: nn.Module) -> None:
+    x = torch.ones(1, 1, 4, 4)
+    assert writes._is_allocating(block)
+    with torch.no_grad():
+        assert storages(block.eval()(x)).isdisjoint(storages(x))
+    assert not writes._is_allocating(nn.Sequential(nn.Identity(), nn.Dropout()))
 
 
 def storages(value: Any) -> set[int]:
