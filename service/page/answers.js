@@ -107,6 +107,6 @@ function keep(what, answer, signal) {
     bytes += other.file.size
     if (!signal.aborted || bytes <= MOST_BYTES) continue
     known.delete(other)
-    reduce("close", { slot: other.slot }).catch(() => {}) // it is lost anyway
+    reduce("close", { slot: other.slot }).catch(() => {})
   }
 }

@@ -169,7 +169,6 @@ export class GraphView {
     this.#fitted = { least, at: this.camera.position }
   }
 
-  /** Draw all of it in the colours of now. */
   repaint() {
     this.minimap.paint()
     this.redraw()
@@ -190,7 +189,6 @@ export class GraphView {
     })
   }
 
-  /** The box that shows the chosen node. */
   #chosenBox() {
     const { chosen, layout } = this
     if (!chosen || !layout) return -1

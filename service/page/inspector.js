@@ -200,7 +200,7 @@ export class Inspector {
 
   /** @param {unknown} error @param {import("./photo.js").Photo | null} photo */
   #fail(error, photo) {
-    const own = photo?.url ? null : photo // samples stay
+    const own = photo?.url ? null : photo
     const bad = error instanceof Problem && /\/(bad-image|image-too-large)$/.test(error.type)
     this.body.replaceChildren(bad
       ? failure(error, ["Choose another photo", () => /** @type {HTMLElement | null} */ (this.picker.querySelector(".photo.add"))?.click()],

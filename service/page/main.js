@@ -33,7 +33,6 @@ const inspector = new Inspector(panes.features, { go, choose, take: takePhotos, 
 /** @type {GraphView | null} */ let graph = null
 /** @type {ReturnType<typeof showChooser> | null} */ let chooser = null
 let requested = "", laidOut = ""
-/** How often the place has changed: what was begun before does not show what it was of. */
 let moves = 0
 let stop = new AbortController()
 /** The measurement under way. @type {AbortController | null} */ let measuring = null
@@ -72,7 +71,7 @@ async function show(now) {
   if (wanted !== requested) {
     requested = wanted
     if (!(await load(now))) return
-    mine = ++moves // the model is shown at the place of now
+    mine = ++moves
   }
   if (!model || requested !== wanted) return
   const current = place()

@@ -36,7 +36,6 @@ export class Minimap {
     this.paint()
   }
 
-  /** Paint the boxes in the colours of now. */
   paint() {
     const context = this.boxes.getContext("2d")
     if (!context || !this.#layout) return

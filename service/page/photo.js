@@ -17,7 +17,6 @@ import { store, stored, unstore } from "./store.js"
 
 /** Samples that the service has. */
 export const SAMPLES = ["chelsea", "astronaut", "coffee", "rocket"]
-/** The sides of thumbnails, in pixels. */
 export const SMALL = 88
 /** How many photos are decoded at once: those shown, and those shown before. One of 12 megapixels takes 48 MB. */
 const MOST_DECODED = 4
@@ -62,7 +61,6 @@ function described(name, data, small = null) {
   const taken = new Set([...photos.values()].map(({ title }) => title))
   let title = name
   for (let number = 2; taken.has(title); number++) title = `${name} (${number})`
-  // Browsers derive the type from the suffix of the file; the service recognises the format by the bytes.
   return { name, title, url: null, type: data.type.startsWith("image/") ? data.type : "image/*", data, small, bitmap: null }
 }
 
@@ -86,7 +84,7 @@ export const ownPhotos = () => [...photos].filter(([name]) => !SAMPLES.includes(
 /** Bring back the photos that were kept when this browser was here before. */
 export async function restorePhotos() {
   for (const [name, photo] of await stored()) {
-    if (photo.small === undefined) { // stored by an earlier version
+    if (photo.small === undefined) {
       const bitmap = await decode(photo.file)
       photo.small = bitmap && thumbnail(bitmap)
       bitmap?.close()

@@ -19,9 +19,8 @@ import { picture } from "./stage.js"
 const REST = 200
 /** The most values that one request is for: two bytes each. */
 const MOST_VALUES = 8e6
-/** The statuses of what may be answered later: no answer, too many requests, no room. */
 const LATER = [0, 429, 502, 503]
-/** The problems that fewer nodes at once have, too. */
+/** Problems that fewer nodes have, too. */
 const OF_EACH = /\/(bad-image|body-too-large|deadline-exceeded|extractor-failed|forbidden|image-too-large|unknown-model|weights-unavailable)$/
 const MOST_KEPT = 600
 /** Their longest side; larger ones are drawn smaller. */
@@ -112,7 +111,7 @@ export class Pictures {
       this.#asking = null
       const ofEach = error instanceof Problem && OF_EACH.test(error.type)
       if (error instanceof Problem && LATER.includes(error.status) && !ofEach && !error.type.endsWith("/out-of-memory")) {
-        if (error.after) setTimeout(() => this.changed(), 1000 * error.after) // else at the next move
+        if (error.after) setTimeout(() => this.changed(), 1000 * error.after)
         return
       }
       if (nodes.length > 1 && !ofEach) this.#most = Math.floor(nodes.length / 2)
