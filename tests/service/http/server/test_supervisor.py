@@ -25,6 +25,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 class Slow(logging.StreamHandler):
