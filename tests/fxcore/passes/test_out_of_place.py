@@ -327,8 +327,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> None:
+def writes_around(view: Callable[[Tensor], Tensor]) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """A write to a value of which ``view`` is read later, and a write to ``view`` of a value that is read later."""
+
     def write_to_all(x: Tensor) -> Tensor:
         y = x * 2
         part = view(y)
@@ -340,7 +341,13 @@ def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> Non
         view(y).neg_()
         return y * 1
 
+    return write_to_all, write_to_view
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(2, 4, 6, 2)
+    write_to_all, write_to_view = writes_around(view)
     for compute in (write_to_all, write_to_view):
         expected = compute(x)
         if view is not VIEWS["broadcast_to"] or compute is write_to_all:
@@ -360,18 +367,7 @@ def test_views_are_known_by_their_names(view: Callable[[Tensor], Tensor]) -> Non
     ],
 )
 def test_what_may_be_a_view_or_a_copy_is_reported(view: Callable[[Tensor], Tensor]) -> None:
-    def write_to_all(x: Tensor) -> Tensor:
-        y = x * 2
-        part = view(y)
-        y.neg_()
-        return part * 1
-
-    def write_to_view(x: Tensor) -> Tensor:
-        y = x * 2
-        view(y).neg_()
-        return y * 1
-
-    for compute in (write_to_all, write_to_view):
+    for compute in writes_around(view):
         with pytest.raises(CannotTransform, match=r"which is read later, may share; let the model clone\(\)"):
             out_of_place(trace(compute))
 
