@@ -171,6 +171,11 @@ class Engine:
         await asyncio.to_thread(self._worker.stop, 2.0)
         self.threads.close()
 
+    @property
+    def max_response_bytes(self) -> int:
+        """Maximum bytes of the tensors in a response."""
+        return min(self.settings.max_response_bytes, self.admission.max_bytes)
+
     def readiness(self) -> tuple[bool, str]:
         """Return whether requests can be served now, and the reason if not."""
         if self.draining:
@@ -327,8 +332,7 @@ class Engine:
         with self.admission.enter(reservation.client, reservation) as ticket:
             runtime = await self.runtimes.load(record)
             with runtime.in_use():
-                most = min(self.settings.max_response_bytes, self.admission.max_bytes)
-                return await attribute(runtime, values, asked, self._queue, ticket, most)
+                return await attribute(runtime, values, asked, self._queue, ticket, self.max_response_bytes)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that encodes responses."""

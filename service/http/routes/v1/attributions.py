@@ -137,7 +137,7 @@ async def _respond(
             )
         asked = Question(query.method, at, target, query.steps)
         shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
-        asked.answered_bytes(shape, state.settings.max_response_bytes)
+        asked.answered_bytes(shape, engine.max_response_bytes)
         values = await engine.features(front, sent.inputs, options, reservation=reservation)
         asked = asked.of_rows(front.description, values, part.fixed)
         given = {name: values.outputs[name] for name in begin}
