@@ -35,7 +35,7 @@ HEAD_BYTES = 4096
 """Number of leading bytes that are enough to tell whether a file is an image."""
 
 # Segments of a JPEG file that affect neither its size nor its orientation (ITU-T T.81, table B.1): tables, comments,
-# and application segments except APP1, which is EXIF or XMP.
+# and application segments except APP1, which may be EXIF.
 _JPEG_SKIPPED = frozenset((0xDB, 0xC4, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)))
 _JPEG_START = b"\xff\xd8"
 _JPEG_PROGRESSIVE = 0xC2
@@ -282,7 +282,7 @@ def open_within_limit(data: bytes, max_pixels: int | None = None) -> Opened:
         _check_scans(pixels)
     elif image.format == "AVIF":
         avif.check(data, image.height * image.width)
-        turn = orientation(image.info.get("exif"), None)
+        turn = orientation(image.info.get("exif", b"").removeprefix(b"Exif\0\0"))
     elif image.format == "JPEG2000" and jpeg2000.checked_size(pixels) != image.size:  # limits apply to the header's
         raise BadImage("the JPEG 2000 file has two sizes; save it again with an image editor, or as PNG")
     return Opened(image, turn, pixels)

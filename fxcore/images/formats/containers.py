@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
@@ -31,23 +30,20 @@ MAX_STRIPS = 32_768
 MAX_TAGS = 4_096
 """Maximum number of tags of a TIFF, as in libtiff."""
 
-_MAX_TEXT = 64 * 1024
-"""Maximum bytes of decompressed text to search for an orientation, and of the header of a PPM."""
+_MAX_HEADER = 64 * 1024
+"""Maximum bytes of the header of a PPM."""
 
 _MAX_TILE = 2048 * 2048
 """Maximum number of pixels in a tile of a small image; a tile is decompressed as a whole."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
-_PNG_TEXTS = frozenset((b"tEXt", b"zTXt", b"iTXt"))
-_PNG_EXIF, _PNG_XMP = b"Raw profile type exif", b"XML:com.adobe.xmp"
 
 # Frame headers, tables, the first scan, JFIF and Adobe, which defines the colour space (ITU-T T.81, table B.1).
 _JPEG_KEPT = frozenset((*range(0xC0, 0xD0), 0xDA, 0xDB, 0xDC, 0xDD, 0xE0, 0xEE)) - {0xC8}
 _JPEG_ALONE = frozenset((0x01, *range(0xD0, 0xD9)))
 _JPEG_MARKER = re.compile(rb"\xff([^\xff\x00])")  # the last of a run of fill bytes is the marker's own
 _JPEG_SCAN, _JPEG_END, _JPEG_APP1 = 0xDA, 0xD9, 0xE1
-_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
 
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_CONTROL = 0x2C, 0x21, 0xF9
 
@@ -86,7 +82,7 @@ def _png(data: bytes) -> tuple[bytes, int]:
     kept: list[bytes] = [data[:8]]
     start = at = 8  # kept chunks are copied in runs
     exif: bytes | None = None
-    texts: dict[bytes, tuple[bytes, bytes]] = {}
+    pixels = False
     pieces = 0
     while at + 8 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -94,49 +90,17 @@ def _png(data: bytes) -> tuple[bytes, int]:
         pieces += 1
         if pieces > MAX_PIECES:
             raise _too_many("PNG", "chunks", MAX_PIECES)
+        pixels = pixels or kind == b"IDAT"
         if kind not in _PNG_KEPT:
             kept.append(data[start:at])
             start = end
-            if end <= len(data):
-                if kind == b"eXIf":
-                    exif = data[at + 8 : end - 4]
-                elif kind in _PNG_TEXTS:
-                    key = data[at + 8 : min(at + 88, end - 4)].partition(b"\0")[0]
-                    if key in (_PNG_EXIF, _PNG_XMP):
-                        texts[key] = (kind, data[at + 9 + len(key) : end - 4])
+            if kind == b"eXIf" and exif is None and not pixels:  # torchvision reads no later one
+                exif = data[at + 8 : end - 4]
         at = end
         if kind == b"IEND":
             break
-    if exif is None and _PNG_EXIF in texts:
-        exif = _raw_profile(_text(*texts[_PNG_EXIF]))
-    xmp = _text(*texts[_PNG_XMP]) if _PNG_XMP in texts else None
     whole = len(kept) == 1
-    return data if whole else b"".join((*kept, data[start:])), orientation(exif, xmp)
-
-
-def _text(kind: bytes, value: bytes) -> bytes:
-    """Return the text of a chunk after its keyword, truncated to the maximum length."""
-    packed = kind == b"zTXt"
-    if packed:
-        value = value[1:]
-    elif kind == b"iTXt":
-        packed = value[:1] == b"\1"
-        value = value[2:].partition(b"\0")[2].partition(b"\0")[2]
-    if not packed:
-        return value[:_MAX_TEXT]
-    try:
-        return zlib.decompressobj().decompress(value, _MAX_TEXT)
-    except zlib.error:
-        return b""
-
-
-def _raw_profile(text: bytes) -> bytes | None:
-    """Decode EXIF from ImageMagick's text format: hexadecimal digits after three lines."""
-    digits = b"".join(text.split(b"\n")[3:])
-    try:
-        return bytes.fromhex(digits[: len(digits) // 2 * 2].decode("ascii"))
-    except ValueError:
-        return None
+    return data if whole else b"".join((*kept, data[start:])), orientation(exif or b"")
 
 
 # -- JPEG --------------------------------------------------------------------------------------------------------------
@@ -145,7 +109,7 @@ def _raw_profile(text: bytes) -> bytes | None:
 def _jpeg(data: bytes) -> tuple[bytes, int]:
     kept = [data[:2]]
     at = 2
-    exif = xmp = None
+    exif: bytes | None = None
     for _ in range(MAX_SEGMENTS):
         found = _JPEG_MARKER.search(data, at)
         if found is None:
@@ -162,15 +126,12 @@ def _jpeg(data: bytes) -> tuple[bytes, int]:
             break
         if kind in _JPEG_KEPT:
             kept.append(data[body - 2 : at])
-        elif kind == _JPEG_APP1:
-            if exif is None and data.startswith(b"Exif\0\0", body + 2):
-                exif = data[body + 2 : at]
-            elif data.startswith(_JPEG_XMP, body + 2):
-                xmp = data[body + 2 : at]
+        elif kind == _JPEG_APP1 and exif is None:  # torchvision reads the first one, whatever its first six bytes say
+            exif = data[body + 8 : at]
     else:
         raise _too_many("JPEG", "segments before its first scan", MAX_SEGMENTS)
     whole = sum(map(len, kept)) == len(data)
-    return data if whole else b"".join(kept), orientation(exif, xmp)
+    return data if whole else b"".join(kept), orientation(exif or b"")
 
 
 # -- WebP --------------------------------------------------------------------------------------------------------------
@@ -178,16 +139,15 @@ def _jpeg(data: bytes) -> tuple[bytes, int]:
 
 def _webp(data: bytes) -> tuple[bytes, int]:
     """Read only the orientation: libwebp skips other chunks, and Pillow merely copies them."""
-    if data[8:12] != b"WEBP" or (b"EXIF" not in data and b"XMP " not in data):
+    if data[8:12] != b"WEBP" or b"EXIF" not in data:
         return data, 1
-    blocks: dict[bytes, bytes] = {}
     at = 12
     for _ in range(MAX_PIECES):
         if at + 8 > len(data):
-            return data, orientation(blocks.get(b"EXIF"), blocks.get(b"XMP "))
+            return data, 1
         kind, length = struct.unpack_from("<4sI", data, at)
-        if kind in (b"EXIF", b"XMP "):
-            blocks.setdefault(kind, data[at + 8 : at + 8 + length])
+        if kind == b"EXIF":
+            return data, orientation(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
         at += 8 + length + length % 2
     raise _too_many("WebP", "chunks", MAX_PIECES)
 
@@ -296,10 +256,10 @@ def _jpeg2000(data: bytes) -> tuple[bytes, int]:
 def _ppm(data: bytes) -> tuple[bytes, int]:
     """Drop what follows a header that is longer than programs write, because Pillow reads it byte by byte."""
     try:
-        with opened(data[:_MAX_TEXT], ["PPM"]) as image:
+        with opened(data[:_MAX_HEADER], ["PPM"]) as image:
             decoder = image.tile[0][0]
     except Exception:
-        return data[:_MAX_TEXT], 1
+        return data[:_MAX_HEADER], 1
     if decoder == "ppm_plain":  # Pillow copies the rest of the file for each comment
         raise BadImage("the PPM has its values as text (P1, P2, P3); save it as binary PPM (P4, P5, P6), or as PNG")
     return data, 1

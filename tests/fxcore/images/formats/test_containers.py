@@ -11,7 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import PIL.BmpImagePlugin
 import PIL.Image
-import PIL.ImageOps
 import PIL.PngImagePlugin
 import PIL.PpmImagePlugin
 import PIL.TiffImagePlugin
@@ -29,12 +28,6 @@ PIXEL = (b"IDAT", zlib.compress(b"\0\0"))
 
 def packed(size: int) -> bytes:
     return zlib.compress(bytes(size), 9)
-
-
-def turned(value: int) -> bytes:
-    exif = PIL.Image.Exif()
-    exif[0x0112] = value
-    return exif.tobytes()
 
 
 def jpeg(*segments: tuple[int, bytes]) -> bytes:
@@ -203,21 +196,6 @@ def test_an_animation_shows_its_first_frame() -> None:
     for format in ("GIF", "PNG", "WEBP"):
         data = hostile_images.animated(format)
         assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
-
-
-@pytest.mark.parametrize("value", [1, 3, 6, 9])
-@pytest.mark.parametrize("kind", [b"zTXt", b"tEXt"])
-def test_orientations_in_text_are_found_as_pil_finds_them(value: int, kind: bytes) -> None:
-    digits = turned(value).hex().encode()
-    written = b"\nexif\n%8d\n%s\n" % (len(digits) // 2, digits)
-    body = b"Raw profile type exif\0" + (b"\0" + zlib.compress(written) if kind == b"zTXt" else written)
-    packet = b'<x tiff:Orientation="%d"/>' % value
-    unicode = b"XML:com.adobe.xmp\0\1\0\0\0" + zlib.compress(packet)
-    for chunk in ((kind, body), (b"iTXt", unicode)):
-        data = png(3, 2, chunk, (b"IDAT", zlib.compress(b"\0\1\2\3\0\4\5\6")))
-        expected = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).convert("RGB")
-        assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
-        assert image_header(data)[:2] == (expected.height, expected.width)
 
 
 @pytest.mark.parametrize("compression", [1, 2])

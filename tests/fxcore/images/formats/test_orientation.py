@@ -1,18 +1,21 @@
-"""Which way up an image is, from its header alone and as it is decoded, against PIL's own operations."""
+"""Which way up an image is, from its header alone and as it is decoded, against PIL's operations and torchvision."""
 
 from __future__ import annotations
 
 import io
+import struct
 import zlib
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import pytest
 import skimage.data
+import torch
+import torchvision
 
 from fxcore import open_image
 from fxcore.errors import BadImage
+from fxcore.images.decoding import decode
 from fxcore.images.files import image_header
 from tests.hostile_images import png, saved
 
@@ -55,28 +58,44 @@ def test_exif_orientation(orientation: int, format: str, cat: PIL.Image.Image) -
     assert (image.height, image.width) == ((451, 300) if orientation > 4 else (300, 451))
 
 
-def test_a_jpeg_is_turned_by_its_xmp_block_too() -> None:
-    """As PIL does it; the quick look at JPEG headers knows of no blocks."""
-    packet = (
-        b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:RDF><rdf:Description '
-        b'tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
-    )
-    plain = saved(PIL.Image.new("RGB", (40, 30), "red"), "JPEG")
-    data = plain[:2] + b"\xff\xe1" + (len(packet) + 2).to_bytes(2, "big") + packet + plain[2:]
-    turned = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
-    assert turned.size == (30, 40)
-    assert image_header(data)[:2] == (40, 30)
-    assert image_header(plain)[:2] == (30, 40)
+EXIF = b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"
+XMP = b'<x:xmpmeta><rdf:RDF><rdf:Description tiff:Orientation="6"/></rdf:RDF></x:xmpmeta>'
+PIXELS = (b"IDAT", zlib.compress((b"\0" + bytes(range(40))) * 30))
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_a_png_is_turned_by_what_comes_after_its_pixels_too(after: bool) -> None:
-    exif = (b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
-    pixels = (b"IDAT", zlib.compress((b"\0" + bytes(40)) * 30))
-    data = png(40, 30, *((pixels, exif) if after else (exif, pixels)))
-    assert PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data))).size == (30, 40)
-    assert open_image(data).size == (30, 40)
-    assert image_header(data)[:2] == (40, 30)
+def app1(*blocks: bytes) -> bytes:
+    """Build a JPEG of 30 x 40 pixels with ``blocks``, each in a segment APP1."""
+    plain = saved(PIL.Image.linear_gradient("L").resize((40, 30)), "JPEG")
+    return plain[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(b) + 2) + b for b in blocks) + plain[2:]
+
+
+IMAGES = {
+    "exif": (app1(b"Exif\0\0" + EXIF), True),
+    "exif, xmp": (app1(b"Exif\0\0" + EXIF, b"http://ns.adobe.com/xap/1.0/\0" + XMP), True),
+    "xmp": (app1(b"http://ns.adobe.com/xap/1.0/\0" + XMP), False),
+    "xmp, exif": (app1(b"http://ns.adobe.com/xap/1.0/\0" + XMP, b"Exif\0\0" + EXIF), False),
+    "no tiff": (app1(b"Exif\0\0" + EXIF.replace(b"*", b"+")), False),
+    "of another type": (app1(b"Exif\0\0" + EXIF.replace(b"\x12\0\x03", b"\x12\0\x01")), True),
+    "png exif": (png(40, 30, (b"eXIf", EXIF), PIXELS), True),
+    "png exif twice": (png(40, 30, (b"eXIf", EXIF), (b"eXIf", EXIF.replace(b"\6", b"\1")), PIXELS), True),
+    "png exif after its pixels": (png(40, 30, PIXELS, (b"eXIf", EXIF)), False),
+    "png xmp": (png(40, 30, (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP), PIXELS), False),
+    "png exif as text": (
+        png(40, 30, (b"tEXt", b"Raw profile type exif\0\nexif\n26\n" + EXIF.hex().encode()), PIXELS),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_are_turned_as_torchvision_turns_them(name: str) -> None:
+    data, is_turned = IMAGES[name]
+    encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    expected = torchvision.io.decode_image(encoded, mode="RGB", apply_exif_orientation=True).permute(1, 2, 0)
+    assert expected.shape == ((40, 30, 3) if is_turned else (30, 40, 3))
+    assert torch.equal(decode(data), expected)
+    assert np.array_equal(np.asarray(open_image(data)), expected)
+    assert image_header(data)[:2] == expected.shape[:2]
 
 
 def test_the_size_of_a_png_needs_none_of_its_pixels(cat: PIL.Image.Image) -> None:
