@@ -170,16 +170,6 @@ def plain_header(data: bytes, max_pixels: int | None = None) -> Header | None:
     return Header(height, width, height * width * (_BESIDE_BYTES["WEBP"] + (2 if alpha else 1) * _RGB_BYTES))
 
 
-def has_plain_header(data: bytes) -> bool:
-    """Return whether :func:`plain_header` can read the header of ``data``."""
-    try:
-        return plain_header(data, 0) is not None
-    except ImageTooLarge:
-        return True
-    except BadImage:
-        return False
-
-
 def _plain_jpeg_header(data: bytes, max_pixels: int | None) -> Header | None:
     header: Header | None = None
     components = frame = 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.images.channels import luma
 from fxcore.images.decoding import decode
-from fxcore.images.files import Header, has_plain_header, image_header
+from fxcore.images.files import Header, image_header, plain_header
 from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
@@ -50,7 +50,10 @@ async def plan_images(
         BadImage, ImageTooLarge: the header of an image is invalid or too large; ``extra["index"]`` is its index.
     """
     _check_takes_images(description, images)
-    headers: list[Header] = []
+    headers = _plain_headers(images, max_pixels)
+    if headers is not None:
+        return _planned(description, images, headers, preprocess, max_pixels)
+    headers = []
     *steps, last = spread(len(images), _HEADERS_AT_ONCE)
     for indices in steps:  # so that other requests are served in between
         headers += await in_pool(intake, _read_headers, images, indices, max_pixels)
@@ -58,16 +61,24 @@ async def plan_images(
     def planned() -> Plan:
         return _planned(description, images, headers + _read_headers(images, last, max_pixels), preprocess, max_pixels)
 
-    return planned() if _is_quick(images) else await in_pool(intake, planned)
+    return await in_pool(intake, planned)
 
 
-def _is_quick(images: Sequence[bytes]) -> bool:
-    """Return whether the headers can be read on the event loop.
+def _plain_headers(images: Sequence[bytes], max_pixels: int) -> list[Header] | None:
+    """Read the headers if that is quick enough for the event loop: if they are few, small and plain.
 
-    They can if they are few, small and plain. Other headers are read by PIL, which walks through the whole file.
+    Other headers are read by PIL, which walks through the whole file.
     """
-    few = len(images) <= _HEADERS_AT_ONCE and sum(map(len, images)) <= _SMALL_BYTES
-    return few and all(map(has_plain_header, images))
+    if len(images) > _HEADERS_AT_ONCE or sum(map(len, images)) > _SMALL_BYTES:
+        return None
+    headers = []
+    for index, data in enumerate(images):
+        with indexed(index):
+            header = plain_header(data, max_pixels)
+        if header is None:
+            return None
+        headers.append(header)
+    return headers
 
 
 def _check_takes_images(description: Description, images: Sequence[bytes]) -> None:
