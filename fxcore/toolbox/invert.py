@@ -127,9 +127,7 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
     inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     node = module.graph.output_node().args[0]
     if len(inputs) != 1 or not isinstance(node, fx.Node):
-        raise NotInvertible(
-            "only a function of one tensor that returns one tensor has an inverse", transform="invert", node="output"
-        )
+        raise _no_inverse("output", "only a function of one tensor that returns one tensor has an inverse")
     dependent = _dependent(module.graph, inputs[0])
     shapes = _shapes(module, example) if example is not None else {}
     root = fx.GraphModule(module, fx.Graph())
@@ -139,17 +137,20 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
         sources = [n for n in node.all_input_nodes if n in dependent]
         places = sum(a is sources[0] for a in (*node.args, *node.kwargs.values())) if sources else 0
         if len(sources) != 1 or places != 1 or sum(u in dependent for u in sources[0].users) != 1:
-            raise NotInvertible(
+            raise _no_inverse(
+                node.name,
                 f"{node.name} {'depends on the input more than once' if sources else 'does not depend on the input'}; "
                 "only a chain of invertible steps can be inverted",
-                transform="invert",
-                node=node.name,
             )
         value = _undo(module, root, node, sources[0], value, tracer, shapes)
         node = sources[0]
     root.graph.output(value.node)
     root.graph.lint()
     return GraphModule(root, root.graph, "Inverse").eval()
+
+
+def _no_inverse(node: str, detail: str) -> NotInvertible:
+    return NotInvertible(detail, transform="invert", node=node)
 
 
 def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
@@ -192,11 +193,10 @@ def _undo(
         if not isinstance(argument, fx.Node):
             return argument
         if argument.op != "get_attr":
-            raise NotInvertible(
+            raise _no_inverse(
+                argument.name,
                 f"{argument.name} is computed; only arithmetic with numbers, parameters and buffers can be undone; "
                 "fold_constants turns values that depend only on those into buffers",
-                transform="invert",
-                node=argument.name,
             )
         constant = attribute(module, str(argument.target))
         return fx.Proxy(root.graph.get_attr(add(root, f"constant_{argument.name}", constant)), tracer)
@@ -218,7 +218,7 @@ def _undo(
         if isinstance(number, fx.Node) and number.op == "get_attr":
             number = attribute(module, str(number.target))
         if _loses_input(name, first, number):
-            raise NotInvertible(f"{node.name}: many inputs have the same output", transform="invert", node=node.name)
+            raise _no_inverse(node.name, f"{node.name}: many inputs have the same output")
         return _undo_arithmetic(node, name, first, others[0], fixed, settings.get("alpha", 1), value)
     if name == "leaky_relu":
         given = dict(zip(("negative_slope", "inplace"), others, strict=False)) | settings
@@ -230,7 +230,7 @@ def _undo(
         return _undo_reshape(node, source, value, shapes)
     if name in ("permute", "transpose", "flip", "roll", "t"):
         return _undo_move(name, others, settings, value, node)
-    raise NotInvertible(f"{node.name} ({name}) has no known inverse", transform="invert", node=node.name)
+    raise _no_inverse(node.name, f"{node.name} ({name}) has no known inverse")
 
 
 def _undo_arithmetic(
@@ -243,7 +243,7 @@ def _undo_arithmetic(
         alpha: factor applied to the second argument of a sum.
     """
     if not first and alpha == 0:
-        raise NotInvertible(f"{node.name}: many inputs have the same output", transform="invert", node=node.name)
+        raise _no_inverse(node.name, f"{node.name}: many inputs have the same output")
     other = fixed(number)
     if name == "pow":
         return _undo_power(node, other, first, value)
@@ -274,10 +274,9 @@ def _loses_input(name: str, first: bool, number: Any) -> bool:
 
 def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:
     if not isinstance(slope, (int, float)) or slope <= 0:
-        raise NotInvertible(
+        raise _no_inverse(
+            node.name,
             f"{node.name}: many inputs have the same output, since its slope is {slope}",
-            transform="invert",
-            node=node.name,
         )
     return F.leaky_relu(value, 1 / slope)
 
@@ -285,22 +284,20 @@ def _undo_leaky_relu(node: fx.Node, slope: Any, value: Any) -> Any:
 def _undo_softplus(node: fx.Node, beta: Any, threshold: Any, value: Any) -> Any:
     numbers = isinstance(beta, (int, float)) and isinstance(threshold, (int, float))
     if not numbers or beta <= 0 or threshold < _MIN_THRESHOLD:
-        raise NotInvertible(
+        raise _no_inverse(
+            node.name,
             f"{node.name}: two inputs may have the same output with beta {beta} and threshold {threshold}; it "
             f"has an inverse for a positive beta and a threshold of at least {_MIN_THRESHOLD}",
-            transform="invert",
-            node=node.name,
         )
     return torch.where(beta * value > threshold, value, value + torch.log(-torch.expm1(-beta * value)) / beta)
 
 
 def _undo_reshape(node: fx.Node, source: fx.Node, value: Any, shapes: Mapping[fx.Node, torch.Size]) -> Any:
     if source not in shapes:
-        raise NotInvertible(
+        raise _no_inverse(
+            node.name,
             f"{node.name} can only be undone to a shape that is known; give an example of the input, as in "
             "invert(function, example)",
-            transform="invert",
-            node=node.name,
         )
     before, after = shapes[source], shapes[node]
     kept = before[:1] == after[:1] and before.numel() > 0
@@ -312,14 +309,12 @@ def _undo_power(node: fx.Node, other: Any, first: bool, value: Any) -> Any:
         return torch.log(value) / (math.log(other) if isinstance(other, (int, float)) else torch.log(other))
     if isinstance(other, int) and other % 2 == 1:
         return torch.sign(value) * torch.abs(value) ** (1 / other)
-    raise NotInvertible(
-        f"{node.name}: an even or fractional power has two roots or none", transform="invert", node=node.name
-    )
+    raise _no_inverse(node.name, f"{node.name}: an even or fractional power has two roots or none")
 
 
 def _undo_move(name: str, rest: list[Any], kwargs: dict[str, Any], value: Any, node: fx.Node) -> Any:
     if kwargs:
-        raise NotInvertible(f"{node.name}: pass its arguments by position", transform="invert", node=node.name)
+        raise _no_inverse(node.name, f"{node.name}: pass its arguments by position")
     dims = list(rest[0]) if rest and isinstance(rest[0], (list, tuple)) else rest
     if name == "permute":
         axes = [d % len(dims) for d in dims]
@@ -348,7 +343,7 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
         weight = module.weight.detach()
         inverse, problem = torch.linalg.inv_ex(weight.double())
         if int(problem) != 0:
-            raise NotInvertible(f"the weight of {node.target} is singular", transform="invert", node=node.name)
+            raise _no_inverse(node.name, f"the weight of {node.target} is singular")
         biased = module.bias is not None
         made = nn.Linear(module.in_features, module.out_features, biased, device=weight.device, dtype=weight.dtype)
         made.weight = nn.Parameter(inverse.to(weight.dtype), requires_grad=False)
@@ -357,6 +352,4 @@ def _undo_module(root: fx.GraphModule, node: fx.Node, module: nn.Module, value: 
             made.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
         target = add(root, f"{str(node.target).replace('.', '_')}_inverse", made)
         return tracer.create_proxy("call_module", target, (value,), {})
-    raise NotInvertible(
-        f"{node.target} ({type(module).__name__}) has no known inverse", transform="invert", node=node.name
-    )
+    raise _no_inverse(node.name, f"{node.target} ({type(module).__name__}) has no known inverse")
