@@ -19,7 +19,6 @@ from torchvision.transforms.v2 import functional as F
 
 from fxcore.errors import BadTensor, Unsupported
 from fxcore.images.channels import OtherChannels
-from fxcore.images.placement import Placement
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.images.presets import PIL_MODES
 from fxcore.images.sizes import ImageSize, sides
@@ -141,11 +140,6 @@ class Padded(_OneSize):
         scale = min(self._size[0] / height, self._size[1] / width)
         return _scaled(height, scale, self._size[0]), _scaled(width, scale, self._size[1])
 
-    def placement(self, height: int, width: int) -> Placement:
-        resized = self.largest_size(height, width)
-        left, top, _, _ = self.valid_box(height, width)
-        return Placement((height, width), resized[0] / height, resized[1] / width, -top, -left, self._size)
-
     def valid_box(self, height: int, width: int) -> tuple[int, int, int, int]:
         """Return x1, y1, x2, y2 of an image of that size, in pixels of the input."""
         resized = self.largest_size(height, width)
@@ -193,10 +187,6 @@ class Native(FittedPreprocessing):
 
     def nominal_size(self) -> tuple[int, int]:
         return self.output_size(self._side, self._side)
-
-    def placement(self, height: int, width: int) -> Placement:
-        size = self.output_size(height, width)
-        return Placement((height, width), size[0] / height, size[1] / width, 0, 0, size)
 
     def _rounded(self, side: float) -> int:
         return max(1, round(side / self._multiple)) * self._multiple

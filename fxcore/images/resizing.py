@@ -101,11 +101,11 @@ def resize(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mod
     """
     lines, columns = kept
     if pixels.shape[:2] == size:
-        return _three(pixels[lines.start : lines.stop, columns.start : columns.stop])
+        return _copied(pixels[lines.start : lines.stop, columns.start : columns.stop], 3)
     if is_left_to_torch(pixels.shape[:2], size):
         return _by_torch(pixels, size, kept, mode)
     if pixels.shape[2] == 3:
-        pixels = _four(pixels)
+        pixels = _copied(pixels, 4)
     down = _side(pixels.shape[0], size[0], lines.start, lines.stop, mode)
     across = _side(pixels.shape[1], size[1], columns.start, columns.stop, mode)
     sums = _sums(pixels, down, across)
@@ -299,10 +299,10 @@ def _sums_as_torch(rounding: str) -> bool:
 def _by_torch(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
     # NumPy ignores the stride of axes of size 1 when it checks contiguity, and torch rejects negative strides.
     whole = pixels.shape[2] == 3 and pixels.flags.c_contiguous and pixels.flags.writeable and min(pixels.strides) > 0
-    image = torch.from_numpy(pixels if whole else _three(pixels)).permute(2, 0, 1)[None].float()
+    image = torch.from_numpy(pixels if whole else _copied(pixels, 3)).permute(2, 0, 1)[None].float()
     resized = interpolate(image, size, mode=mode, antialias=True).round_().clamp_(0, 255).to(torch.uint8)
     lines, columns = kept
-    return _three(resized[0].permute(1, 2, 0).numpy()[lines.start : lines.stop, columns.start : columns.stop])
+    return _copied(resized[0].permute(1, 2, 0).numpy()[lines.start : lines.stop, columns.start : columns.stop], 3)
 
 
 def _in_strips(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range], mode: str) -> Pixels:
@@ -313,23 +313,16 @@ def _in_strips(pixels: Pixels, size: tuple[int, int], kept: tuple[range, range],
     step = max(_MIN_SIDE, _GATHERED // width)
     across = torch.empty(1, 3, height, len(columns))
     for begin in range(0, height, step):
-        strip = torch.from_numpy(_three(pixels[begin : begin + step])).permute(2, 0, 1)[None].float()
+        strip = torch.from_numpy(_copied(pixels[begin : begin + step], 3)).permute(2, 0, 1)[None].float()
         resized = interpolate(strip, (strip.shape[2], size[1]), mode=mode, antialias=True)
         across[:, :, begin : begin + step] = resized[..., columns.start : columns.stop]
     down = interpolate(across, (size[0], len(columns)), mode=mode, antialias=True)[0, :, lines.start : lines.stop]
-    return _three(down.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).numpy())
+    return _copied(down.round_().clamp_(0, 255).to(torch.uint8).permute(1, 2, 0).numpy(), 3)
 
 
-def _three(pixels: Pixels) -> Pixels:
-    """Copy the first three bytes of each pixel into contiguous memory."""
-    made = np.empty((*pixels.shape[:2], 3), np.uint8)
+def _copied(pixels: Pixels, values: int) -> Pixels:
+    """Copy the first three of each pixel's bytes to contiguous memory, with ``values`` bytes per pixel."""
+    made = np.empty((*pixels.shape[:2], values), np.uint8)
     for channel in range(3):  # faster than a single copy of three bytes per pixel
-        made[..., channel] = pixels[..., channel]
-    return made
-
-
-def _four(pixels: Pixels) -> Pixels:
-    made = np.empty((*pixels.shape[:2], 4), np.uint8)
-    for channel in range(3):
         made[..., channel] = pixels[..., channel]
     return made

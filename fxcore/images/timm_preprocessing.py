@@ -32,7 +32,7 @@ class TimmPreprocessing(Preprocessing):
         self.config = dict(config)
         if image_size is not None:
             self.config["input_size"] = (config["input_size"][0], *sides(image_size))
-        self.transform = _transform(self.config)
+        self.transform = importlib.import_module("timm.data").create_transform(**self.config, is_training=False)
 
     def describe(self) -> dict[str, Any]:
         config = self.config
@@ -86,7 +86,3 @@ class TimmPreprocessing(Preprocessing):
     def _scaled(self) -> list[int]:
         """Return the size that the image is resized to before the crop."""
         return [math.floor(size / self.config["crop_pct"]) for size in self.nominal_size()]
-
-
-def _transform(config: Mapping[str, Any]) -> Any:
-    return importlib.import_module("timm.data").create_transform(**config, is_training=False)
