@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from fxcore.graph.known_axes import axes_of
 from fxcore.graph.operations import PERMUTES, computed
 from fxcore.passes.attention import ATTENTION, attention_weights, is_over_last, scaled_dot_product_weights
 from fxcore.tracing.names import operation_name
@@ -153,12 +154,12 @@ def _numbered(node: fx.Node) -> Any:
 
 def _start(node: fx.Node) -> Tensor | None:
     """Return the numbers of the channels of a value whose axes are known."""
-    value, axes = node.meta.get("value"), node.meta.get("axes")
+    value, axes = node.meta.get("value"), axes_of(node)
     if not isinstance(value, Tensor):
         return None
     if last_is_channels(node):  # takes precedence over the inferred axes
         dim = value.ndim - 1
-    elif axes is not None and len(axes) == value.ndim and "C" in axes:
+    elif axes is not None and "C" in axes:
         dim = axes.index("C")
     else:
         return None

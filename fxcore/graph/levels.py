@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 from torchvision import ops
 
+from fxcore.graph.known_axes import axes_of
 from fxcore.graph.strides import Strides
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
@@ -50,10 +51,8 @@ class Level:
 
 def channels_of(node: fx.Node) -> int | None:
     """Return the size of the channel axis; None if unknown."""
-    value, axes = node.meta.get("value"), node.meta.get("axes")
-    if isinstance(value, Tensor) and axes and "C" in axes and value.ndim == len(axes):
-        return int(value.shape[axes.index("C")])
-    return None
+    axes = axes_of(node)
+    return int(node.meta["value"].shape[axes.index("C")]) if axes is not None and "C" in axes else None
 
 
 def find_levels(

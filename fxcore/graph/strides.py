@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torch import Tensor, fx
+from torch import fx
 
+from fxcore.graph.known_axes import axes_of, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import PATH
 
@@ -29,7 +30,7 @@ class Strides:
 
     def __init__(self, size: tuple[int, int], nodes: Mapping[str, fx.Node], usual: Strides | None = None) -> None:
         self._size = size
-        self._maps = {name: map for name, node in nodes.items() if (map := _map_size(node)) is not None}
+        self._maps = {name: map for name, node in nodes.items() if (map := map_size(node)) is not None}
         self._strides = {name: self._stride(name, map, usual) for name, map in self._maps.items()}
 
     def of(self, name: str) -> int | None:
@@ -38,13 +39,14 @@ class Strides:
 
     def may_be(self, node: fx.Node, stride: int) -> bool:
         """Return whether the value of ``node`` may be a map or tokens of that stride, as far as its shape shows it."""
-        known, value, axes = self.of(node.meta.get(PATH, "")), node.meta.get("value"), node.meta.get("axes") or ""
+        known, axes = self.of(node.meta.get(PATH, "")), axes_of(node)
         if known is not None:
             return known == stride
-        if not isinstance(value, Tensor) or "L" not in axes or value.ndim != len(axes):
+        if axes is None or "L" not in axes:
             return True
         height, width = (-(-side // stride) for side in self._size)
-        return height * width <= value.shape[axes.index("L")] <= height * width + MAX_PREFIX
+        length: int = node.meta["value"].shape[axes.index("L")]
+        return height * width <= length <= height * width + MAX_PREFIX
 
     def _stride(self, name: str, map: tuple[int, int], usual: Strides | None) -> int | None:
         sides = tuple(zip(self._size, map, strict=True))
@@ -62,15 +64,6 @@ class Strides:
     def _is_fixed(self, name: str, map: tuple[int, int], size: tuple[int, int]) -> bool:
         """Return whether inputs of two sizes make a map of one size, as adaptive pooling does."""
         return size != self._size and self._maps.get(name) == map
-
-
-def _map_size(node: fx.Node) -> tuple[int, int] | None:
-    """Return height and width of the node's feature map; None if it has none."""
-    value, axes = node.meta.get("value"), node.meta.get("axes")
-    if not isinstance(value, Tensor) or not axes or "H" not in axes or "W" not in axes or value.ndim != len(axes):
-        return None
-    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    return (height, width) if height and width else None
 
 
 def _fitting(full: int, part: int, exactly: bool) -> int:

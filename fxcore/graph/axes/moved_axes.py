@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.graph.known_axes import axes_of
 from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, computed
 
 
@@ -15,7 +16,7 @@ def moves_axes(node: fx.Node, name: str) -> bool:
     if name == "getattr":
         return node.args[1] in PERMUTING_ATTRIBUTES
     known = name in PERMUTES or name in UNCLEAR or name == "einsum"
-    return known or (name in PRODUCTS and all(_axes_of(a) for a in node.args[:2])) or _reorders(node, name)
+    return known or (name in PRODUCTS and all(axes_of(a) for a in node.args[:2])) or _reorders(node, name)
 
 
 def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
@@ -24,7 +25,7 @@ def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
     if name == "einsum":
         axes = _contracted(node)
     elif name in PRODUCTS:
-        left, right = (_axes_of(a) or "" for a in node.args[:2])
+        left, right = (axes_of(a) or "" for a in node.args[:2])
         axes = left[:-1] + right[-1:] if len(left) == len(right) else None
     elif name == "getitem":
         axes = _indexed(node)
@@ -32,14 +33,6 @@ def moved(node: fx.Node, name: str, value: Tensor) -> str | None:
         axes = _permuted(node)
     fits = axes is not None and len(axes) == value.ndim == len(set(axes))
     return axes if fits else None
-
-
-def _axes_of(argument: Any) -> str | None:
-    """Return the axes of an argument that is a tensor; None if unknown."""
-    if not isinstance(argument, fx.Node) or not isinstance(argument.meta.get("value"), Tensor):
-        return None
-    axes: str | None = argument.meta.get("axes")
-    return axes if axes and len(axes) == argument.meta["value"].ndim else None
 
 
 def _reorders(node: fx.Node, name: str) -> bool:
@@ -53,7 +46,7 @@ def _reorders(node: fx.Node, name: str) -> bool:
 
 def _indexed(node: fx.Node) -> str | None:
     """Return the axes that integers and slices leave, as in ``x[:, :, 0, 0]``."""
-    axes = _axes_of(node.args[0])
+    axes = axes_of(node.args[0])
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     if axes is None or not all(isinstance(one, (int, slice)) or one is Ellipsis for one in index):
         return None
@@ -65,7 +58,7 @@ def _indexed(node: fx.Node) -> str | None:
 def _permuted(node: fx.Node) -> str | None:
     """Apply the node's permutation to a meta tensor of distinct sizes, and read the axes from the result."""
     source = node.all_input_nodes[0]
-    axes = _axes_of(source)
+    axes = axes_of(source)
     if axes is None:
         return None
     marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
@@ -87,7 +80,7 @@ def _contracted(node: fx.Node) -> str | None:
     inputs, result = equation.replace(" ", "").split("->")
     found: dict[str, set[str]] = {}
     for letters, operand in zip(inputs.split(","), operands, strict=False):
-        for letter, axis in zip(letters, _axes_of(operand) or "", strict=False):
+        for letter, axis in zip(letters, axes_of(operand) or "", strict=False):
             found.setdefault(letter, set()).add(axis)
     if any(len(axes) > 1 for axes in found.values()):
         return None

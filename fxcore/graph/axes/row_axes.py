@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import is_attention, last_is_channels, operation_or_class, own_module
 from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
+from fxcore.graph.known_axes import axes_of
 from fxcore.layer_types import DROPOUTS
 
 UNKNOWN = "?"
@@ -42,9 +43,9 @@ def _letters(node: fx.Node) -> str:
     """Return the axes of the value itself."""
     ndim: int = node.meta["value"].ndim
     if ndim < 3:
-        return _known(node) or "NC"[:ndim]
+        return axes_of(node) or "NC"[:ndim]
     alike = list(_alike(node))
-    for axes in map(_known, alike):
+    for axes in map(axes_of, alike):
         if axes is not None:
             return axes
     if ndim > 3 and any(map(is_attention, alike)):
@@ -58,12 +59,6 @@ def _letters(node: fx.Node) -> str:
     ):
         return "NC" + UNKNOWN * (ndim - 2)
     return "N" + UNKNOWN * (ndim - 1)
-
-
-def _known(node: fx.Node) -> str | None:
-    """Return the axes of the layout, if it is known."""
-    axes = node.meta.get("axes")
-    return axes if axes is not None and len(axes) == node.meta["value"].ndim else None
 
 
 def _alike(node: fx.Node) -> Iterator[fx.Node]:

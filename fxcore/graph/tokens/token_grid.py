@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from fxcore.graph.known_axes import axes_of, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX, is_class_token
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, UNKNOWN_PREFIX, PrefixTokens
 from fxcore.graph.tokens.token_order import ELSEWHERE, token_order
@@ -177,20 +178,16 @@ def _sizes(node: fx.Node) -> list[tuple[int, int]]:
     a single position."""
     if patches := node.meta.get("patches"):
         return [(patches.height, patches.width)]
-    value, axes = node.meta.get("value"), node.meta.get("axes") or ""
-    if PATH not in node.meta or not isinstance(value, Tensor) or axes not in ("NCHW", "NHWC") or value.ndim != 4:
-        return []
-    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    return [(height, width)] if height * width > 1 else []
+    size = map_size(node) if PATH in node.meta and axes_of(node) in ("NCHW", "NHWC") else None
+    return [] if size in (None, (1, 1)) else [size]
 
 
 def _volumes(node: fx.Node) -> list[int]:
     """Return the number of positions of the node's clip, in a list; empty if the value is not a clip."""
-    value = node.meta.get("value")
-    if not isinstance(value, Tensor) or node.meta.get("axes") not in ("NCTHW", "NTHWC") or value.ndim != 5:
+    if axes_of(node) not in ("NCTHW", "NTHWC"):
         return []
-    channels = node.meta["axes"].index("C")
-    return [value.shape[1:].numel() // value.shape[channels]]
+    shape = node.meta["value"].shape
+    return [shape[1:].numel() // shape[node.meta["axes"].index("C")]]
 
 
 def _has_class_token(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import own_module
+from fxcore.graph.known_axes import axes_of, map_size
 from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, computed
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import operation_name
@@ -72,17 +73,15 @@ def _reshaped(node: fx.Node, orders: _Orders, reshaped: Mapping[fx.Node, Tensor]
 
 def _places(node: fx.Node, orders: _Orders, area: int) -> Tensor | None:
     """Return the position that each element of a map or of tokens in a known order stands for; None for others."""
-    value, axes = node.meta["value"], node.meta.get("axes")
+    value, axes = node.meta["value"], axes_of(node)
     if _orders_tokens(node, orders) and isinstance(value, Tensor):
         places: Tensor = _spread(value, orders[node], _dim(node))
         return places
-    if axes not in ("NCHW", "NHWC") or orders[node] is not None or not isinstance(value, Tensor) or value.ndim != 4:
+    size = map_size(node) if axes in ("NCHW", "NHWC") and orders[node] is None else None
+    if size is None or size[0] * size[1] != area:
         return None
-    height, width = value.shape[axes.index("H")], value.shape[axes.index("W")]
-    positions = torch.arange(area).view(height, width) if height * width == area else None
-    if positions is not None and axes == "NHWC":
-        positions = positions[..., None]
-    return None if positions is None else positions.expand(value.shape)
+    positions = torch.arange(area).view(size)
+    return (positions[..., None] if axes == "NHWC" else positions).expand(value.shape)
 
 
 def _order_in(places: Tensor, node: fx.Node, orders: _Orders) -> Tensor | None:
@@ -174,10 +173,7 @@ def _orders_tokens(node: fx.Node, orders: _Orders) -> bool:
 
 def _length(node: fx.Node) -> int | None:
     """Return the number of ``node``'s tokens; None if its value is not tokens, but may become them again."""
-    value = node.meta.get("value")
-    if not isinstance(value, Tensor) or value.ndim != 3 or node.meta.get("axes") not in ("NLC", "NCL"):
-        return None
-    return value.shape[_dim(node)]
+    return node.meta["value"].shape[_dim(node)] if axes_of(node) in ("NLC", "NCL") else None
 
 
 def _dim(node: fx.Node) -> int:
