@@ -21,6 +21,7 @@ from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import clones, map_tensors, storage_ids, tensors_in
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Watcher, on_device
+from fxcore.tracing.reachable import with_ancestors
 
 _BATCH = 13
 """Batch size of the first of two runs; the second has one image. Dimensions that differ grow with the batch."""
@@ -240,10 +241,7 @@ def values_at(
     Raises:
         Exception: whatever the model raises for inputs of this shape.
     """
-    needed = set(wanted)
-    for node in reversed(module.graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
+    needed = set(with_ancestors(wanted))
     found: dict[fx.Node, tuple[torch.Size, torch.dtype]] = {}
 
     def remember(node: fx.Node, value: Any) -> None:

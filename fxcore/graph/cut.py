@@ -22,6 +22,7 @@ from fxcore.errors import BadTensor, FxError
 from fxcore.graph.annotate import GROWS, MANY
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.reachable import reachable
 from fxcore.tracing.writes import ON_COPY, written
 
 Scale = tuple[float, int]
@@ -193,19 +194,17 @@ class _Flow:
         node.
         """
         unfed = self._open - self._fed
-        found: dict[fx.Node, None] = {}
-        waiting = [node for node in wanted if node in unfed]
+        start = [node for node in wanted if node in unfed]
         for node in needed:
             if node in self._open and node in self._fed:
-                waiting += [one for one in node.all_input_nodes if one in unfed]
-        while waiting:
-            node = waiting.pop()
+                start += [one for one in node.all_input_nodes if one in unfed]
+
+        def closes(node: fx.Node) -> bool:
             # The name of a written value means nothing in the model, where item assignment returns None.
-            if (closing(node) and node.target is not written) or node.op == "placeholder":
-                found[node] = None
-            else:
-                waiting += [one for one in node.all_input_nodes if one in self._open]
-        return sorted(found)
+            return (closing(node) and node.target is not written) or node.op == "placeholder"
+
+        above = reachable(start, lambda n: () if closes(n) else [one for one in n.all_input_nodes if one in self._open])
+        return sorted(filter(closes, above))
 
 
 _READ_FROM_VALUES = (
@@ -363,11 +362,4 @@ def is_named_tensor(node: fx.Node) -> bool:
 
 def _ancestors(nodes: Iterable[fx.Node], ends: Collection[fx.Node]) -> set[fx.Node]:
     """Return ``nodes`` and their ancestors, without going beyond ``ends``."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += () if node in ends else node.all_input_nodes
-    return found
+    return set(reachable(nodes, lambda node: () if node in ends else node.all_input_nodes))

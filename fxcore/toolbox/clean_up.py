@@ -7,13 +7,13 @@ hash.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from fxcore.passes.base import transform
 from fxcore.passes.effects import is_pure
+from fxcore.tracing.reachable import reachable
 from fxcore.tracing.writes import memory_of, mutated_argument
 
 
@@ -100,16 +100,5 @@ def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
         places = {place for node in written for place in memory[node]}
         return {node for node in nodes if node.op != "output" and not places.isdisjoint(memory[node])}
     # Without annotations, any node except a clone may be a view of its inputs.
-    up = _reachable(written, lambda node: [] if node.target == "clone" else node.all_input_nodes)
-    return _reachable(up, lambda node: list(node.users))
-
-
-def _reachable(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    waiting = list(start)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += neighbours(node)
-    return found
+    up = reachable(written, lambda node: [] if node.target == "clone" else node.all_input_nodes)
+    return set(reachable(up, lambda node: node.users))

@@ -14,6 +14,7 @@ from fxcore.layer_types import DROPOUTS
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.names import operation_name
+from fxcore.tracing.reachable import reachable
 
 IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -202,28 +203,19 @@ def _clone_constant(graph: fx.Graph, target: str) -> None:
 
 def _may_cast(node: fx.Node, root: nn.Module) -> bool:
     """Return whether an in-place operator's operands may differ in dtype; its result has the dtype of the first."""
-    waiting = node.all_input_nodes
-    if len(waiting) < 2:
+    if len(node.all_input_nodes) < 2:
         return False  # a number does not change the dtype
-    seen: set[fx.Node] = set()
-    inputs: set[fx.Node] = set()
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        name = operation_name(one)
-        if name in _CASTS or "dtype" in one.kwargs:
+    inputs = 0
+    calls = ("call_function", "call_method")
+    for one in reachable(node.all_input_nodes, lambda n: n.all_input_nodes if n.op in calls else []):
+        if operation_name(one) in _CASTS or "dtype" in one.kwargs:
             return True
         if one.op == "get_attr":
             dtype = attribute(root, str(one.target)).dtype
             if dtype.is_floating_point and dtype != torch.float32:
                 return True
-        if one.op == "placeholder":
-            inputs.add(one)
-        if one.op in ("call_function", "call_method"):
-            waiting += one.all_input_nodes
-    return len(inputs) > 1
+        inputs += one.op == "placeholder"
+    return inputs > 1
 
 
 def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, frozenset[int]]:

@@ -20,6 +20,7 @@ from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, 
 from fxcore.graph.tokens.token_order import ELSEWHERE, token_order
 from fxcore.passes.attention import ATTENTION
 from fxcore.tracing.names import MODULE, PATH
+from fxcore.tracing.reachable import with_ancestors
 
 _REORDERING = ("unroll",)
 """Names of modules that reorder tokens: Hiera's ``unroll`` orders them by attention window."""
@@ -85,7 +86,7 @@ def prefix_tokens(node: fx.Node) -> PrefixTokens:
         return PrefixTokens(grid.prefix, grid.class_token) if comes_first else UNKNOWN_PREFIX
     if grid is not None:
         return PrefixTokens(grid.prefix, grid.class_token)
-    ancestors = _ancestors(node)
+    ancestors = list(with_ancestors([node]))
     if not any(n.meta.get(ADDS_PREFIX) for n in ancestors):
         return NO_PREFIX
     length = node.meta["value"].shape[1]
@@ -106,7 +107,7 @@ def _found(node: fx.Node) -> tuple[TokenGrid | None, Tensor | None]:
     if not weights and not _are_tokens(node):
         return None, None
     length = value.shape[-1] if weights else value.shape[1]
-    ancestors = _ancestors(node)
+    ancestors = list(with_ancestors([node]))
     if any(str(n.meta.get(MODULE)).rpartition(".")[2] in _REORDERING for n in ancestors):
         return None, None
     grids = {height * width: (height, width, n) for n in reversed(ancestors) for height, width in _sizes(n)}
@@ -160,17 +161,6 @@ def _with_class_token(node: fx.Node, ancestors: Sequence[fx.Node]) -> bool:
     """
     declared = node.meta.get(DECLARED)
     return declared.class_token if declared is not None else any(map(_has_class_token, ancestors))
-
-
-def _ancestors(node: fx.Node) -> list[fx.Node]:
-    seen = {node}
-    waiting = [node]
-    for found in waiting:
-        for above in found.all_input_nodes:
-            if above not in seen:
-                seen.add(above)
-                waiting.append(above)
-    return waiting
 
 
 def _sizes(node: fx.Node) -> list[tuple[int, int]]:
