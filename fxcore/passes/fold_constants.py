@@ -20,7 +20,7 @@ from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
 from fxcore.tracing.dispatch_modes import DispatchMode, written_arguments
 from fxcore.tracing.graph_module import attribute
-from fxcore.tracing.interpreter import mutable
+from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import mutated_argument
 
@@ -56,7 +56,8 @@ def fold_constants(module: fx.GraphModule) -> int:
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
     """Return the value of each deterministic node that does not depend on an input."""
     overwritten = _overwritten(module)
-    values: dict[fx.Node, Any] = {}
+    interpreter = Interpreter(module)
+    values: dict[fx.Node, Any] = interpreter.env
     for node in module.graph.nodes:
         if node in overwritten:
             continue
@@ -70,10 +71,11 @@ def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
             watch = _Watch([values[n] for n in node.all_input_nodes])
             try:
                 with watch:
-                    values[node] = _run(module, node, values)
+                    values[node] = interpreter.run_node(node)
             except Exception:
                 # The node stays in the graph, and values that it would have written to are not constant.
-                values = {n: v for n, v in values.items() if watch.written.isdisjoint(storage_ids(v))}
+                for n in [n for n, v in values.items() if not watch.written.isdisjoint(storage_ids(v))]:
+                    del values[n]
     return values
 
 
@@ -120,16 +122,6 @@ def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
         return bool(node.all_input_nodes) and not any(m.training for m in called.modules())
     name = operation_name(node)
     return name not in UNINITIALIZED and not node.is_impure()
-
-
-def _run(module: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args, kwargs = (mutable(fx.node.map_arg(a, lambda n: values[n])) for a in (node.args, node.kwargs))
-    if node.op == "call_module":
-        return module.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:
