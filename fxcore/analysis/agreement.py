@@ -22,7 +22,7 @@ from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
 from fxcore.tracing.constants import FROZEN
 from fxcore.tracing.dispatch_modes import LenientMode
-from fxcore.tracing.interpreter import Interpreter
+from fxcore.tracing.interpreter import Interpreter, Watcher
 from fxcore.tracing.names import public_name
 
 _FIVE = [1, 0, 0, 1, 1]
@@ -87,12 +87,24 @@ def check_graph(
         if any("forward" in vars(part) for part in module.modules()):
             # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
-        runner = _Comparing(traced, seen, targets, uncertain)
+        first: str | None = None
+
+        def compare(node: fx.Node, value: Any) -> None:
+            """Compare the outputs of modules with ``seen``, and remove the compared samples."""
+            nonlocal first
+            if node.op == "call_module" and node.name in targets:
+                expected = seen[targets[node.name]]
+                for tensor in tensors_in(value):
+                    sample = expected.pop(0) if expected else None
+                    agrees = sample is not None and (node in uncertain or sample.agrees(Sample.of(tensor)))
+                    if not agrees and first is None:
+                        first = public_name(node)
+
         try:
-            found = runner.run(*clones(inputs))
+            found = Watcher(traced, compare).run(*clones(inputs))
         except Exception as error:
             raise GraphDiffers(f"the graph of {name} cannot run where the module can: {summarize(error)}") from error
-    first = runner.first or next((path for path, left in seen.items() if left), None)
+    first = first or next((path for path, left in seen.items() if left), None)
     if first is None:
         first = _differing_output(traced, expected, found, uncertain)
     if first is not None:
@@ -264,36 +276,6 @@ def _watched(module: nn.Module, seen: dict[str, list[Sample]]) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Comparing(Interpreter):
-    """An interpreter that compares the outputs of modules with ``seen``, removing the compared samples.
-
-    Attributes:
-        first: name of the first node that differs.
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        seen: dict[str, list[Sample]],
-        targets: Mapping[str, str],
-        uncertain: set[fx.Node],
-    ) -> None:
-        super().__init__(module)
-        self.first: str | None = None
-        self._seen, self._targets, self._uncertain = seen, targets, uncertain
-
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        if n.op == "call_module" and n.name in self._targets:
-            expected = self._seen[self._targets[n.name]]
-            for tensor in tensors_in(value):
-                sample = expected.pop(0) if expected else None
-                agrees = sample is not None and (n in self._uncertain or sample.agrees(Sample.of(tensor)))
-                if not agrees and self.first is None:
-                    self.first = public_name(n)
-        return value
 
 
 def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncertain: set[fx.Node]) -> str | None:

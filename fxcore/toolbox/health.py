@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from fxcore.nesting import clones, tensors_in
 from fxcore.tracing.constants import frozen
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
-from fxcore.tracing.interpreter import Inputs, Interpreter, positional, require_graph
+from fxcore.tracing.interpreter import Inputs, Watcher, positional, require_graph
 from fxcore.tracing.names import operation_name, public_name
 
 # Bounds of functions that saturate.
@@ -109,11 +109,17 @@ def check_health(module: fx.GraphModule, inputs: Inputs, *, limit: float | None 
     """
     require_graph(module)
     arguments = positional(module, inputs)
-    watcher = _Watcher(module, limit)
+    found: dict[fx.Node, NodeHealth] = {}
+
+    def look(node: fx.Node, value: Any) -> None:
+        tensors = [t for t in tensors_in(value) if t.is_floating_point() and t.numel()]
+        if tensors and node.op != "output":
+            found[node] = _health(module, node, tensors, limit)
+
     with explain_mismatch(module, arguments), torch.no_grad():
-        watcher.run(*clones(arguments))  # the module may write to its inputs
-    nodes = list(watcher.found.values())
-    bad = next((n for n, h in watcher.found.items() if h.nan or h.inf), None)
+        Watcher(module, look).run(*clones(arguments))  # the module may write to its inputs
+    nodes = list(found.values())
+    bad = next((n for n, h in found.items() if h.nan or h.inf), None)
     return Health(
         nodes=nodes,
         first_nan=next((h.name for h in nodes if h.nan), None),
@@ -139,50 +145,38 @@ def _cause(module: fx.GraphModule, node: fx.Node) -> str:
     return "operation"
 
 
-class _Watcher(Interpreter):
-    def __init__(self, module: fx.GraphModule, limit: float | None) -> None:
-        super().__init__(module)
-        self.limit = limit
-        self.found: dict[fx.Node, NodeHealth] = {}
+def _health(module: fx.GraphModule, node: fx.Node, tensors: list[Tensor], limit: float | None) -> NodeHealth:
+    nan = sum(int(t.isnan().sum()) for t in tensors)
+    inf = sum(int(t.isinf().sum()) for t in tensors)
+    largest = max(float(t.abs().nan_to_num(0, 0, 0).max()) for t in tensors)
+    saturated = max(_saturated(module, node, t, limit) for t in tensors)
+    return NodeHealth(public_name(node), nan, inf, largest, saturated)
 
-    def run_node(self, n: fx.Node) -> Any:
-        value = super().run_node(n)
-        tensors = [t for t in tensors_in(value) if t.is_floating_point() and t.numel()]
-        if tensors and n.op != "output":
-            self.found[n] = self._look(n, tensors)
-        return value
 
-    def _look(self, node: fx.Node, tensors: list[Tensor]) -> NodeHealth:
-        nan = sum(int(t.isnan().sum()) for t in tensors)
-        inf = sum(int(t.isinf().sum()) for t in tensors)
-        largest = max(float(t.abs().nan_to_num(0, 0, 0).max()) for t in tensors)
-        saturated = max(self._saturated(node, t) for t in tensors)
-        return NodeHealth(public_name(node), nan, inf, largest, saturated)
+def _saturated(module: fx.GraphModule, node: fx.Node, value: Tensor, limit: float | None) -> float:
+    shares = [0.0]
+    beyond = value.abs() >= (torch.finfo(value.dtype).max if limit is None else limit)
+    if bool(beyond.any()):
+        # A single overflowing element makes everything computed from it wrong.
+        shares.append(1.0)
+    kind = _kind(module, node)
+    if kind == "relu":
+        shares.append(float((value == 0).float().mean()))
+    elif kind is not None:
+        low, high = _BOUNDS[kind]
+        near = _NEAR * (high - low)
+        shares.append(float(((value <= low + near) | (value >= high - near)).float().mean()))
+    return max(shares)
 
-    def _saturated(self, node: fx.Node, value: Tensor) -> float:
-        shares = [0.0]
-        limit = self.limit if self.limit is not None else torch.finfo(value.dtype).max
-        beyond = value.abs() >= limit
-        if bool(beyond.any()):
-            # A single overflowing element makes everything computed from it wrong.
-            shares.append(1.0)
-        kind = self._kind(node)
-        if kind == "relu":
-            shares.append(float((value == 0).float().mean()))
-        elif kind is not None:
-            low, high = _BOUNDS[kind]
-            near = _NEAR * (high - low)
-            shares.append(float(((value <= low + near) | (value >= high - near)).float().mean()))
-        return max(shares)
 
-    def _kind(self, node: fx.Node) -> str | None:
-        """Return the name of the bounded function that ``node`` applies; None for other nodes."""
-        if node.op == "call_module":
-            called = self.fetch_attr(str(node.target))
-            return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))
-        if node.op not in ("call_function", "call_method"):
-            return None
-        if node.target in _RELU:
-            return "relu"
-        name = operation_name(node)
-        return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None
+def _kind(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Return the name of the bounded function that ``node`` applies; None for other nodes."""
+    if node.op == "call_module":
+        called = module.get_submodule(str(node.target))
+        return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if node.target in _RELU:
+        return "relu"
+    name = operation_name(node)
+    return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None
