@@ -131,7 +131,11 @@ def transform(
         before = _output_structure(module)
         with torch.no_grad():
             private = fork(module)
-            changes = edit(private, *args, **kwargs)
+            try:
+                changes = edit(private, *args, **kwargs)
+            except (BadParameter, CannotTransform) as error:
+                error.extra.setdefault("transform", name)
+                raise
         if _output_structure(private) != before:
             raise CannotKeep(f"{name} would change what the graph returns", transform=name, node="output")
         result = finish(private)

@@ -79,18 +79,18 @@ def fold_normalization(
     if not _finite(mean) or not _finite(std) or len(mean) != len(std) or min(std) <= 0:
         raise BadParameter(
             "mean and std must have a finite number for each channel, and each std must be positive",
-            transform="fold_normalization",
             parameter="std" if _finite(mean) else "mean",
         )
     if NORMALIZED in module.meta:
-        raise CannotTransform("the normalisation of this module is folded in already", transform="fold_normalization")
+        raise CannotTransform("the normalisation of this module is folded in already")
     images = next((n for n in module.graph.nodes if n.op == "placeholder"), None)
     if images is None:
-        raise CannotTransform("the graph has no input", transform="fold_normalization")
+        raise CannotTransform("the graph has no input")
     readers = [n for n in images.users if not reads_shape(n)]
     chains = [_first_convolution(module, reader) for reader in readers]
-    mean_at, std_at = (torch.tensor(v, device=_device(module)) for v in (mean, std))
-    if readers and all(chain is not None and _channels(chain[-1]) == len(mean) for chain in chains):
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    mean_at, std_at = (torch.tensor(v, device=device) for v in (mean, std))
+    if readers and all(chain is not None and chain[-1].in_channels == len(mean) for chain in chains):
         for reader, chain in zip(readers, chains, strict=True):
             assert chain is not None
             _fold(module, images, reader, chain, mean_at, std_at)
@@ -117,10 +117,6 @@ def _first_convolution(module: fx.GraphModule, reader: fx.Node) -> list[nn.Modul
     last = found[-1]
     plain = type(last) in CONVOLUTIONS and last.padding_mode in ("zeros", "circular", "reflect", "replicate")
     return found if plain and not any(map(hooked, found)) else None
-
-
-def _channels(module: nn.Module) -> int:
-    return int(module.in_channels)  # type: ignore[arg-type]
 
 
 def _fold(
@@ -175,7 +171,3 @@ def _normalize_in_graph(
         made = module.graph.call_function(normalized, (images, means, deviations))
     for reader in readers:
         reader.replace_input_with(images, made)
-
-
-def _device(module: fx.GraphModule) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -32,9 +32,7 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
     names = [nodes] if isinstance(nodes, str) else nodes
     for name in names:
         if not any(named(node, name) or _holds(module, node, name) for node in module.graph.nodes):
-            raise CannotTransform(
-                f"keep_float: the graph has no node {name!r}; see the list of nodes", transform="keep_float", node=name
-            )
+            raise CannotTransform(f"keep_float: the graph has no node {name!r}; see the list of nodes", node=name)
     module.meta[KEPT] = (*module.meta.get(KEPT, ()), *names)
     return len(names)
 

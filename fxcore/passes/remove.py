@@ -42,9 +42,7 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
     """
     if not dropout and not identity:
         raise BadParameter(
-            "remove: dropout and identity are both false, so there is nothing to remove",
-            transform="remove",
-            parameter="dropout",
+            "remove: dropout and identity are both false, so there is nothing to remove", parameter="dropout"
         )
     count = 0
     for node in list(module.graph.nodes):

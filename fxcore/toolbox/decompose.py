@@ -55,47 +55,33 @@ def decompose(
     if not isinstance(operations, Iterable) or not isinstance(rules, Mapping | None):
         wrong, value = ("rules", rules) if isinstance(operations, Iterable) else ("operations", operations)
         wants = "a dictionary, operation to function" if wrong == "rules" else "a list of names"
-        raise BadParameter(f"decompose: {wrong} is {wants}, not {value!r:.100}", transform="decompose", parameter=wrong)
+        raise BadParameter(f"decompose: {wrong} is {wants}, not {value!r:.100}", parameter=wrong)
     wanted = [operations] if isinstance(operations, str) else list(operations)
     for key, given in (rules or {}).items():
         if key in _CLASSES:
             raise BadParameter(
                 f"decompose: {key} is a module's class, and rules are for functions and tensor methods; its own rule "
                 f"goes by the name {_CLASSES[key]!r} in operations, and replace_module replaces modules",
-                transform="decompose",
                 parameter="rules",
             )
         check_operation(key, "decompose", "rules")
         if not callable(given):
-            raise BadParameter(
-                f"decompose: the rule for {key} is not a function but {given!r}",
-                transform="decompose",
-                parameter="rules",
-            )
+            raise BadParameter(f"decompose: the rule for {key} is not a function but {given!r}", parameter="rules")
     if not wanted and not rules:
-        raise BadParameter(
-            "decompose: neither operations nor rules are given", transform="decompose", parameter="operations"
-        )
+        raise BadParameter("decompose: neither operations nor rules are given", parameter="operations")
     unknown = [name for name in wanted if name not in RULES]
     if unknown:
         raise BadParameter(
-            f"there is no rule for {unknown[0]!r}; there are rules for {', '.join(RULES)}",
-            transform="decompose",
-            parameter="operations",
+            f"there is no rule for {unknown[0]!r}; there are rules for {', '.join(RULES)}", parameter="operations"
         )
     count = 0
     for node in list(module.graph.nodes):
-        rule = _given_rule(node, rules or {}) or _own_rule(module, node, wanted)
+        own = (rules or {}).get(node.target) if node.op in ("call_function", "call_method") else None
+        rule = own or _own_rule(module, node, wanted)
         if rule is not None:
             rewrite(module, node, lambda call, args, kwargs, rule=rule: rule(*args, **kwargs))  # type: ignore[misc]
             count += 1
     return count
-
-
-def _given_rule(node: fx.Node, rules: Mapping[Callable[..., Any] | str, Rule]) -> Rule | None:
-    if node.op not in ("call_function", "call_method"):
-        return None
-    return rules.get(node.target)
 
 
 def _own_rule(module: fx.GraphModule, node: fx.Node, wanted: Iterable[str]) -> Rule | None:

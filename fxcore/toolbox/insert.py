@@ -24,16 +24,13 @@ def find_node(module: fx.GraphModule, name: str, transform: str) -> fx.Node:
     Raises:
         CannotTransform: there is no such node.
     """
-    node: fx.Node
-    for node in module.graph.nodes:
-        if node.meta.get(PATH) == name:
-            return node
-    for node in module.graph.nodes:
-        if node.name == name and node.op != "output":
-            return node
-    raise CannotTransform(
-        f"{transform}: the graph has no node {name!r}; name one of its nodes", transform=transform, node=name
-    )
+    named: list[fx.Node] = [node for node in module.graph.nodes if node.meta.get(PATH) == name]
+    named += [node for node in module.graph.nodes if node.name == name and node.op != "output"]
+    if not named:
+        raise CannotTransform(
+            f"{transform}: the graph has no node {name!r}; name one of its nodes", transform=transform, node=name
+        )
+    return named[0]
 
 
 @transform
@@ -71,17 +68,12 @@ def insert_after(
     if base is not None and found.target is not operator.setitem:  # it returns nothing to read
         base.replace_all_uses_with(found, delete_user_cb=lambda user: user > found, propagate_meta=False)
     if alias_readers(module, found):
-        raise CannotTransform(
-            f"{node!r} overwrites memory that other nodes read later through views; use wrap", transform="insert_after"
-        )
+        raise CannotTransform(f"{node!r} overwrites memory that other nodes read later through views; use wrap")
     readers = [user for user in found.users if outputs or user.op != "output"]
     if not found.users:
-        raise CannotTransform(f"nothing reads {node!r}", transform="insert_after")
+        raise CannotTransform(f"nothing reads {node!r}")
     if not readers:
-        raise CannotTransform(
-            f"only the output reads {node!r}, and its value stays the same; set outputs to change it",
-            transform="insert_after",
-        )
+        raise CannotTransform(f"only the output reads {node!r}, and its value stays the same; set outputs to change it")
     with module.graph.inserting_after(found):
         if isinstance(function, nn.Module):
             function.eval()
@@ -116,7 +108,7 @@ def wrap(module: fx.GraphModule, node: str, wrapper: Callable[..., Any]) -> int:
     """
     found = find_node(module, node, "wrap")
     if found.op in ("placeholder", "get_attr"):
-        raise CannotTransform(f"{node!r} is not a call and cannot be wrapped", transform="wrap", node=node)
+        raise CannotTransform(f"{node!r} is not a call and cannot be wrapped", node=node)
     rewrite(module, found, lambda call, args, kwargs: wrapper(call, *args, **kwargs))
     return 1
 

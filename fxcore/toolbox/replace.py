@@ -136,11 +136,9 @@ def replace_op(
     for one in wanted:
         check_operation(one, "replace_op", "old")
     if not wanted:
-        raise BadParameter("replace_op: no operation is given to replace", transform="replace_op", parameter="old")
+        raise BadParameter("replace_op: no operation is given to replace", parameter="old")
     if not callable(new):
-        raise BadParameter(
-            f"replace_op: the replacement must be a function, not {new!r}", transform="replace_op", parameter="new"
-        )
+        raise BadParameter(f"replace_op: the replacement must be a function, not {new!r}", parameter="new")
     found = [
         node
         for node in module.graph.nodes
@@ -177,7 +175,6 @@ def replace_module(
     if not isinstance(old, str) and not (isinstance(old, type) and issubclass(old, nn.Module)):
         raise BadParameter(
             f"replace_module replaces modules by class or path, and {old!r} is neither; replace_op replaces functions",
-            transform="replace_module",
             parameter="old",
         )
     make = _maker(new)
@@ -194,9 +191,7 @@ def replace_module(
             replacement = make(called)
             if not isinstance(replacement, nn.Module):
                 raise BadParameter(
-                    f"replace_module: the function must return a module, not {replacement!r:.100}",
-                    transform="replace_module",
-                    parameter="new",
+                    f"replace_module: the function must return a module, not {replacement!r:.100}", parameter="new"
                 )
             made[id(called)] = add(module, str(node.target), replacement.eval())
         redirect_readers(module, node)
@@ -204,9 +199,7 @@ def replace_module(
         count += 1
     if not count and isinstance(old, str):
         raise CannotTransform(
-            f"replace_module: the graph calls no module {old!r}; see the targets of its nodes",
-            transform="replace_module",
-            node=old,
+            f"replace_module: the graph calls no module {old!r}; see the targets of its nodes", node=old
         )
     return count
 
@@ -221,7 +214,6 @@ def _maker(new: Any) -> Callable[[nn.Module], nn.Module]:
         raise BadParameter(
             f"replace_module: the replacement is a function of the old module, as in lambda old: nn.GELU(), not "
             f"{new!r:.100}",
-            transform="replace_module",
             parameter="new",
         )
     return new  # type: ignore[no-any-return]
