@@ -93,8 +93,7 @@ def compiled(
                 shutil.rmtree(kept, ignore_errors=True)
         fresh = Path(tempfile.mkdtemp(prefix=".making-", dir=home))
         stack.callback(shutil.rmtree, fresh, True)
-        process.save_module(fresh, module, example=example, calibration=list(calibration))
-        (fresh / "job.json").write_text(json.dumps(settings))
+        process.save_module(fresh, module, example=example, calibration=list(calibration), settings=settings)
         _lower(backend, fresh, options)
         with contextlib.suppress(OSError):  # another process finished first
             fresh.rename(kept)
@@ -150,7 +149,8 @@ def _lower(backend: str, folder: Path, options: Options) -> None:
 
 def _key(module: fx.GraphModule, settings: dict[str, Any], inputs: Sequence[Tensor], packages: Sequence[str]) -> str:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "torchvision", *packages)}
-    digest = hashlib.sha256(json.dumps([settings, versions, _processor()], sort_keys=True).encode())
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    digest = hashlib.sha256(json.dumps([settings, versions, processor], sort_keys=True).encode())
     for name, child in module.named_modules():  # the code, and settings of the modules it calls (kernel size, eps …)
         digest.update(f"{name} {_stable_repr(type(child))} {child.extra_repr()} {_configured(child)}\n".encode())
     for tensor in [*tensors_of(module), *inputs]:
@@ -192,10 +192,6 @@ def _stable_repr(value: object) -> str:
 
 def _bytes(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def _processor() -> str:
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _writable(folder: Path) -> bool:

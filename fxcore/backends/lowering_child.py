@@ -1,11 +1,10 @@
 """The child process that runs torch.export and the compilers: ``python -m fxcore.backends.lowering_child DIR``.
 
-DIR holds a module and ``job.json``, which :mod:`fxcore.backends.artifacts` writes; the artifact is written there.
+:mod:`fxcore.backends.artifacts` writes a module and settings to DIR; the artifact is written there.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +21,12 @@ from fxcore.tensors import Tensors
 
 
 def work(folder: Path) -> None:
-    job = json.loads((folder / "job.json").read_text())
     module, saved = process.load_module(folder)
-    example: Tensors = saved["example"]
-    if job["backend"] == "openvino":
-        _to_openvino(module, example, saved["calibration"], job, folder)
+    example, settings = saved["example"], saved["settings"]
+    if settings["backend"] == "openvino":
+        _to_openvino(module, example, saved["calibration"], settings, folder)
     else:
-        _to_inductor(module, example, job, folder)
+        _to_inductor(module, example, settings, folder)
 
 
 _ANY_SIZE_SECONDS = 20.0
@@ -75,7 +73,7 @@ def _exported_at_one_size(module: nn.Module, example: Tensors) -> Any:
 
 
 def _to_openvino(
-    module: nn.Module, example: Tensors, calibration: list[Tensors], job: dict[str, Any], folder: Path
+    module: nn.Module, example: Tensors, calibration: list[Tensors], settings: dict[str, Any], folder: Path
 ) -> None:
     from fxcore.backends.openvino_package import openvino
 
@@ -84,12 +82,12 @@ def _to_openvino(
     except Exception:  # OpenVINO does not know all operations on sizes
         model = converted(module, example, _exported_at_one_size)
     if calibration:
-        model = quantized(model, calibration, job["overflows"])
+        model = quantized(model, calibration, settings["overflows"])
     openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
 
 
-def _to_inductor(module: nn.Module, example: Tensors, job: dict[str, Any], folder: Path) -> None:
-    torch.set_num_threads(job["threads"])  # built into the generated code
+def _to_inductor(module: nn.Module, example: Tensors, settings: dict[str, Any], folder: Path) -> None:
+    torch.set_num_threads(settings["threads"])  # built into the generated code
     program = exported(module, example)
     with torch.no_grad():
         aoti.compile_package(program, folder / "model.pt2", {"freezing": True})

@@ -41,7 +41,7 @@ class ProcessFailed(Exception):
 
 
 def save_module(folder: Path, module: fx.GraphModule, **beside: Any) -> None:
-    """Save ``module``, and tensors ``beside`` it, in ``folder`` for :func:`load_module` in another process."""
+    """Save ``module``, and values ``beside`` it, in ``folder`` for :func:`load_module` in another process."""
     # Save tensors and code: the other process builds an ordinary module from them without tracing.
     _, (body, imports) = fx.GraphModule.__reduce__(with_plain_weights(module))[:2]
     torch.save({**beside, "body": body, "imports": imports}, folder / _FILE)
@@ -51,7 +51,7 @@ def load_module(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Load, and delete, the file of :func:`save_module`.
 
     Returns:
-        The module, in eval mode on the CPU, and the tensors beside it.
+        The module, in eval mode on the CPU, and the values beside it.
     """
     file = folder / _FILE
     # Safe to unpickle: the parent process wrote it to a private folder.

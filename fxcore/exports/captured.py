@@ -17,7 +17,7 @@ from fxcore.exports.description import description_json
 from fxcore.exports.subject import CannotExport, Subject
 from fxcore.passes.base import erase_dead, fork
 
-_JOB, _DESCRIPTION, _RESULT, _REFUSAL = "job.json", "description.json", "export", "refusal.json"
+_RESULT, _REFUSAL = "export", "refusal.json"
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,21 @@ def written(
     Raises:
         CannotExport: the child rejected the model or failed.
     """
-    job = {
-        "format": format,
-        "model": subject.name,
-        "input_names": [spec.name for spec in subject.inputs],
-        "keys": [output.key for output in subject.outputs],
-    }
     with tempfile.TemporaryDirectory(prefix="fxserve-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         module = _with_fixed_windows(subject.module, subject.windows) if subject.windows else subject.module
         module = as_tuple(module) if named_outputs else module
-        process.save_module(folder, module, inputs=subject.examples(), calibration=list(calibration))
-        (folder / _JOB).write_text(json.dumps(job))
-        (folder / _DESCRIPTION).write_bytes(description_json(subject, bool(calibration)))
+        process.save_module(
+            folder,
+            module,
+            format=format,
+            model=subject.name,
+            inputs=subject.examples(),
+            input_names=[spec.name for spec in subject.inputs],
+            keys=[output.key for output in subject.outputs],
+            description=description_json(subject, bool(calibration)),
+            calibration=list(calibration),
+        )
         try:
             process.run("fxcore.exports.export_child", folder, {}, cancelled)
         except process.ProcessFailed as error:
@@ -84,12 +86,8 @@ def written(
 
 def load(folder: Path) -> tuple[str, Captured]:
     """Load the format and the extractor that :func:`written` saved in ``folder``. Called in the child process."""
-    job = json.loads((folder / _JOB).read_text())
     module, beside = process.load_module(folder)
-    description = (folder / _DESCRIPTION).read_bytes()
-    return job["format"], Captured(
-        job["model"], module, beside["inputs"], job["input_names"], job["keys"], description, beside["calibration"]
-    )
+    return beside.pop("format"), Captured(module=module, **beside)
 
 
 def finish(folder: Path, result: bytes) -> None:
