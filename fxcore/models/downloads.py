@@ -12,8 +12,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from fxcore.errors import WeightsUnavailable
-from fxcore.models.state_dicts import first_line
+from fxcore.models.state_dicts import first_line, unavailable
 
 _REACH_TIMEOUT = 5.0
 """Seconds to wait for a connection to the server. The download itself may take longer, as long as bytes arrive."""
@@ -39,11 +38,10 @@ def download(url: str, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         _fetch(url, file)
     except (OSError, ValueError, http.client.HTTPException) as error:  # URLError is an OSError
-        raise WeightsUnavailable(
+        raise unavailable(
+            file,
             f"{file.name} is not in {file.parent} and could not be downloaded ({first_line(error)}); put the file "
             "there, or use weights=random to try without",
-            file=file.name,
-            folder=str(file.parent),
         ) from error
 
 

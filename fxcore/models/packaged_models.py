@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import ResNet18_Weights
 
-from fxcore.errors import WeightsUnavailable
 from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.images.sizes import ImageSize
 from fxcore.models.entry import ModelEntry, WeightsInfo
-from fxcore.models.state_dicts import read_cached
+from fxcore.models.state_dicts import read_cached, unavailable
 
 _WEIGHTS = "IMAGENET1K"
 _MEAN, _STD = 127 / 255, 128 / 255
@@ -157,9 +156,7 @@ class PackagedEntry(ModelEntry):
         # The package's modules have different names but are in the same order.
         names = list(self.build_weightless().state_dict())
         if [key.rpartition(".")[2] for key in state] != [name.rpartition(".")[2] for name in names]:
-            raise WeightsUnavailable(
-                f"{file.name} does not belong to {self.name}", file=file.name, folder=str(file.parent)
-            )
+            raise unavailable(file, f"{file.name} does not belong to {self.name}")
         return self.filled(weights, dict(zip(names, state.values(), strict=True)), file)
 
 

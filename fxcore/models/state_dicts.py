@@ -53,12 +53,16 @@ def read_cached(file: Path) -> StateDict:
 
 def damaged(file: Path, error: Exception) -> WeightsUnavailable:
     """Return the error for a cached ``file`` that cannot be read."""
-    return WeightsUnavailable(
+    return unavailable(
+        file,
         f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is downloaded again, "
         "or use weights=random to try without",
-        file=file.name,
-        folder=str(file.parent),
     )
+
+
+def unavailable(file: Path, detail: str) -> WeightsUnavailable:
+    """Return the error for a ``file`` that cannot be loaded."""
+    return WeightsUnavailable(detail, file=file.name, folder=str(file.parent))
 
 
 def read_file(name: str, folder: Path | None) -> StateDict:
@@ -84,23 +88,20 @@ def read_file(name: str, folder: Path | None) -> StateDict:
             return safetensors.torch.load(path.read_bytes())
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise WeightsUnavailable(
+        raise unavailable(
+            path,
             f"{name} is a pickle that holds more than tensors and is not opened; save model.state_dict(), or convert "
             "it to safetensors",
-            file=name,
-            folder=str(folder),
         ) from error
     except Exception as error:
-        raise WeightsUnavailable(
-            f"{name} cannot be read ({first_line(error)})", file=name, folder=str(folder)
-        ) from error
+        raise unavailable(path, f"{name} cannot be read ({first_line(error)})") from error
     if isinstance(loaded, Mapping):  # possibly a training checkpoint, as saved by torchvision's scripts
         inner = loaded.get("model", loaded.get("state_dict"))
         loaded = inner if isinstance(inner, Mapping) else loaded
     if not isinstance(loaded, Mapping) or not all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in loaded.items()
     ):
-        raise WeightsUnavailable(f"{name} does not hold a state dict", file=name, folder=str(folder))
+        raise unavailable(path, f"{name} does not hold a state dict")
     return loaded
 
 
@@ -229,7 +230,7 @@ def _fault(value: Tensor, expected: Tensor) -> str | None:
 def misfit(name: str, file: Path, reason: str) -> WeightsUnavailable:
     """Return the error for a ``file`` whose tensors do not match the model ``name``."""
     reason = " ".join(reason.split())[:300]
-    return WeightsUnavailable(f"{file.name} does not fit {name}: {reason}", file=file.name, folder=str(file.parent))
+    return unavailable(file, f"{file.name} does not fit {name}: {reason}")
 
 
 def first_line(error: BaseException) -> str:
