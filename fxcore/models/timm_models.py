@@ -217,16 +217,8 @@ def _entry(architecture: str) -> TimmEntry:
 
 def _weights(config: Any) -> WeightsInfo:
     if config.hf_hub_id:
-        return HubWeights(
-            config.tag,
-            "",
-            None,
-            {},
-            (),
-            config.num_classes,
-            repository=config.hf_hub_id,
-            filename=config.hf_hub_filename,
-        )
+        files = {"repository": config.hf_hub_id, "filename": config.hf_hub_filename}
+        return HubWeights(config.tag, "", None, {}, (), config.num_classes, **files)
     return WeightsInfo(config.tag, config.url, None, {}, (), config.num_classes)
 
 

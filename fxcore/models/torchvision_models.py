@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torchvision.models as tv
@@ -29,14 +29,6 @@ from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.state_dicts import StateDict, misfit, read_cached
 from fxcore.models.weightless import BUILD_LOCK, weightless
 from fxcore.quiet import quiet
-
-_SUBMODULE_TASKS: dict[str, Task] = {
-    "quantization": "quantization",
-    "segmentation": "segmentation",
-    "detection": "detection",
-    "video": "video",
-    "optical_flow": "optical_flow",
-}
 
 # torchvision's builders change these arguments when they load weights (`_ovewrite_named_param`); a model that is built
 # first and loads the same weights later needs the same arguments. A test compares each model's parameter count with the
@@ -93,7 +85,7 @@ class TorchvisionEntry(ModelEntry):
             UnknownWeights: the model has no published weights, and so no preprocessing.
         """
         if self.task == "detection":
-            return DetectorPreprocessing(_detector_transform(self), image_size)
+            return DetectorPreprocessing(copy.deepcopy(_weightless_detector(self.name).transform), image_size)
         if self.task == "optical_flow":
             return FlowPreprocessing(image_size)
         name = weights if weights in self.published else self.default_weights
@@ -177,11 +169,6 @@ class TorchvisionEntry(ModelEntry):
         return arguments
 
 
-def _detector_transform(entry: ModelEntry) -> Any:
-    """Return a detector's transform, with the builder's default sizes and means."""
-    return copy.deepcopy(_weightless_detector(entry.name).transform)
-
-
 @functools.cache
 def _weightless_detector(name: str) -> Any:
     return torchvision_models()[name].build_weightless()
@@ -192,7 +179,7 @@ def _entry(name: str) -> TorchvisionEntry:
     enum: type[WeightsEnum] = tv.get_model_weights(name)
     members = {w.name: w for w in enum}
     package = builder.__module__.split(".")
-    task: Task = next((_SUBMODULE_TASKS[part] for part in package if part in _SUBMODULE_TASKS), "classification")
+    task: Task = next((task for task in get_args(Task) if task in package), "classification")
     default = getattr(enum, "DEFAULT", None)
     return TorchvisionEntry(
         name=name,

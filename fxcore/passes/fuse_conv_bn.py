@@ -122,7 +122,7 @@ def _affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | Non
 def scaled(
     weight: Tensor, bias: Tensor | None, affine: Affine, transposed: bool, groups: int
 ) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return weight and bias of a convolution followed by ``affine``, in the dtype of ``weight``."""
+    """Return weight and bias of a convolution or linear layer followed by ``affine``, in the dtype of ``weight``."""
     if transposed:  # [in, out / groups, ...]: each group of inputs computes its own outputs
         grouped = weight.double().view(groups, -1, *weight.shape[1:])
         per_output = affine.scale.view(groups, 1, -1, *[1] * (weight.ndim - 2))

@@ -104,9 +104,7 @@ def parse(wanted: str | Mapping[str, Any]) -> tuple[Transform, dict[str, Any]]:
     >>> transform.name, parameters
     ('remove', {'dropout': True, 'identity': False})
     """
-    given: dict[str, Any] = {"name": wanted} if isinstance(wanted, str) else {}
-    if isinstance(wanted, Mapping):
-        given = dict(wanted)
+    given = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     name = given.pop("name", None)
     if not isinstance(name, str):
         raise UnknownTransform(
@@ -168,14 +166,7 @@ def described(transform: Transform) -> dict[str, Any]:
     >>> described(get_transform("keep_float"))["parameters"]
     {'nodes': {'type': 'array', 'items': {'type': 'string'}}}
     """
-    return {
-        "name": transform.name,
-        "description": transform.description,
-        "parameters": {name: dict(schema) for name, schema in transform.parameters.items()},
-        "exact": transform.exact,
-        "changes_input": transform.changes_input,
-        "adds_nodes": transform.adds_nodes,
-    }
+    return {name: value for name, value in vars(transform).items() if name != "run"}
 
 
 def _problem(value: Any, schema: Mapping[str, Any]) -> str | None:

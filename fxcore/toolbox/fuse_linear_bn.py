@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fxcore.copies import shallow_copy
 from fxcore.passes.base import add, hooked, source_of, transform
-from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm
+from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm, scaled
 from fxcore.tracing.names import operation_name
 
 # Modules whose output is [N, C] for an input [N, C].
@@ -65,12 +65,9 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
 
 
 def _fused(linear: nn.Linear, affine: Affine) -> nn.Linear:
-    weight, bias = linear.weight, linear.bias
     made = shallow_copy(linear)
     assert isinstance(made, nn.Linear)
-    made.weight = nn.Parameter((weight.double() * affine.scale[:, None]).to(weight.dtype), requires_grad=False)
-    shift = affine.shift if bias is None else bias.double() * affine.scale + affine.shift
-    made.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
+    made.weight, made.bias = scaled(linear.weight, linear.bias, affine, transposed=False, groups=1)
     return made
 
 

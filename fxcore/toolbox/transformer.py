@@ -50,7 +50,7 @@ class Transformer(fx.Transformer):
     def run_node(self, n: fx.Node) -> Any:
         before = next(iter(reversed(self.new_graph.nodes)), None)
         value = super().run_node(n)
-        fresh = _after(self.new_graph, before)
+        fresh = list(itertools.takewhile(lambda node: node is not before, reversed(self.new_graph.nodes)))[::-1]
         if isinstance(value, fx.Proxy) and value.node in fresh:
             fresh.remove(value.node)
             self._made[value.node] = n
@@ -98,13 +98,3 @@ def _free_name(name: str, taken: set[str]) -> str:
         base = name
     numbered = (f"{base}_{n}" for n in itertools.count(1))
     return next(one for one in itertools.chain([name], numbered) if one not in taken)
-
-
-def _after(graph: fx.Graph, node: fx.Node | None) -> list[fx.Node]:
-    """Return the nodes after ``node``, or all nodes if it is None."""
-    found = []
-    for one in reversed(graph.nodes):
-        if one is node:
-            break
-        found.append(one)
-    return found[::-1]
