@@ -349,9 +349,15 @@ class Engine:
         """
         for text in self.settings.preload:
             self._preload_trouble = f"preloading {text}"
+            record: ExtractorRecord | None = None
             for attempt in count():
                 try:
-                    await self._preload_one(text)
+                    if record is None or not record.deleted:
+                        record = await self.extractors.preload(spec_of_text(text))
+                    if record is None or record.deleted:
+                        log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)
+                    else:
+                        await self._warm_up(record)
                     break
                 except Exception as error:
                     # Other errors are bugs: log their traceback.
@@ -365,12 +371,8 @@ class Engine:
             self.preload_failed = False
         self._preload_trouble = None
 
-    async def _preload_one(self, text: str) -> None:
-        """Build and pin the extractor that ``text`` describes, and run one request of zeros through it."""
-        record = await self.extractors.preload(spec_of_text(text))
-        if record is None:
-            log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)
-            return
+    async def _warm_up(self, record: ExtractorRecord) -> None:
+        """Build and pin an extractor, and run one request of zeros through it."""
         record.pinned = True
         runtime = await self.runtimes.load(record)
         if self.settings.lowering:

@@ -309,6 +309,15 @@ async def test_a_preload_that_failed_is_tried_again(engine: MakeEngine, tmp_path
         assert [(record.state, record.pinned) for record in running.records.list()] == [("ready", True)]
 
 
+async def test_a_preload_deleted_before_its_retry_stays_deleted(engine: MakeEngine, tmp_path: Path) -> None:
+    async with engine(preload="mobilenet_v3_small@file:mine.pth:C4", weights_dir=tmp_path) as running:
+        await until(lambda: running.preload_failed)
+        (record,) = running.records.list()
+        await running.extractors.delete(record.id)
+        await until(lambda: running.readiness()[0])
+        assert running.records.list() == []
+
+
 async def test_a_preload_that_raises_is_logged(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def defect(*asked: object) -> None:
         raise LookupError("nobody thought of this")
