@@ -63,8 +63,8 @@ _ROUTERS = [
 ]
 
 DESCRIPTION = """Every inner activation of a vision model, over HTTP: list the nodes of its torch.fx graph, name the
-ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457). Every GET route also answers
-HEAD."""
+ones you want, POST images, get tensors. Errors are `application/problem+json` (RFC 9457), or have the form of their
+protocol (`/v1/embeddings`, `/v2`). Every GET route also answers HEAD."""
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:

@@ -20,6 +20,7 @@ ExportFormat = Literal["fx", "torch_export", "onnx", "openvino"]
 FileFormat = Literal["safetensors", "npz", "parquet", "zarr"]
 KeyScope = Literal["read", "admin"]
 LogFormat = Literal["text", "json"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 Reduction = Literal["mean", "std", "cov", "top"]
 

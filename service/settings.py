@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.choices import LogFormat, ServerPreprocess
+from service.choices import LogFormat, LogLevel, ServerPreprocess
 from service.machine import available_cores, available_memory
 
 MiB = 1024**2
@@ -93,6 +93,10 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(
         default="text", description="Format of the log: `text`, or `json` with one object per line."
     )
+    log_level: LogLevel = Field(
+        default="warning",
+        description="Log level: `critical`, `error`, `warning`, `info`, `debug`; `info` and `debug` log each request.",
+    )
     tracing: bool = Field(
         default=False,
         description="Send OpenTelemetry spans to `OTEL_EXPORTER_OTLP_ENDPOINT`; needs the extra `otel`.",
@@ -155,10 +159,13 @@ class Settings(BaseSettings):
         default=None,
         description="Folder, or URL of a bucket (`s3://`, `gs://`, `abfs://`; needs s3fs, gcsfs or adlfs), that stores "
         "extractors' specs and names. All server processes that use the same one share their extractors, "
-        "also across restarts. By default, the processes of one server share a temporary folder.",
+        "also across restarts. By default they are lost when the server ends; the processes of one server share a "
+        "temporary folder.",
     )
     max_nodes: int = Field(
-        default=64, ge=1, description="Maximum number of nodes that names with `*`, such as `blocks.*`, may stand for."
+        default=64,
+        ge=1,
+        description="Maximum number of nodes of a request with a name such as `blocks.*`; without `*` it is 1024.",
     )
     max_stored_extractors: int = Field(
         default=10_000,
@@ -187,7 +194,12 @@ class Settings(BaseSettings):
         "keys, requests for any other name that could be registered in DNS are refused.",
     )
 
-    max_body_bytes: int = Field(default=64 * MiB, ge=1, description="Maximum bytes of a request body.")
+    max_body_bytes: int = Field(
+        default=64 * MiB,
+        ge=1,
+        description="Maximum bytes of a request body with images, and of an image file of `fxserve extract`; bodies "
+        "without images may have at most 2 MiB.",
+    )
     body_timeout: float = Field(
         default=20.0,
         gt=0,

@@ -14,7 +14,7 @@ from fxcore.models.state_dicts import FILE_PREFIX, read_file
 
 
 def load_model(entry: ModelEntry, weights: str, weights_dir: Path | None = None) -> nn.Module:
-    """Build a private float32 model on the CPU, in eval mode, load ``weights``, and make all modules out-of-place.
+    """Build a new model on the CPU, in eval mode and its own dtype, load ``weights``, and turn off in-place modules.
 
     Weights from a file are loaded into the model that its library builds without weights. GoogLeNet and Inception then
     do not transform their input (``transform_input``), unlike with published weights.

@@ -85,7 +85,7 @@ def _threads(settings: Settings) -> Iterator[Finding]:
     share = f"of the machine's {machine}, limited by CPU affinity or quota" if cores < machine else "all"
     yield Finding("cores", str(cores), share)
     if settings.workers > 1:
-        yield Finding("processes", str(settings.workers), "each with its own extractors and the threads below")
+        yield Finding("processes", str(settings.workers), "they share extractors; each has the threads below")
     busy = settings.workers * (settings.compute_threads + settings.decode_threads)
     oversubscribed = busy > 2 * cores
     yield Finding(

@@ -1,6 +1,6 @@
 """The Python client: images in, a dict of arrays out.
 
-It needs httpx, NumPy and safetensors, and imports neither torch nor the rest of this package.
+It needs httpx, NumPy and safetensors, and imports neither torch nor the server.
 
 >>> from service.client import Client
 >>> with Client("http://127.0.0.1:8000") as client:                                   # doctest: +SKIP

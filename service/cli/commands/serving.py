@@ -6,18 +6,16 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ValidationError
 
-from service.choices import KeyScope, LogFormat
+from service.choices import KeyScope, LogFormat, LogLevel
 from service.cli.environment import device_of, settings_of
 
 if TYPE_CHECKING:
     from service.settings import Settings
-
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
 def serve(
@@ -33,16 +31,17 @@ def serve(
     log_format: Annotated[
         LogFormat | None, typer.Option(help="Format of the log: text, or json with one object per line.")
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="Log level; info and debug log each request.")] = "warning",
+    log_level: Annotated[LogLevel | None, typer.Option(help="Log level; info and debug log each request.")] = None,
 ) -> None:
     """Serve the HTTP API until Ctrl-C or SIGTERM, then finish accepted requests.
 
-    Each option overrides the environment variable FXSERVE_<OPTION>. service/README.md lists all variables, also those
-    without an option: limits, timeouts, threads.
+    Each option overrides the environment variable FXSERVE_<OPTION>. The settings without an option, such as limits,
+    timeouts and threads, are listed in service/README.md of the source.
 
     \b
     fxserve serve
-    fxserve serve --host 0.0.0.0 --port 80 --preload 'resnet50:C4,C5;vit_b_16@random:encoder'
+    fxserve serve --preload 'resnet50:C4,C5;vit_b_16@random:encoder' --log-level info
+    FXSERVE_API_KEYS_FILE=keys.txt fxserve serve --host 0.0.0.0
     """
     from service.http.server.signals import end_on_signals, hold_reloads, release_reloads
 
@@ -60,6 +59,7 @@ def serve(
         "weights_dir": weights_dir,
         "workers": workers,
         "log_format": log_format,
+        "log_level": log_level,
     }
     settings = settings_of(options)
     if settings.api_keys_file is None:
@@ -73,11 +73,11 @@ def serve(
             raise typer.BadParameter("--workers: several processes need a fixed --port, not 0")
         # The server processes read these options from the environment.
         os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in options.items() if value is not None}
-        run_workers(settings, chosen, log_level)
+        run_workers(settings, chosen)
         return
     from service.app import create_app
 
-    run(create_app(settings), settings, chosen, log_level)
+    run(create_app(settings), settings, chosen)
 
 
 def _warn_misspelt_variables() -> None:

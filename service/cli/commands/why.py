@@ -38,7 +38,7 @@ def why(
     ] = None,
     weights: Annotated[str, typer.Option(help="DEFAULT, the name of weights, random, or file:NAME.")] = "DEFAULT",
     out: Annotated[
-        Path | None, typer.Option(show_default=False, help="The PNG to write; by default PHOTO.why.png.")
+        Path | None, typer.Option(show_default=False, help="The PNG to write; by default cat.why.png for cat.jpg.")
     ] = None,
 ) -> None:
     """Print a photo's top classes, and draw with Grad-CAM which regions are evidence for one of them.

@@ -27,15 +27,15 @@ KEEP_ALIVE_SECONDS = 75
 requests over closing connections, and longer than any ``Retry-After``."""
 
 
-def run(app: FastAPI, settings: Settings, device: str, log_level: str) -> None:
+def run(app: FastAPI, settings: Settings, device: str) -> None:
     """Serve ``app`` in this process until a signal arrives, then finish accepted requests."""
-    config = uvicorn.Config(app, **_options(settings, log_level))
+    config = uvicorn.Config(app, **_options(settings))
     # asyncio would not accept IPv4 there. Several processes have such a socket anyway.
     sockets = [config.bind_socket()] if settings.host == "::" else None
     _Server(config, device).run(sockets)
 
 
-def run_workers(settings: Settings, device: str, log_level: str) -> None:
+def run_workers(settings: Settings, device: str) -> None:
     """Serve in several processes until a signal arrives. They read their settings from the environment.
 
     They share weights on the CPU; metrics, so that each can answer ``/metrics`` for all; and extractors, in a temporary
@@ -54,7 +54,7 @@ def run_workers(settings: Settings, device: str, log_level: str) -> None:
         print(_startup_line(settings.host, settings.port, f"{settings.workers} processes, {device}"), flush=True)
         # A process that does not answer pings for this long is replaced. Processes do not answer while they load the
         # operator's models or, if spawned, import torch.
-        options = _options(settings, log_level) | {"timeout_worker_healthcheck": 120}
+        options = _options(settings) | {"timeout_worker_healthcheck": 120}
         forked = sys.platform == "linux" and device == "cpu"
         _supervise("service.app:create_app", forked, factory=True, workers=settings.workers, **options)
 
@@ -82,12 +82,12 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
         sys.exit(status)
 
 
-def _options(settings: Settings, log_level: str) -> dict[str, Any]:
+def _options(settings: Settings) -> dict[str, Any]:
     return {
         "host": settings.host,
         "port": settings.port,
-        "log_config": logs.config(settings.log_format, log_level),
-        "log_level": log_level,
+        "log_config": logs.config(settings.log_format, settings.log_level),
+        "log_level": settings.log_level,
         "access_log": False,  # replaced by our own, with the request's id and duration
         "server_header": False,
         # By name, because the class imports torch, and server processes unpickle these options before they answer

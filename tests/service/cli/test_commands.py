@@ -357,7 +357,7 @@ def test_spawned_processes_say_that_they_live_before_they_import_torch(
     monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
-    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda", "warning")
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
     assert given[0].timeout_worker_healthcheck >= 120
     script = """
 import pickle, sys
