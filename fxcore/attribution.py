@@ -85,8 +85,12 @@ def check_result(shape: Sequence[int | None], target: int | Tensor | None) -> No
         raise BadTarget(f"the result to attribute must be one vector per image, but its shape is {[None, *shape]}")
     if target is None or shape[0] is None:
         return
-    indices = torch.as_tensor(target)
-    if indices.is_floating_point() or not ((indices >= 0) & (indices < shape[0])).all():
+    if isinstance(target, int):
+        valid = 0 <= target < shape[0]  # of any size, unlike a tensor's values
+    else:
+        indices = torch.as_tensor(target)
+        valid = not indices.is_floating_point() and bool(((indices >= 0) & (indices < shape[0])).all())
+    if not valid:
         raise BadTarget(f"target must be from 0 to {shape[0] - 1}, or max for the largest, not {target}", target=target)
 
 

@@ -73,7 +73,8 @@ def _control_groups(controller: str, root: Path) -> Iterator[Path]:
 
     In a container, the folder of its own group may be mounted in place of the root of all groups.
     """
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    lines = [line for line in _read(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
+    for line in lines or ["0::/"]:  # the file may be hidden
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

@@ -325,7 +325,7 @@ class RequestTooLarge(TooLarge, slug="request-too-large", title="Request too lar
     def __init__(self, bytes: int, limit: int) -> None:
         super().__init__(
             f"the request would need {bytes:,} bytes of memory, and all requests together may use {limit:,}; send "
-            "fewer images at a time",
+            "fewer or smaller images at a time, or raise FXSERVE_MAX_INFLIGHT_BYTES",
             bytes=bytes,
             limit=limit,
         )

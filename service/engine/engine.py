@@ -91,7 +91,9 @@ class Engine:
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self.threads = threads = Threads(settings, self.device)
-        self.models = ModelStore(self.device, settings.weights_dir, threads.builders, threads.downloads)
+        self.models = ModelStore(
+            self.device, settings.weights_dir, threads.builders, threads.downloads, settings.workers
+        )
         limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
         self._upgrades = Upgrades(self.device, self._queue, settings, threads, limits.usual, self.records.values())
@@ -332,7 +334,9 @@ class Engine:
         with self.admission.enter(reservation.client, reservation) as ticket:
             runtime = await self.runtimes.load(record)
             with runtime.in_use():
-                return await attribute(runtime, values, asked, self._queue, ticket, self.max_response_bytes)
+                # Half of the memory in flight, so that one pass never needs more than there is.
+                limit = min(self._queue.max_bytes, self.admission.max_bytes // 2)
+                return await attribute(runtime, values, asked, self._queue, ticket, limit, self.max_response_bytes)
 
     async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
         """Run ``function(*args)`` in the pool that encodes responses."""

@@ -106,15 +106,19 @@ class TopImages:
             return None
         return {"weights": self.weights, "images": self.images, "nodes": list(self.nodes)}
 
-    def node(self, name: str) -> str:
-        """Return the exact name of a node, given that name, the key of its output, or another name for it in the model.
+    def known(self, name: str) -> str | None:
+        """Return the exact name of a node, given that name or the key of its output; None if it is neither."""
+        return name if name in self._nodes else self._outputs.get(name)
+
+    def resolve(self, name: str) -> str:
+        """Return the exact name of a node, given another name for it in the model.
 
         May trace the model, so do not call it on the event loop.
 
         Raises:
             UnknownNode: it has no statistics.
         """
-        node = name if name in self._nodes else self._outputs.get(name) or self._resolved(name)
+        node = self._resolved(name)
         if node is None or node not in self._nodes:
             there = ", ".join(self._nodes)
             raise problems.UnknownNode(

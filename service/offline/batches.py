@@ -96,7 +96,7 @@ class Batches:
         Raises:
             FxError: the failure is not due to an image.
         """
-        pool = self._unpacker if any(source.in_compressed_archive for source in batch) else self._readers
+        pool = self._unpacker if any(map(_is_packed, batch)) else self._readers
         found, errors = await asyncio.get_running_loop().run_in_executor(pool, self._read, batch)
         if not found:
             return Result([], [], errors)
@@ -134,6 +134,13 @@ class Batches:
             except BadImage as error:
                 errors.append((source.path, error.detail))
         return found, errors
+
+
+def _is_packed(source: Source) -> bool:
+    try:
+        return source.in_compressed_archive
+    except Exception:  # raised again when it is read
+        return False
 
 
 def _paths(sources: Sequence[Source]) -> list[str]:

@@ -166,7 +166,7 @@ EXAMPLES: dict[type[problems.Problem], Example] = {
     ),
     problems.RequestTooLarge: Example(
         "the request would need 4,294,967,296 bytes of memory, and all requests together may use 2,147,483,648; send "
-        "fewer images at a time",
+        "fewer or smaller images at a time, or raise FXSERVE_MAX_INFLIGHT_BYTES",
         {"bytes": 4294967296, "limit": 2147483648},
     ),
     problems.ResponseTooLarge: Example(

@@ -138,6 +138,8 @@ def test_values_of_several_rows_per_image_have_no_positions(layout: str) -> None
     [
         (torch.tensor([5000]), "from 0 to 4"),
         (np.int64(5), "from 0 to 4"),
+        (2**63, "from 0 to 4"),
+        (-(2**64), "from 0 to 4"),
         (torch.tensor([0, -1]), "from 0 to 4"),
         (torch.tensor([0.0, 1.0]), "from 0 to 4"),
         (torch.tensor([0, 1, 2]), "one index, or 2, not 3"),

@@ -33,6 +33,9 @@ def test_memory_of_a_limit(tmp_path):
     assert machine > 2**28
     assert available_memory(grouped(tmp_path, "0::/", {"memory.max": "max"})) == machine
     assert available_memory(grouped(tmp_path, "0::/", {"memory.max": "134217728"})) == 2**27
+    assert available_memory(grouped(tmp_path, "no group", {})) == 2**27
+    (tmp_path / "proc/self/cgroup").unlink()
+    assert available_memory(tmp_path) == 2**27
 
 
 def test_limits_of_a_unit_of_systemd_and_of_its_slice(tmp_path):

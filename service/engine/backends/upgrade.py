@@ -48,7 +48,7 @@ from service.engine.runtime.candidate import Candidate, CandidateState
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
 from service.engine.threads import in_pool
-from service.problems import BackendRefused, Problem
+from service.problems import BackendRefused, NotReady, Problem
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.upgrades")
@@ -255,7 +255,8 @@ class Upgrade:
         except (LoweringFailed, Problem, PassFailed) as error:
             candidate.fail(getattr(error, "detail", str(error)))
             log.warning("extractor %s stays on eager: %s", runtime.description.id, candidate.reason)
-            if attempt < _ATTEMPTS - 1 and is_shortage(error):
+            # On the device worker a shortage becomes NotReady.
+            if attempt < _ATTEMPTS - 1 and (isinstance(error, NotReady) or is_shortage(error)):
                 candidate.state = CandidateState.WAITING
         except Exception as error:
             candidate.fail(summarize(error))

@@ -109,6 +109,7 @@ async def attribute(
     asked: Question,
     queue: Queue,
     ticket: Ticket,
+    max_bytes: int,
     max_response_bytes: int,
 ) -> Attributed:
     """Attribute a result of ``runtime``, which begins at inner nodes, to one of its inputs.
@@ -122,6 +123,7 @@ async def attribute(
         asked: the attribution to compute.
         queue: the device worker's queue.
         ticket: claims the memory of a pass.
+        max_bytes: maximum bytes of a pass, unless a single row needs more.
         max_response_bytes: maximum bytes of the attribution.
 
     Raises:
@@ -132,9 +134,9 @@ async def attribute(
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
     row_bytes = await asyncio.to_thread(_row_bytes, runtime, given)
-    rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, queue.max_bytes // row_bytes)))
+    rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, max_bytes // row_bytes)))
     size = asked.answered_bytes(given[at].shape, max_response_bytes)
-    ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
+    ticket.claim(min(rows * row_bytes, max_bytes) + sum(value.nbytes for value in given), size)
     parts, seconds = [], 0.0
     for start in range(0, len(given[0]), rows):
         part = _Part(runtime, [value[start : start + rows] for value in given], at, asked)

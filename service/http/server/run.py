@@ -31,7 +31,7 @@ def run(app: FastAPI, settings: Settings, device: str) -> None:
     """Serve ``app`` in this process until a signal arrives, then finish accepted requests."""
     config = uvicorn.Config(app, **_options(settings))
     # asyncio would not accept IPv4 there. Several processes have such a socket anyway.
-    sockets = [config.bind_socket()] if settings.host == "::" else None
+    sockets = [_bound(config)] if settings.host == "::" else None
     _Server(config, device).run(sockets)
 
 
@@ -76,10 +76,21 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
         exempt_imports()
         fork_processes()
     config = uvicorn.Config(app, **options)
-    supervisor = Supervisor(config, [config.bind_socket()])
+    supervisor = Supervisor(config, [_bound(config)])
     supervisor.run()
     if status := supervisor.exit_status():
         sys.exit(status)
+
+
+def _bound(config: uvicorn.Config) -> socket:
+    """Bind the socket to listen on, or exit with an error message.
+
+    uvicorn does so too, except if the address family is not supported.
+    """
+    try:
+        return config.bind_socket()
+    except OSError as error:
+        sys.exit(f"fxserve: cannot listen on {config.host}: {error}")
 
 
 def _options(settings: Settings) -> dict[str, Any]:

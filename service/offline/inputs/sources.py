@@ -65,11 +65,12 @@ class Source:
 
     @property
     def in_compressed_archive(self) -> bool:
-        """Whether it is in a compressed archive, which can only be read sequentially."""
-        try:
-            return self.offset != WHOLE and _compressed(self.file)
-        except Exception:  # reported when it is read
-            return False
+        """Whether it is in a compressed archive, which can only be read sequentially.
+
+        Raises:
+            OSError: the archive cannot be read.
+        """
+        return self.offset != WHOLE and _compressed(self.file)
 
 
 def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Source]:

@@ -16,8 +16,11 @@ from tests.service.engine.running import PATIENCE, until
 
 
 class Broken:
-    """The eager backend with a ``fault``: ``fails``, ``short once`` (of threads), ``differs``, ``slower``, ``breaks
-    later``, ``one size``, ``two rows`` or ``none``."""
+    """The eager backend with a ``fault``.
+
+    It is ``fails``, ``short once`` (of threads), ``short in a run`` (of memory, once), ``differs``, ``slower``,
+    ``breaks later``, ``one size``, ``two rows`` or ``none``.
+    """
 
     name = "openvino"
 
@@ -35,6 +38,9 @@ class Broken:
             raise LoweringFailed("lowering failed", backend=self.name) from BlockingIOError(errno.EAGAIN, "no threads")
         eager = BACKENDS["eager"].lower(module, example, options)
         fault, batches = self.fault, 0
+        short = {"now": fault == "short in a run"}
+        if short["now"]:
+            self.fault = "none"
 
         class Run:
             grown = 0
@@ -42,6 +48,8 @@ class Broken:
             def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
                 nonlocal batches
                 batches += 1
+                if short.pop("now", False):
+                    raise torch.OutOfMemoryError("CUDA out of memory")
                 if fault == "slower":
                     time.sleep(0.3)
                 if fault == "breaks later" and batches > 6:

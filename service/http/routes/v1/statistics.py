@@ -54,7 +54,9 @@ async def show_statistics(
     They come from a run of `fxserve extract --reduce top:N`.
     """
     found = await _top_images(state, caller, model)
-    name = await state.in_thread(caller, lambda: found.node(node))
+    name = found.known(node)
+    if name is None:
+        name = await state.in_thread(caller, lambda: found.resolve(node))
     at = f"/v1/models/{quote(model, safe='')}/statistics/images"
     top = [{"image": f"{at}/{entry.pop('key')}", **entry} for entry in found.top(name, channel)]
     about = {"weights": found.weights, "images": found.images, "nodes": list(found.nodes)}

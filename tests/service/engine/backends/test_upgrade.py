@@ -217,10 +217,11 @@ async def test_what_is_worse_is_left_aside(
         assert far((await running.features(record, jpegs)).outputs, before.outputs) < 1e-5
 
 
+@pytest.mark.parametrize("fault", ["short once", "short in a run"])
 async def test_a_search_goes_on_after_a_shortage(
-    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("short once"))
+    monkeypatch.setitem(BACKENDS, "openvino", Broken(fault))
     monkeypatch.setattr(upgrade, "retry_seconds", lambda failures: 0.0)
     async with engine(lowering=True, max_batch=2) as running:
         record = await built(running, backend="auto")

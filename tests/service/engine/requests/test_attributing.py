@@ -70,6 +70,21 @@ async def test_images_that_depend_on_their_batch_are_attributed_one_by_one(engin
         assert set(rows) == {1}  # the check of the backend may run beside it
 
 
+async def test_rows_over_the_memory_in_flight_are_attributed_one_by_one(engine: MakeEngine) -> None:
+    async with engine(lowering=False, max_inflight_bytes=20_000_000) as running:
+        half = await built(running, nodes=("classifier",), inputs=["features.0"], backend="eager")
+        at = (await built(running, nodes=("features.0",), backend="eager")).outputs[0]
+        [begin] = half.description.inputs
+        runtime = await running.runtimes.load(half)
+        rows: list[int] = []
+        runtime.extractor.module.register_forward_pre_hook(lambda module, given: rows.append(len(given[0])))
+        values = {begin.name: torch.rand(3, *(size or 112 for size in begin.shape[1:]))}
+        with Reservation(running.admission, "client") as reservation:
+            found = await running.attribute(half, values, Question("gradient", at, 0), reservation)
+        assert len(found.values) == 3
+        assert set(rows) == {1}  # as above
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no gradient"), SystemError("Resource temporarily unavailable")])
 async def test_errors_of_a_pass_are_problems(engine: MakeEngine, error: Exception) -> None:
     def fail(module: torch.nn.Module, given: object) -> None:
