@@ -188,7 +188,7 @@ def _gif_table(flags: int) -> int:
 
 
 def _tiff(data: bytes) -> tuple[bytes, int]:
-    """Return the file with a reduced first directory appended at its end."""
+    """Return the file with its first directory reduced in place: a longer file could hide that it is truncated."""
     order = "<" if data[:2] == b"II" else ">"
     big = 43 in data[2:4]
     place, count, word, entry = (8, "Q", "Q", "HHQ8s") if big else (4, "H", "I", "HHI4s")
@@ -212,9 +212,7 @@ def _tiff(data: bytes) -> tuple[bytes, int]:
     if tile > max(_MAX_TILE, 4 * pixels):
         raise BadImage(f"the TIFF has tiles of {tile:,} pixels for an image of {pixels:,}; save it again, or as PNG")
     directory = struct.pack(order + count, len(kept)) + b"".join(kept.values()) + struct.pack(order + word, 0)
-    padding = bytes(len(data) % 2)
-    where = struct.pack(order + word, len(data) + len(padding))
-    return b"".join((data[:place], where, data[place + len(where) :], padding, directory)), 1
+    return b"".join((data[:at], directory, data[at + len(directory) :])), 1
 
 
 def tiff_values(data: bytes, tags: Collection[int]) -> dict[int, int]:

@@ -184,6 +184,19 @@ def test_pixels_are_what_pil_reads_of_the_whole_file(format: str, mode: str, opt
     assert np.array_equal(np.asarray(rest.convert("RGBA")), np.asarray(whole.convert("RGBA")))
 
 
+@pytest.mark.parametrize("cut", [1, 10, 100])
+@pytest.mark.parametrize("compression", [None, "tiff_lzw", "jpeg"])
+def test_a_truncated_tiff_is_refused_where_pil_refuses_it(compression: str | None, cut: int) -> None:
+    data = saved(photo(), "TIFF", compression=compression)[:-cut]
+    try:
+        expected = np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))
+    except OSError:
+        with pytest.raises(BadImage):
+            open_image(data)
+    else:
+        assert np.array_equal(np.asarray(open_image(data)), expected)
+
+
 @pytest.mark.parametrize("offset", [2**63, 2**64 - 1, 2**62])
 def test_a_directory_past_the_end_is_left_to_the_decoder(offset: int) -> None:
     data = b"II+\0\x08\0\0\0" + struct.pack("<Q", offset)
