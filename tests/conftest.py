@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 # Read when torch is loaded. Several test processes run at once, and idle threads of one would spin on another's core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -17,7 +19,9 @@ import torch
 import torchvision
 from torchvision.models.feature_extraction import create_feature_extractor
 
+from fxcore.backends import process
 from tests.decoding import decoded
+from tests.e2e.forked import popen
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,6 +32,20 @@ def _what_others_left_is_exempt() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _children_are_forked() -> Iterator[None]:
+    """Fork the processes that lower and export, since a new interpreter needs seconds for its imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": popen}))
+        yield
+
+
+@pytest.fixture
+def interpreted_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start them as the product does."""
+    monkeypatch.setattr(process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib import import_module
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from fxcore.backends import process as child_process
+
+_CHILDREN = ["fxcore.backends.lowering_child", "fxcore.exports.export_child"]
 _PRELOADED = [
+    *_CHILDREN,
     "service.cli",
     "service.app",
     "service.http.server.run",
@@ -42,9 +51,14 @@ class Forked:
     """
 
     def __init__(
-        self, command: list[str], environment: Mapping[str, str], log: Path, errors: Path | None = None
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        log: Path,
+        errors: Path | None = None,
+        _started: Connection | None = None,
     ) -> None:
-        self._process = _context.Process(target=_run, args=(command, dict(environment), log, errors))
+        self._process = _context.Process(target=_run, args=(command, dict(environment), log, errors, _started))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -78,9 +92,32 @@ class Forked:
         self._process.kill()
 
 
-def _run(command: list[str], environment: dict[str, str], log: Path, errors: Path | None) -> None:
+class ForkedChild(Forked):
+    """A child process of :mod:`fxcore.backends.process`.
+
+    Attributes:
+        stdin: closing it ends the process.
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], log: Path) -> None:
+        self.stdin, child = _context.Pipe()
+        with child:
+            super().__init__(command, environment, log, _started=child)
+        self.stdin.recv_bytes()  # it leads its process group now
+
+
+def popen(command: list[str], *, env: Mapping[str, str], stdout: Any, **rest: Any) -> Any:
+    """Start a process as :class:`subprocess.Popen` does; fork it if it is one of the library's child processes."""
+    if command[1] == "-m" and command[2] in _CHILDREN:
+        return ForkedChild(command[2:], env, Path(stdout.name))
+    return subprocess.Popen(command, env=env, stdout=stdout, **rest)
+
+
+def _run(
+    command: list[str], environment: dict[str, str], log: Path, errors: Path | None, started: Connection | None
+) -> None:
     with open(os.devnull) as nothing, log.open("wb") as file, (errors or Path(os.devnull)).open("wb") as other:
-        for number, opened in enumerate((nothing, file, other if errors else file)):
+        for number, opened in enumerate((started or nothing, file, other if errors else file)):
             os.dup2(opened.fileno(), number)
     sys.stdin = os.fdopen(0, closefd=False)  # uvicorn passes it to its worker processes
     os.environ.clear()
@@ -93,6 +130,12 @@ def _run(command: list[str], environment: dict[str, str], log: Path, errors: Pat
     if command[0].endswith(".py"):
         sys.path.insert(0, os.path.dirname(command[0]))
         runpy.run_path(command[0], run_name="__main__")
+        return
+    if started is not None:
+        os.setsid()
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # torch is loaded and reads the variable no more
+        started.send_bytes(b"")
+        child_process.main(import_module(command[0]).work)
         return
     if command[0] == "uvicorn":
         from uvicorn.main import main

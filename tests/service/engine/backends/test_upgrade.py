@@ -33,6 +33,7 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("interpreted_children")
 async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
     async with engine(lowering=True, cache_dir=cache, max_batch=4) as running:
         record = await built(running, backend="auto")

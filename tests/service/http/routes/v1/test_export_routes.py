@@ -83,7 +83,7 @@ def test_the_description_has_the_extractors_preprocessing(client, options, descr
     [
         ("squeezenet1_1", SIZED | {"return_nodes": ["features.9"]}, (3, 96, 160)),
         ("squeezenet1_1", PART, (128, 11, 19)),
-        ("swin_t", SIZED | {"return_nodes": ["C3"]}, (3, 96, 160)),
+        ("swin_t", SIZED | {"return_nodes": ["C2"]}, (3, 96, 160)),
     ],
 )
 def test_files_take_inputs_of_the_extractors_size(client, tmp_path, format, model, options, shape):
@@ -140,6 +140,7 @@ def test_int8_on_eager_is_profiled_as_what_serves_and_not_exported(client):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("interpreted_children")
 def test_features_stay_right_while_an_export_runs(client, small, photos):
     """torch.export patches what every thread runs, so it has to run in another process."""
     url, headers = f"/v1/extractors/{small}/features", {"content-type": "image/jpeg", "accept": "application/x-npy"}
