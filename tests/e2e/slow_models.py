@@ -1,7 +1,7 @@
 """A model that is slow by the clock, and so on every machine.
 
 ``start(models_dir=slow_models(folder, slow="image = 0.1"))`` starts a server with it; a file ``SWITCH`` in ``folder``
-then makes it slow.
+then makes it slow, until the file is deleted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ SWITCH = "slow"
 """The models are slow only while this file is there, since a server builds and runs them at its start."""
 
 
+def _wait(switch: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while Path(switch).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 @fx.wrap
 def _slowly(images: Tensor, switch: str, seconds: float) -> Tensor:
-    if not images.is_meta and Path(switch).exists():
-        time.sleep(seconds * len(images))
+    if not images.is_meta:
+        _wait(switch, seconds * len(images))
     return images
 
 
@@ -29,8 +35,8 @@ class Slow(nn.Module):
         super().__init__()
         self.switch, self.seconds = switch, image
         self.stem = nn.Conv2d(3, 4, 3, 2)
-        if not self.stem.weight.is_meta and Path(switch).exists():
-            time.sleep(build)
+        if not self.stem.weight.is_meta:
+            _wait(switch, build)
 
     def forward(self, images: Tensor) -> Tensor:
         out: Tensor = self.stem(_slowly(images, self.switch, self.seconds))
