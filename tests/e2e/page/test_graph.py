@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.e2e.page.seen import GRAPH, pixels, until
+from tests.e2e.page.seen import GRAPH, eventually, pixels, until
 
 LEAST_SCALE = 0.04  # that the + and - buttons reach
 
@@ -211,13 +211,21 @@ def test_each_call_of_a_module_is_a_box_of_its_own(open_server, visit):
 
 @pytest.mark.exhaustive
 def test_the_overview_has_the_colours_of_now(open_server, visit):
-    page = visit(open_server.url).go("m=resnet18&w=random&n=layer3&i=none")
+    page = visit(open_server.url, color_scheme="dark").go("m=resnet18&w=random&n=layer3&i=none")
+    overview = page.locator("canvas.minimap:not([hidden])")
     settled(page)
-    page.locator("canvas.minimap:not([hidden])").wait_for()
-    page.emulate_media(color_scheme="dark")
+    overview.wait_for()
     drawn(page)
-    switched = pixels(page.locator("canvas.minimap"))
+    dark = pixels(overview)
+    page.emulate_media(color_scheme="light")
     page.reload()
     settled(page)
+    overview.wait_for()
     drawn(page)
-    assert (pixels(page.locator("canvas.minimap")) == switched).all()
+    assert (pixels(overview) != dark).any()
+    page.emulate_media(color_scheme="dark")
+
+    def check():
+        assert (pixels(overview) == dark).all()
+
+    eventually(page, check)
