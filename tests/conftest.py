@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import os
@@ -22,6 +23,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from fxcore.backends import process
 from tests.decoding import decoded
 from tests.e2e.forked import popen
+from tests.seeded import seeded
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,15 +76,12 @@ def reference() -> Reference:
     def compute(
         name: str, node: str, images: list[bytes], state: dict[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        if state is not None or name not in models:
-            torch.manual_seed(0)
-            model = torchvision.models.get_model(name, weights=None).eval()
-            if state is not None:
-                model.load_state_dict(state)
-            else:
-                models[name] = model
-        else:
-            model = models[name]
+        if name not in models:
+            models[name] = seeded(torchvision.models.get_model, name, weights=None)
+        model = models[name]
+        if state is not None:
+            model = copy.deepcopy(model)
+            model.load_state_dict(state)
         transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
         batch = torch.stack([transform(decoded(data)) for data in images])
         extractor = create_feature_extractor(model, [node]).eval()

@@ -17,6 +17,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from service.engine.requests.admission.admission import Reservation
 from tests.decoding import decoded
+from tests.seeded import seeded
 
 JPEG = {"content-type": "image/jpeg"}
 ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
@@ -209,8 +210,7 @@ def test_cast(client, extractor, photos, expected, dtype, tolerance):
 
 def test_without_preprocessing(client, extractor, photos):
     """Pixels scaled to [0, 1] and nothing else."""
-    torch.manual_seed(0)
-    model = torchvision.models.resnet18(weights=None).eval()
+    model = seeded(torchvision.models.resnet18, weights=None)
     pixels = pil_to_tensor(PIL.Image.open(io.BytesIO(photos["chelsea"])))[None].float() / 255
     with torch.inference_mode():
         for layer in (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3):

@@ -8,6 +8,7 @@ import torchvision
 from tests.decoding import decoded
 from tests.hostile_images import HOSTILE, MAX_PIXELS, photo, saved
 from tests.peak_memory import peak, reset_peak
+from tests.seeded import seeded
 from tests.service.conftest import Client
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.2&pool=avg"
@@ -51,8 +52,7 @@ def test_right_features_or_clear_error(small, usual, name, preprocess):
 def test_odd_images_have_the_values_of_what_they_show(small, name):
     data = HOSTILE[name][0]()
     response = small.post(FEATURES.replace("&pool=avg", ""), content=data, headers=JPEG)
-    torch.manual_seed(0)
-    model = torchvision.models.squeezenet1_1(weights=None).eval()
+    model = seeded(torchvision.models.squeezenet1_1, weights=None)
     transform = torchvision.models.get_model_weights("squeezenet1_1").DEFAULT.transforms()
     with torch.inference_mode():
         value = model.features[:3](transform(decoded(data))[None])

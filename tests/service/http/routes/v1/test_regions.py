@@ -15,6 +15,8 @@ import torch
 import torchvision
 from torchvision.ops import roi_align
 
+from tests.seeded import seeded
+
 BOXES = {
     "chelsea": [[120, 40, 320, 260], [200, 100, 231, 131]],  # 451 x 300
     "coffee": [],
@@ -76,8 +78,7 @@ def test_small_inputs_keep_the_networks_strides(client, photos, size, node, leve
     """65 pixels make 3 positions at stride 32, which is nearer to 16."""
     query = f"&image_size={size}&fit=stretch&roi_size=2"
     response = tensors(ask(client, "resnet18", f"{level}:map", body(photos), query))
-    torch.manual_seed(0)
-    model = torchvision.models.resnet18(weights=None).eval()
+    model = seeded(torchvision.models.resnet18, weights=None)
     kept = []
     getattr(model, node).register_forward_hook(lambda module, inputs, output: kept.append(output))
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -112,8 +113,7 @@ def test_tokens_on_their_grid(client, photos, reference):
 def test_letterboxed_images_of_a_detector(client, photos):
     """Of different sizes, padded to one."""
     response = tensors(ask(client, "fasterrcnn_mobilenet_v3_large_320_fpn", "C4", body(photos)))
-    torch.manual_seed(0)
-    detector = torchvision.models.get_model("fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None).eval()
+    detector = seeded(torchvision.models.get_model, "fasterrcnn_mobilenet_v3_large_320_fpn", weights_backbone=None)
     kept = []
     detector.backbone.body["13"].register_forward_hook(lambda module, inputs, output: kept.append((inputs[0], output)))
     images = [
@@ -306,7 +306,6 @@ def test_patches_of_14_pixels(tmp_path, make_client, photos):
         "preprocessing = { resize_size = 128, crop_size = 112 }\n"
     )
     client = make_client(models_dir=tmp_path)
-    torch.manual_seed(0)
     url = "/v1/models/dino/features?nodes=patch_embed.proj:map,norm&pool={}"
     response = tensors(client.post(url.format("roi"), json=body(photos)))
     whole = {"images": body(photos)["images"]}

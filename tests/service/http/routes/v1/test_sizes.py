@@ -14,6 +14,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.transforms.v2 import functional as F
 
 from tests.decoding import decoded
+from tests.seeded import seeded
 
 NAMES = ["chelsea", "coffee", "rocket"]
 
@@ -44,10 +45,9 @@ def own(client):
 
 
 def made(model):
-    torch.manual_seed(0)
     if model.startswith("timm."):
-        return timm.create_model(model.removeprefix("timm.")).eval()
-    return torchvision.models.get_model(model, weights=None).eval()
+        return seeded(timm.create_model, model.removeprefix("timm."))
+    return seeded(torchvision.models.get_model, model, weights=None)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from timm.models._features_fx import get_graph_node_names
 import fxcore.photos
 from fxcore.models import catalog
 from service.http import state
+from tests.seeded import seeded
 
 PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg")
 SPEC = {"model": "timm.test_vit", "weights": "random", "return_nodes": {"norm": "tokens"}}
@@ -91,9 +92,7 @@ def test_features_are_timms(client):
         content=data,
         headers={"content-type": "image/jpeg", "accept": "application/json"},
     ).json()["outputs"][0]
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model("test_vit").eval()
+    model = seeded(timm.create_model, "test_vit")
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as image:
         expected = model.forward_features(transform(image.convert("RGB"))[None])
@@ -164,9 +163,7 @@ def test_an_embedding_is_the_class_token(client):
     response = client.post(
         "/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image, "dimensions": 8}
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model("test_vit").eval()
+    model = seeded(timm.create_model, "test_vit")
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
     with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
         token = model.forward_features(transform(photo.convert("RGB"))[None])[0, 0, :8]
@@ -210,9 +207,7 @@ def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
     image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
     response = client.post("/v1/embeddings", json={"model": f"timm.{name}@random:norm", "input": image})
     assert response.status_code == 200, response.text
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = timm.create_model(name).eval()
+    model = seeded(timm.create_model, name)
     assert model.global_pool == pooled
     model.fc_norm = torch.nn.Identity()
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
