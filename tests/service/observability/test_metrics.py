@@ -94,8 +94,16 @@ def test_the_dashboard_asks_for_what_there_is(client):
     assert asked <= there
 
 
+def printed(script, folder, *arguments):
+    """Run a script that shares its metrics through ``folder``, which prometheus_client reads when it is imported."""
+    environment = {**os.environ, SHARED_DIR: str(folder)}
+    command = [sys.executable, "-c", script, *arguments]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr
+
+
 def test_a_file_that_another_process_has_only_created_is_passed_over(tmp_path):
-    """The folder is read from the environment when prometheus_client is imported, hence a process of its own."""
     script = """
 import os
 from service.observability.metrics import Metrics
@@ -105,9 +113,7 @@ os.close(os.open(os.path.join(metrics.shared_dir, f"gauge_livesum_{os.getppid()}
 os.close(os.open(os.path.join(metrics.shared_dir, f"counter_{os.getppid()}.db"), os.O_CREAT))
 print(metrics.text().decode())
 """
-    environment = {**os.environ, SHARED_DIR: str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
-    assert "\nfxserve_ready 1.0\n" in run.stdout, run.stderr
+    assert "\nfxserve_ready 1.0\n" in printed(script, tmp_path)[0]
 
 
 def test_memory_of_a_gpu_that_processes_share_counts_once(tmp_path):
@@ -123,12 +129,9 @@ if child:
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its id stays taken, as if it were running
     print(metrics.text().decode())
 """
-    environment = {**os.environ, SHARED_DIR: str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
     memory = {
         sample.name.removeprefix("fxserve_gpu_memory_"): sample.value
-        for family in text_string_to_metric_families(run.stdout)
+        for family in text_string_to_metric_families(printed(script, tmp_path)[0])
         for sample in family.samples
         if "gpu_memory" in sample.name
     }
@@ -181,14 +184,11 @@ def test_a_full_disk_ends_no_process(tmp_path, size, counted):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", tmp_path], capture_output=True).returncode:
         pytest.skip("needs the permission to mount a file system")
     try:
-        command = [sys.executable, "-c", COUNTING, str(tmp_path)]
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        count, warnings = printed(COUNTING, tmp_path, str(tmp_path))
     finally:
         subprocess.run(["umount", tmp_path], check=True)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) == counted
-    assert ("lacks what this process counts" in run.stderr) == (counted == 0)
+    assert int(count) == counted
+    assert ("lacks what this process counts" in warnings) == (counted == 0)
 
 
 def test_metrics_for_which_there_is_no_room_stay_in_memory(tmp_path, monkeypatch, caplog):

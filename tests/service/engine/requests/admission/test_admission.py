@@ -71,16 +71,20 @@ def test_retry_after_follows_the_drain_rate(monkeypatch: pytest.MonkeyPatch) -> 
     assert not refused._departures  # refusals are no progress
 
 
-def test_clients_that_are_refused_together_come_back_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
+def full(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, list[Ticket], list[float]]:
+    """A full admission that served ten requests a second, what ten clients hold of it, and its clock."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     admission = Admission(10, 1000)
-    for _ in range(100):  # ten a second
+    for _ in range(100):
         with admission.enter("a") as ticket:
             ticket.claim(1)
-            clock += 0.1
-    for number in range(10):
-        admission.enter(f"client {number}")
+            clock[0] += 0.1
+    return admission, [admission.enter(f"client {number}") for number in range(10)], clock
+
+
+def test_clients_that_are_refused_together_come_back_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission, _, _ = full(monkeypatch)
     waits = []
     for _ in range(40):
         with pytest.raises(AdmissionFull) as refused:
@@ -90,16 +94,7 @@ def test_clients_that_are_refused_together_come_back_one_after_another(monkeypat
 
 
 def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 1000.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
-    admission = Admission(10, 1000)
-    for _ in range(100):  # ten a second
-        with admission.enter("a") as ticket:
-            ticket.claim(1)
-            clock += 0.1
-    held = []
-    for number in range(10):
-        held.append(admission.enter(f"client {number}"))
+    admission, held, clock = full(monkeypatch)
 
     def refused(client: str) -> float:
         with pytest.raises(AdmissionFull) as caught:
@@ -116,7 +111,7 @@ def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pyte
     assert 5 <= waits[-1] <= 6  # so do those of many clients
     for ticket in held:
         ticket.__exit__(None, None, None)
-    clock += 60
+    clock[0] += 60
     assert admission.retry_after("in a hurry") == 1
 
 

@@ -33,34 +33,15 @@ def test_make_show_list_and_delete(client, name):
         "float32",
         "eager",
     )
-    assert detail["outputs"] == [
-        {
-            "key": "b",
-            "node": "layer4.1.relu_1",
-            "shape": [None, 512, 7, 7],
-            "dtype": "float32",
-            "layout": "NCHW",
-            "stride": 32,
-            "bytes_per_image": 512 * 7 * 7 * 4,
-            "rows_per_image": 1,
-            "tokens": None,
-            "prefix": {"count": 0, "class_token": False},
-            "attention": None,
-        },
-        {
-            "key": "a",
-            "node": "layer3.1.relu_1",
-            "shape": [None, 256, 14, 14],
-            "dtype": "float32",
-            "layout": "NCHW",
-            "stride": 16,
-            "bytes_per_image": 256 * 14 * 14 * 4,
-            "rows_per_image": 1,
-            "tokens": None,
-            "prefix": {"count": 0, "class_token": False},
-            "attention": None,
-        },
-    ]
+    both = {"dtype": "float32", "layout": "NCHW", "rows_per_image": 1, "tokens": None, "attention": None}
+    both |= {"prefix": {"count": 0, "class_token": False}}
+
+    def described(key, node, channels, side, stride):
+        sizes = {"shape": [None, channels, side, side], "stride": stride, "bytes_per_image": channels * side**2 * 4}
+        return {"key": key, "node": node, **sizes, **both}
+
+    outputs = [described("b", "layer4.1.relu_1", 512, 7, 32), described("a", "layer3.1.relu_1", 256, 14, 16)]
+    assert detail["outputs"] == outputs
     assert detail["checks"]["reference"] == "eager float32"
     assert detail["fingerprint"] == client.get("/v1/models/resnet18/nodes").json()["fingerprint"]
 

@@ -16,6 +16,7 @@ import torch
 from service.codecs import responses
 
 JPEG = {"content-type": "image/jpeg"}
+NPY = {"content-type": "application/x-npy"}
 ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
 C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
 
@@ -126,7 +127,7 @@ def _post(path, status, kind, **options):
         _post(ONE_STEP, 422, "bad-image", json={"images": ["data:;base64,AAAA"] * 1024}),
         _post(ONE_STEP, 422, "invalid-request", json={"images": ["data:;base64,AAAA"] * 2048}),
         _post(ONE_STEP, 422, "bad-image", content=b"", headers=JPEG),
-        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-npy"}),
+        _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers=NPY),
         _post(ONE_STEP, 422, "bad-tensor", content=b"x", headers={"content-type": "application/x-safetensors"}),
         _post(
             ONE_STEP,
@@ -135,20 +136,8 @@ def _post(path, status, kind, **options):
             content=safetensors.numpy.save({"image": np.zeros((1, 3, 64, 64), np.float32)}),
             headers={"content-type": "application/x-safetensors"},
         ),
-        _post(
-            ONE_STEP,
-            422,
-            "bad-tensor",
-            content=_file("x-npy", np.zeros((1, 5, 64, 64), np.float32)),
-            headers={"content-type": "application/x-npy"},
-        ),
-        _post(
-            ONE_STEP,
-            422,
-            "bad-tensor",
-            content=_file("x-npy", np.zeros((1, 0, 100, 3), np.uint8)),
-            headers={"content-type": "application/x-npy"},
-        ),
+        _post(ONE_STEP, 422, "bad-tensor", content=_file("x-npy", np.zeros((1, 5, 64, 64), np.float32)), headers=NPY),
+        _post(ONE_STEP, 422, "bad-tensor", content=_file("x-npy", np.zeros((1, 0, 100, 3), np.uint8)), headers=NPY),
         _post(
             "/v1/models/resnet18/features?weights=random&nodes=flatten",
             422,
@@ -193,7 +182,7 @@ def test_a_second_choice_is_taken_where_no_heat_map_can_be_drawn(client, photos,
     headers = {"accept": "image/png, application/x-npy;q=0.5"}
     options = _multipart([photos["chelsea"]] * count)
     if count == 0:
-        headers |= {"content-type": "application/x-npy"}
+        headers |= NPY
         options = {"content": _file("x-npy", np.zeros((1, 64, 64, 3), np.uint8))}
     response = client.post(f"/v1/models/resnet18/features?weights=random&nodes={nodes}", headers=headers, **options)
     assert response.headers["content-type"] == "application/x-npy", response.text

@@ -38,6 +38,13 @@ def sampled(maps, stride, resize=256, crop=224):
     return torch.cat(rows)
 
 
+def on_grid(model, maps):
+    """A torchvision model's maps as ``[N, C, H, W]``."""
+    if model == "swin_t":
+        return maps.permute(0, 3, 1, 2)
+    return maps[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7) if model == "vit_b_32" else maps
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("model", "node", "resolved", "stride", "resize"),
@@ -49,11 +56,7 @@ def sampled(maps, stride, resize=256, crop=224):
 )
 def test_points_are_grid_sample_of_the_whole_map(client, photos, reference, model, node, resolved, stride, resize):
     response = tensors(ask(client, model, node, body(photos, "points", POINTS), "points"))
-    maps = reference(model, resolved, [photos[name] for name in POINTS])
-    if model == "swin_t":
-        maps = maps.permute(0, 3, 1, 2)
-    elif model == "vit_b_32":
-        maps = maps[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7)
+    maps = on_grid(model, reference(model, resolved, [photos[name] for name in POINTS]))
     close(response[node], sampled(maps, stride, resize))
     assert response["point_image"].tolist() == [0, 0, 0, 2]
 
@@ -120,11 +123,7 @@ def averaged(maps, resize=256, crop=224):
 def test_masks_are_averages_by_area(client, photos, reference, model, node, resolved, resize):
     given = {name: [png(mask) for mask in of_image] for name, of_image in masks().items()}
     response = tensors(ask(client, model, node, body(photos, "masks", given), "mask"))
-    maps = reference(model, resolved, [photos[name] for name in given])
-    if model == "swin_t":
-        maps = maps.permute(0, 3, 1, 2)
-    elif model == "vit_b_32":
-        maps = maps[:, 1:].transpose(1, 2).reshape(3, 768, 7, 7)
+    maps = on_grid(model, reference(model, resolved, [photos[name] for name in given]))
     close(response[node], averaged(maps, resize), 2e-3)
     assert response["mask_image"].tolist() == [0, 0, 2]
 
