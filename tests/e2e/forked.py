@@ -108,7 +108,8 @@ class ForkedChild(Forked):
 
 def popen(command: list[str], *, env: Mapping[str, str], stdout: Any, **rest: Any) -> Any:
     """Start a process as :class:`subprocess.Popen` does; fork it if it is one of the library's child processes."""
-    if command[1] == "-m" and command[2] in _CHILDREN:
+    forked = command[1] == "-m" and command[2] in _CHILDREN
+    if forked and '"inductor"' not in (Path(command[3]) / "job.json").read_text():  # it has children of its own
         return ForkedChild(command[2:], env, Path(stdout.name))
     return subprocess.Popen(command, env=env, stdout=stdout, **rest)
 
