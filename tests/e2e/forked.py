@@ -108,10 +108,15 @@ class ForkedChild(Forked):
 
 def popen(command: list[str], *, env: Mapping[str, str], stdout: Any, **rest: Any) -> Any:
     """Start a process as :class:`subprocess.Popen` does; fork it if it is one of the library's child processes."""
-    forked = command[1] == "-m" and command[2] in _CHILDREN
-    if forked and '"inductor"' not in (Path(command[3]) / "job.json").read_text():  # it has children of its own
+    if command[1] == "-m" and command[2] in _CHILDREN and not _runs_inductor(Path(command[3])):
         return ForkedChild(command[2:], env, Path(stdout.name))
     return subprocess.Popen(command, env=env, stdout=stdout, **rest)
+
+
+def _runs_inductor(folder: Path) -> bool:
+    """Return whether a child runs inductor, which starts children of its own and fails in forked processes."""
+    saved = torch.load(folder / child_process._FILE, weights_only=False, mmap=True)
+    return bool(saved.get("settings", {}).get("backend") == "inductor")
 
 
 def _run(
