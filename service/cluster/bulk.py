@@ -115,7 +115,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             held.enter_context(locked(out))
         schema = schema_of(probe, made.metadata())
         output = Output(out, index, schema, None if job.regions is None else job.options.pool)
-        output.look()
+        output.look(keep_errors=False)
         images, done, unreadable = index.counts()
         left = images - done - unreadable
         if left:

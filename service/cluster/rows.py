@@ -3,8 +3,9 @@
 Their columns are ``path``, one per output, and ``error``. A row is an image, or a region with its location in the
 column ``box``, ``point`` or ``mask``.
 
-Images already in these files are skipped. Partial files are deleted. If two runs wrote the same image, because a writer
-outlived its run, one row is kept. Other files in the folder are neither read nor changed.
+Images with features in these files are skipped; those with an error are tried again. Partial files are deleted. If two
+runs wrote the same image, because a writer outlived its run, one row is kept. Other files in the folder are neither
+read nor changed.
 """
 
 from __future__ import annotations
@@ -107,8 +108,11 @@ class Output:
         self._index = index
         self._kind = None if pool is None else KINDS[pool]
 
-    def look(self) -> None:
+    def look(self, keep_errors: bool = True) -> None:
         """Add the rows of all files that are new since the last call to the index.
+
+        Args:
+            keep_errors: if not, remove the rows of images without features, which are then computed again.
 
         Raises:
             FxError: the folder cannot be read or written, or has other regions of an image.
@@ -116,9 +120,9 @@ class Output:
         for name in self._folder.names():
             if _NAME.fullmatch(name) and name not in self.files:
                 with driver_errors(f"{self._folder}/{name}"):
-                    self._enter(name)
+                    self._enter(name, keep_errors)
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, keep_errors: bool) -> None:
         place, fs = self._folder.path(name), self._folder.fs
         places = [] if self._kind is None else [self._kind.one]
         try:
@@ -134,7 +138,7 @@ class Output:
         if self._kind is not None:
             self._check_regions(self._kind, paths, table.column(self._kind.one).to_pylist())
         known = self._index.finished(paths)
-        kept = [path not in known for path in paths]
+        kept = [path not in known and (keep_errors or error is None) for path, error in zip(paths, errors, strict=True)]
         if not any(kept):
             self._folder.remove(name)
             return

@@ -176,8 +176,7 @@ def extract(
     With --reduce the output is stats.safetensors (NODE.count, NODE.mean, NODE.std, NODE.cov) and top.parquet. Folders
     of several machines are merged by [bold]fxserve merge[/bold].
 
-    With --ray, but not --reduce, the output is Parquet files; images that could not be read have an error there and are
-    not retried.
+    With --ray, but not --reduce, the output is Parquet files; images that could not be read have an error there.
 
     \b
     fxserve extract photos/ --model resnet50 --nodes C4,C5 --pool avg --out features/

@@ -86,10 +86,13 @@ def test_every_row_is_the_one_of_a_run_without_ray(folder: Callable[..., Path], 
     before = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
     (tmp_path / "ray" / f"{'0' * 32}_000000.parquet").write_bytes(next(iter(before.values()))[:100])
     (root / "new.png").write_bytes(png(77))
-    assert "32 of 34 images" in ended(begin(root, tmp_path / "ray"))
-    after = {file.name: file.read_bytes() for file in (tmp_path / "ray").iterdir()}
-    assert before.items() < after.items()
-    assert len(found_in(tmp_path / "ray")[0]) == 32
+    (root / "lost.png").unlink()
+    (root / "lost.png").write_bytes(png(78))
+    assert "33 of 34 images" in ended(begin(root, tmp_path / "ray"))
+    after, again = found_in(tmp_path / "ray")
+    assert after.keys() == {*features, str(root / "new.png"), str(root / "lost.png")}
+    assert {path: after[path] for path in features} == features
+    assert [Path(path).name for path in again] == ["broken.png"]
 
 
 @pytest.mark.exhaustive

@@ -88,6 +88,18 @@ def test_a_late_copy_of_rows_is_removed(out: Path, index: Index) -> None:
     assert parquet.read_table(second).column("path").to_pylist() == ["c", "d", "x"]
 
 
+def test_rows_of_errors_are_removed_to_be_computed_again(out: Path, index: Index) -> None:
+    first, second = sorted(out.iterdir())
+    before = first.read_bytes()
+    Output(Folder(out), index, SCHEMA, None).look(keep_errors=False)
+    assert index.counts() == (5, 4, 0)
+    assert [source.path for block in index.pending() for source in block] == ["x"]
+    assert first.read_bytes() == before
+    rest = parquet.read_table(second)
+    assert rest.column("path").to_pylist() == ["c", "d"]
+    assert rest.schema.equals(SCHEMA, check_metadata=True)
+
+
 def test_a_second_run_into_a_folder_on_disk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spec.json").touch()
     folder = Folder(tmp_path)
