@@ -160,7 +160,7 @@ def extract(
             metavar="ADDRESS",
             show_default=False,
             help="Compute on a Ray cluster and write Parquet: its address, auto for the cluster of this machine, or "
-            "local to start one. Needs fxserve\\[ray].",
+            "local to start one. --out is then a bucket or a folder that all nodes share. Needs fxserve\\[ray].",
         ),
     ] = None,
 ) -> None:
@@ -205,7 +205,8 @@ def extract(
         fit=fit,
     )
     settings = settings_of({"device": device, "workers": 1})  # a single process, so it gets all cores
-    device_of(settings)
+    if ray is None:  # the nodes of a cluster have devices of their own
+        device_of(settings)
     files = {"roi": boxes, "points": points, "mask": masks}
     for region, file in files.items():
         if (pool == region) != (file is not None):

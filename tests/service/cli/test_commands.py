@@ -231,6 +231,11 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["extract", "CAT", *RANDOM, "--nodes", "C4:path", "--out", "OUT"], 1, "an output cannot be named 'path'"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "CAT"], 1, "cat.jpg is a file; --out must be a folder"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "--image-size: Input"),
+        (  # the cluster may have the device
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--device=cuda:77", "--ray=x", "--format=npz", "--out", "OUT"],
+            2,
+            "--ray writes Parquet",
+        ),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT"], 1, "pool=cls takes"),
         (
             ["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "roi", "--out", "OUT"],
