@@ -11,16 +11,8 @@ import httpx
 
 from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
-from service.client.base import (
-    MAX_BODY_BYTES,
-    MAX_ROWS,
-    BaseClient,
-    BaseExtractor,
-    attribution_query,
-    feature_query,
-    token_indices,
-)
-from service.client.images import Part, split_call
+from service.client.base import MAX_ROWS, BaseClient, BaseExtractor, attribution_query, feature_query, token_indices
+from service.client.images import Part
 from service.client.responses import Receiver
 
 Result = TypeVar("Result")
@@ -113,18 +105,16 @@ class AsyncClient(BaseClient):
     async def _run(self, flow: flows.Flow[Result]) -> Result:
         """Perform the steps of ``flow`` and return its result."""
         result: Any = None
-        failed: httpx.TransportError | None = None
         while True:
             try:
-                step = flow.send(result) if failed is None else flow.throw(failed)
+                step = flow.throw(result) if isinstance(result, httpx.TransportError) else flow.send(result)
             except StopIteration as end:
                 value: Result = end.value
                 return value
-            result, failed = None, None
             try:
                 result = await self._perform(step)
             except httpx.TransportError as error:
-                failed = error
+                result = error
 
     async def _perform(self, step: flows.Step) -> Any:
         if isinstance(step, flows.Sleep):
@@ -189,19 +179,9 @@ class AsyncExtractor(BaseExtractor):
 
         For arguments and errors see :meth:`service.client.Extractor.__call__`.
         """
-        one_by_one = not self.one_size or preprocess == "none"
         chosen = token_indices(tokens)
-        parts = await asyncio.to_thread(
-            split_call,
-            images,
-            self.rows(pool, project, chosen),
-            MAX_BODY_BYTES,
-            one_by_one,
-            boxes,
-            points,
-            masks,
-            edits,
-        )
+        rows = self.rows(pool, project, chosen)
+        parts = await asyncio.to_thread(self._split, images, rows, preprocess, boxes, points, masks, edits)
         query = feature_query(pool, dtype, normalize, preprocess, chosen, roi_size=roi_size, project=project, seed=seed)
         return await self._call(parts, query, as_torch)
 
@@ -218,9 +198,7 @@ class AsyncExtractor(BaseExtractor):
         as_torch: bool = False,
     ) -> dict[str, Any]:
         """Compute attributions. For arguments and errors see :meth:`service.client.Extractor.attributions`."""
-        parts = await asyncio.to_thread(
-            split_call, images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none"
-        )
+        parts = await asyncio.to_thread(self._split, images, MAX_ROWS, preprocess)
         query = attribution_query(of, at, target, method, steps, preprocess)
         return await self._call(parts, query, as_torch, "attributions")
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from service.choices import Dtype
 from service.client.flows import ExtractorRef, RetryPolicy
+from service.client.images import Part, split_call
 
 # Large enough to fill a batch, small enough that one request is decoded while another is computed. A request that the
 # server rejects as too large is split further.
@@ -105,6 +106,11 @@ class BaseExtractor:
         if pool != "none" or project is not None or not bytes_per_image:
             return MAX_ROWS
         return max(1, min(MAX_ROWS, int(MAX_RESPONSE_BYTES / bytes_per_image)))
+
+    def _split(self, images: Any, max_rows: int, preprocess: str, *regions_and_edits: Any) -> list[Part]:
+        """Split the images of a call into requests; see :func:`split_call`."""
+        one_by_one = not self.one_size or preprocess == "none"
+        return split_call(images, max_rows, MAX_BODY_BYTES, one_by_one, *regions_and_edits)
 
 
 def token_indices(tokens: Iterable[int] | None) -> list[int] | None:

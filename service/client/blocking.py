@@ -13,16 +13,8 @@ import httpx
 
 from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preprocess, Source
 from service.client import flows
-from service.client.base import (
-    MAX_BODY_BYTES,
-    MAX_ROWS,
-    BaseClient,
-    BaseExtractor,
-    attribution_query,
-    feature_query,
-    token_indices,
-)
-from service.client.images import Part, split_call
+from service.client.base import MAX_ROWS, BaseClient, BaseExtractor, attribution_query, feature_query, token_indices
+from service.client.images import Part
 from service.client.responses import Receiver
 
 Result = TypeVar("Result")
@@ -137,18 +129,16 @@ class Client(BaseClient):
     def _run(self, flow: flows.Flow[Result]) -> Result:
         """Perform the steps of ``flow`` and return its result."""
         result: Any = None
-        failed: httpx.TransportError | None = None
         while True:
             try:
-                step = flow.send(result) if failed is None else flow.throw(failed)
+                step = flow.throw(result) if isinstance(result, httpx.TransportError) else flow.send(result)
             except StopIteration as end:
                 value: Result = end.value
                 return value
-            result, failed = None, None
             try:
                 result = self._perform(step)
             except httpx.TransportError as error:
-                failed = error
+                result = error
 
     def _perform(self, step: flows.Step) -> Any:
         if isinstance(step, flows.Sleep):
@@ -257,11 +247,8 @@ class Extractor(BaseExtractor):
                 index.
             FxserveError: the server could not be reached or did not answer in time.
         """
-        one_by_one = not self.one_size or preprocess == "none"
         chosen = token_indices(tokens)
-        parts = split_call(
-            images, self.rows(pool, project, chosen), MAX_BODY_BYTES, one_by_one, boxes, points, masks, edits
-        )
+        parts = self._split(images, self.rows(pool, project, chosen), preprocess, boxes, points, masks, edits)
         query = feature_query(pool, dtype, normalize, preprocess, chosen, roi_size=roi_size, project=project, seed=seed)
         return self._call(parts, query, as_torch)
 
@@ -295,7 +282,7 @@ class Extractor(BaseExtractor):
         Raises:
             Problem, FxserveError: as in a call.
         """
-        parts = split_call(images, MAX_ROWS, MAX_BODY_BYTES, not self.one_size or preprocess == "none")
+        parts = self._split(images, MAX_ROWS, preprocess)
         query = attribution_query(of, at, target, method, steps, preprocess)
         return self._call(parts, query, as_torch, "attributions")
 

@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from service.client.regions import Regions, bytes_of, fields, lists
+from service.client.regions import Regions, bytes_of, lists
 from service.client.tensors import MEDIA_TYPE, is_instance, to_array
 
 Array = NDArray[Any]
@@ -132,10 +132,11 @@ def split_call(
         TypeError, ValueError: an argument is not an image, or there are no images.
         OSError: a file does not exist.
     """
-    given = [(field, one) for field, one in fields(boxes, points, masks) if one is not None]
+    given = {"boxes": boxes, "points": points, "masks": masks}
+    given = {field: one for field, one in given.items() if one is not None}
     if len(given) > 1:
         raise ValueError("give one of boxes, points and masks")
-    field, given_lists = given[0] if given else ("", None)
+    field, given_lists = next(iter(given.items()), ("", None))
     edits = [_edit(edit) for edit in _each_edit(edits)]
     encoded = bool(given or edits)
     if isinstance(images, Mapping):

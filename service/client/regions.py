@@ -27,11 +27,6 @@ class Regions(NamedTuple):
     of_images: list[list[Any]]
 
 
-def fields(boxes: Any, points: Any, masks: Any) -> list[tuple[str, Any]]:
-    """Pair the arguments of a call with the names of their fields in a body."""
-    return [("boxes", boxes), ("points", points), ("masks", masks)]
-
-
 def lists(field: str, given: Any) -> list[list[Any]]:
     """Convert the regions of each image to lists for JSON.
 
