@@ -15,7 +15,7 @@ from service.offline.outputs import index as index_file
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import FILE, SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import ERRORS, error_line
+from service.offline.outputs.writer import write_error_lines
 from service.offline.run import Summary
 from service.offline.statistics.files import check_installed
 from service.offline.statistics.reducer import Reduction
@@ -73,8 +73,7 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
                         reduction.merge([], other_statistics, [])
                 if reduction is not None:
                     reduction.finish()
-                with (working.path / ERRORS).open("wb") as file:
-                    file.writelines(error_line(path, reason) for path, reason in index.errors())
+                write_error_lines(working.path, index.errors(), "wb")
                 images, done, unreadable = index.counts()
         except BaseException:
             working.discard()

@@ -29,7 +29,7 @@ from service.offline.outputs import shards
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import ERRORS, Writer, error_line
+from service.offline.outputs.writer import Writer, write_error_lines
 from service.offline.runners.local import LocalRunner
 from service.offline.runners.remote import RemoteRunner
 from service.offline.runners.runner import Runner
@@ -189,7 +189,7 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
                 assert job.reduce is not None
                 reduction = Reduction(folder, index, empty, job.reduce, spec.outputs, spec.metadata())
                 writer = Reducer(reduction, info.layouts)
-            await _Pipeline(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report).run()
+            await _run(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report)
             images, done, unreadable = index.counts()
             return Summary(spec.outputs, images, done, unreadable, len(index.shards()) if chosen else 0, skipped)
         finally:
@@ -213,8 +213,7 @@ def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, 
         index.keep_shards(folder.shards(chosen.suffix))
         folder.remove_all_but(chosen.suffix, index.shards())
     add_images(job, sources.find(job.inputs, skipped), index)
-    with (folder.path / ERRORS).open("wb") as file:
-        file.writelines(error_line(path, reason) for path, reason in index.errors())
+    write_error_lines(folder.path, index.errors(), "wb")
     return skipped
 
 
@@ -275,43 +274,34 @@ def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
         raise FxError(f"none of the images in {job.regions} can be read; {path}: {reason}")
 
 
-class _Pipeline:
-    """Keeps several batches in flight and passes their rows to the writer in order."""
+async def _run(batches: Batches, index: Index, writer: Writer | Reducer, report: Report) -> None:
+    """Process all pending images: keep several batches in flight, and pass their rows to the writer in order."""
+    images, done, unreadable = index.counts()
+    report(images, done, unreadable)
+    in_flight: deque[asyncio.Task[Result]] = deque()
 
-    def __init__(self, batches: Batches, index: Index, writer: Writer | Reducer, report: Report) -> None:
-        self._batches = batches
-        self._index = index
-        self._writer = writer
-        self._report = report
+    async def finish_oldest() -> None:
+        nonlocal done, unreadable
+        result = await in_flight[0]
+        in_flight.popleft()
+        await writer.add(result.paths, result.rows, result.errors)
+        done, unreadable = done + result.images, unreadable + len(result.errors)
+        report(images, done, unreadable)
 
-    async def run(self) -> None:
-        """Process all pending images."""
-        images, done, unreadable = self._index.counts()
-        self._report(images, done, unreadable)
-        in_flight: deque[asyncio.Task[Result]] = deque()
-
-        async def finish_oldest() -> None:
-            nonlocal done, unreadable
-            result = await in_flight[0]
-            in_flight.popleft()
-            await self._writer.add(result.paths, result.rows, result.errors)
-            done, unreadable = done + result.images, unreadable + len(result.errors)
-            self._report(images, done, unreadable)
-
-        blocks = self._index.pending()
+    blocks = index.pending()
+    try:
+        while block := await asyncio.to_thread(next, blocks, None):
+            for some in batches.split(block):
+                while len(in_flight) >= batches.concurrency:
+                    await finish_oldest()
+                in_flight.append(asyncio.create_task(batches.run(some)))
+        while in_flight:
+            await finish_oldest()
+    finally:
+        for task in in_flight:
+            task.cancel()
         try:
-            while block := await asyncio.to_thread(next, blocks, None):
-                for some in self._batches.split(block):
-                    while len(in_flight) >= self._batches.concurrency:
-                        await finish_oldest()
-                    in_flight.append(asyncio.create_task(self._batches.run(some)))
-            while in_flight:
-                await finish_oldest()
+            writer.close()  # keep finished work, however the run ends
         finally:
-            for task in in_flight:
-                task.cancel()
-            try:
-                self._writer.close()  # keep finished work, however the run ends
-            finally:
-                await asyncio.gather(*in_flight, return_exceptions=True)
-                self._batches.close()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+            batches.close()

@@ -155,24 +155,27 @@ class Index:
 
     def pending(self) -> Iterator[list[Source]]:
         """Yield pending images in blocks: files by name, then members of an archive by offset, with links to them."""
-        after: tuple[object, int, str] = ("", -2, "")
-        while True:
-            with self._lock:
-                block = self._database.execute(
-                    'SELECT path, file, "offset", size, regions FROM images LEFT JOIN regions USING (path) '
-                    'WHERE (file, "offset", path) > (?, ?, ?) '
-                    'AND shard IS NULL AND error IS NULL ORDER BY file, "offset", path LIMIT ?',
-                    (*after, _BLOCK),
-                ).fetchall()
-            if not block:
-                return
-            after = block[-1][1], block[-1][2], block[-1][0]
+        query = (
+            'SELECT file, "offset", path, size, regions FROM images LEFT JOIN regions USING (path) '
+            'WHERE (file, "offset", path) > (?, ?, ?) AND shard IS NULL AND error IS NULL ORDER BY file, "offset", path'
+        )
+        for block in self._blocks(query, "", -2, ""):
             yield [
                 Source(
                     path, os.fsdecode(file), offset, size, regions=None if regions is None else orjson.loads(regions)
                 )
-                for path, file, offset, size, regions in block
+                for file, offset, path, size, regions in block
             ]
+
+    def _blocks(self, query: str, *after: object) -> Iterator[list[Any]]:
+        """Yield the rows of ``query`` in blocks. Its first columns give the order; each block follows ``after``."""
+        while True:
+            with self._lock:
+                block = self._database.execute(f"{query} LIMIT {_BLOCK}", after).fetchall()
+            if not block:
+                return
+            yield block
+            after = block[-1][: len(after)]
 
     def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
         """Add a finished shard and its errors in one transaction.
@@ -220,7 +223,11 @@ class Index:
         Raises:
             FxError: an image is done in both.
         """
-        for block in other._finished():
+        query = (
+            'SELECT path, file, "offset", size, shard, error, regions FROM images LEFT JOIN regions USING (path) '
+            "WHERE path > ? AND (shard IS NOT NULL OR error IS NOT NULL) ORDER BY path"
+        )
+        for block in other._blocks(query, ""):
             with self._lock, self._database:
                 self._database.execute("BEGIN")
                 for path, file, offset, size, shard, error, regions in block:
@@ -235,20 +242,6 @@ class Index:
                     )
                     if regions is not None:
                         self._database.execute("REPLACE INTO regions VALUES (?, ?)", (path, regions))
-
-    def _finished(self) -> Iterator[list[tuple[Any, ...]]]:
-        after = ""
-        while True:
-            with self._lock:
-                block = self._database.execute(
-                    'SELECT path, file, "offset", size, shard, error, regions FROM images LEFT JOIN regions USING '
-                    "(path) WHERE path > ? AND (shard IS NOT NULL OR error IS NOT NULL) ORDER BY path LIMIT ?",
-                    (after, _BLOCK),
-                ).fetchall()
-            if not block:
-                return
-            yield block
-            after = block[-1][0]
 
     def statistics(self) -> dict[str, bytes]:
         """Return the statistics of each output; empty if there are none."""
@@ -267,17 +260,9 @@ class Index:
 
     def errors(self) -> Iterator[tuple[str, str]]:
         """Yield (path, reason) of every image that could not be read, ordered by path."""
-        after = ""
-        while True:
-            with self._lock:
-                block = self._database.execute(
-                    "SELECT path, error FROM images WHERE path > ? AND error IS NOT NULL ORDER BY path LIMIT ?",
-                    (after, _BLOCK),
-                ).fetchall()
-            if not block:
-                return
+        query = "SELECT path, error FROM images WHERE path > ? AND error IS NOT NULL ORDER BY path"
+        for block in self._blocks(query, ""):
             yield from block
-            after = block[-1][0]
 
     def forget_errors(self) -> None:
         """Make images that could not be read pending again."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fxcore.errors import FxError
 from service.codecs.tensors import npy, safetensors
-from service.offline.atomic import UNFINISHED, remove, write_whole
+from service.offline.atomic import write_whole
 
 PATH = "path"
 """Key of the image paths in a shard, next to the outputs."""
@@ -158,14 +158,6 @@ def write_shard(
         OSError: it cannot be written.
     """
     write_whole(target, lambda file: chosen.write(file, rows, paths, metadata))
-
-
-def remove_all_but(folder: Path, suffix: str, kept: Sequence[str]) -> None:
-    """Remove shards that were never added to the index, also unfinished ones."""
-    indexed = set(kept)
-    for file in folder.iterdir():
-        if is_shard(file.name.removesuffix(UNFINISHED), suffix) and file.name not in indexed:
-            remove(file)
 
 
 def shard_name(number: int, suffix: str) -> str:

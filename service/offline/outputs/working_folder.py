@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from service.offline.atomic import remove
+from service.offline.atomic import UNFINISHED, remove
 from service.offline.folder import Folder
 from service.offline.outputs import index, shards
 
@@ -48,11 +48,9 @@ class WorkingFolder:
         return [name for name in self._out.names() if shards.is_shard(name, suffix)]
 
     def remove_all_but(self, suffix: str, kept: Sequence[str]) -> None:
-        """Remove shards that were never added to the index."""
-        if self._scratch is None:
-            shards.remove_all_but(self.path, suffix, kept)
-        else:
-            for name in set(self.shards(suffix)).difference(kept):
+        """Remove shards that were never added to the index, also unfinished ones."""
+        for name in set(self._out.names()).difference(kept):
+            if shards.is_shard(name.removesuffix(UNFINISHED), suffix):
                 self._out.remove(name)
 
     def publish(self, name: str) -> None:

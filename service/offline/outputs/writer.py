@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
+from typing import Literal
 
 import orjson
 import torch
@@ -19,7 +21,7 @@ from service.offline.outputs.index import Index
 from service.offline.outputs.shards import ShardFormat, shard_name, shard_number, write_shard
 from service.offline.outputs.working_folder import WorkingFolder
 
-ERRORS = "errors.jsonl"
+_ERRORS = "errors.jsonl"
 
 _MAX_BYTES = 64 * 1024**2
 _MAX_ROWS = 4096
@@ -147,8 +149,7 @@ class Writer:
                 self._folder.publish(name)
             self._index.commit(name, paths, errors)
             self._folder.publish_index()
-            with (self._folder.path / ERRORS).open("ab") as file:
-                file.writelines(error_line(path, reason) for path, reason in errors)
+            write_error_lines(self._folder.path, errors, "ab")
         give_back()  # otherwise the allocator accumulates memory with every shard
 
 
@@ -157,6 +158,8 @@ def _end_of_image(paths: Sequence[str], start: int) -> int:
     return next((row for row in range(start, len(paths)) if paths[row] != paths[start]), len(paths))
 
 
-def error_line(path: str, reason: str) -> bytes:
-    """Encode a line of ``errors.jsonl``."""
-    return orjson.dumps({"path": path, "error": reason}, option=orjson.OPT_APPEND_NEWLINE)
+def write_error_lines(folder: Path, errors: Iterable[tuple[str, str]], mode: Literal["ab", "wb"]) -> None:
+    """Write (path, reason) of images to ``errors.jsonl``; ``mode`` is that of :func:`open`."""
+    with (folder / _ERRORS).open(mode) as file:
+        for path, reason in errors:
+            file.write(orjson.dumps({"path": path, "error": reason}, option=orjson.OPT_APPEND_NEWLINE))

@@ -12,7 +12,7 @@ from service.engine.threads import compute_with
 from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import ERRORS, error_line
+from service.offline.outputs.writer import write_error_lines
 from service.offline.runners.runner import RowLayout, Rows
 from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
@@ -116,8 +116,7 @@ class Reduction:
         with write_errors(self._folder):
             self._index.commit_statistics(STATISTICS, self._paths, self._errors, self._statistics.states())
             self._folder.publish_index()
-            with (self._folder.path / ERRORS).open("ab") as file:
-                file.writelines(error_line(path, reason) for path, reason in self._errors)
+            write_error_lines(self._folder.path, self._errors, "ab")
         self._paths, self._errors = [], []
         ended = time.monotonic()
         self._commit_at = ended + max(_SECONDS, (ended - began) / _MAX_SHARE)

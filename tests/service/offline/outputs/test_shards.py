@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 
 from fxcore.errors import FxError
-from service.offline.outputs.shards import FORMATS, remove_all_but, shard_format, write_shard
+from service.offline.folder import Folder
+from service.offline.outputs.shards import FORMATS, shard_format, write_shard
+from service.offline.outputs.working_folder import WorkingFolder
 
 ROWS = {
     "map": torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2) / 7,
@@ -102,7 +104,7 @@ def test_shards_that_do_not_count_are_removed(tmp_path: Path) -> None:
     others = ["shard-000000.zarr.bak", "shard-000002.npz", "shard-000003.zarr.sha256", "shard-mine.zarr"]
     for name in others:
         (tmp_path / name).touch()
-    remove_all_but(tmp_path, ".zarr", [kept.name])
+    WorkingFolder(Folder(tmp_path)).remove_all_but(".zarr", [kept.name])
     assert sorted(file.name for file in tmp_path.iterdir()) == [kept.name, *others]
 
 
