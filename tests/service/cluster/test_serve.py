@@ -95,6 +95,9 @@ class Cluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
             "RAY_SERVE_ENABLE_HA_PROXY": str(int(haproxy)),
+            # Its defaults are fixed ports, which another cluster of these tests may have.
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
             "no_proxy": "127.0.0.1",
         }
         self.log = (home / "cluster.log").open("w")
@@ -182,8 +185,8 @@ class Load:
         while not self._ended.is_set():
             try:
                 answer = httpx.post(path, content=photo, headers={"content-type": "image/jpeg"}, timeout=60)
-            except httpx.TransportError:
-                self.answers.append((time.monotonic(), 0, b""))
+            except httpx.TransportError as error:
+                self.answers.append((time.monotonic(), 0, repr(error).encode()))
             else:
                 self.answers.append((time.monotonic(), answer.status_code, answer.content))
 
@@ -204,6 +207,9 @@ class Load:
 
     def statuses(self) -> Counter[int]:
         return Counter(status for _, status, _ in self.answers)
+
+    def failures(self) -> set[bytes]:
+        return {content for _, status, content in self.answers if status != 200}
 
 
 @pytest.mark.exhaustive
@@ -257,7 +263,7 @@ def test_a_rolling_update_loses_nothing(cluster: Cluster, photos: dict[str, byte
         count = len(load.answers)
         until(lambda: len(load.answers) > count + 20)
     assert not before & set(cluster.replicas())
-    assert set(load.statuses()) == {200}, load.statuses()
+    assert not load.failures(), load.statuses()
 
 
 @pytest.mark.exhaustive
@@ -344,7 +350,7 @@ def test_serve_deploy_of_a_changed_config_loses_nothing(tmp_path: Path, photos: 
             until(lambda: len(cluster.replicas()) == 2 and not before & set(cluster.replicas()), 240)
             count = len(load.answers)
             until(lambda: len(load.answers) > count + 20)
-        assert set(load.statuses()) == {200}, load.statuses()
+        assert not load.failures(), load.statuses()
     finally:
         cluster.stop()
 
