@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,12 @@ class Cluster:
         assert self.said() == "updated"
 
     def replicas(self) -> list[int]:
-        return [
-            p.pid
-            for p in psutil.process_iter(["cmdline"])
-            if re.search("ServeReplica:.*:fxserve", " ".join(p.info["cmdline"] or ()))
-        ]
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):  # not those of another cluster
+            with suppress(psutil.Error):  # it has ended
+                if re.search("ServeReplica:.*:fxserve", " ".join(child.cmdline())):
+                    found.append(child.pid)
+        return found
 
     def ask(self, method: str, path: str, **rest: Any) -> httpx.Response:
         return httpx.request(method, self.url + path, timeout=60, **rest)
