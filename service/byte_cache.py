@@ -36,9 +36,13 @@ class ByteCache(Generic[K, V]):
 
     def put(self, key: K, value: V) -> None:
         """Add or replace a value and mark it as recently used."""
+        size = self._size(value)
         with self._guard:
             previous = self._values.pop(key, None)
-            self.bytes += self._size(value) - (0 if previous is None else self._size(previous))
+            self.bytes -= 0 if previous is None else self._size(previous)
+            if size > self._limit:
+                return
+            self.bytes += size
             self._values[key] = value
             while self.bytes > self._limit:
                 self.bytes -= self._size(self._values.popitem(last=False)[1])

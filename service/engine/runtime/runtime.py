@@ -21,8 +21,8 @@ from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.transformation import Transformed
 
-SIZES_BYTES = 512 * 1024
-"""Maximum bytes of each of an extractor's two size caches: row sizes and response sizes."""
+SIZES_BYTES = 1024**2
+"""Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
 
 Variant = tuple[int, ...] | tuple[str, ...]
 """Height and width, or the names of edited nodes in order."""

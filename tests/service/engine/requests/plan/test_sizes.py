@@ -12,8 +12,9 @@ from fxcore.errors import ImageTooLarge
 from service.engine import FeatureOptions
 from service.engine.requests.plan.sizes import row_size, sizes
 from service.engine.requests.plan.tensors import plan_tensors
-from service.engine.runtime.runtime import SIZES_BYTES
+from service.engine.runtime.runtime import OUTPUT_BYTES, SIZES_BYTES
 from service.engine.threads import in_pool
+from service.schemas.specs import MAX_NODES
 from tests.service.engine.running import MakeEngine, built, encoded, until
 
 pytestmark = pytest.mark.anyio
@@ -26,10 +27,10 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "squeezenet1_1", nodes)
         before = running.runtimes.eviction.bytes()
-        for side in range(64, 164):
+        for side in range(64, 264):
             row_size(record.runtime, ((3, side, side),))
         plan = plan_tensors(record.description, {"x": torch.zeros(1, 3, 64, 64)}, "none", 10**9)
-        for number in range(1, 300):
+        for number in range(1, 600):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
             options, intake = FeatureOptions(keys=keys), running.threads.intake
             await sizes(record.runtime, plan, plan.shapes, options, 10**9, intake)
@@ -42,6 +43,11 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         running.runtimes.unload(record)
         again = await running.runtimes.load(record)
         assert again.row_sizes.bytes == again.response_sizes.bytes == 0
+
+
+def test_the_sizes_of_the_most_outputs_are_kept() -> None:
+    added = ("itself", "region_image", "valid_box")
+    assert OUTPUT_BYTES * (MAX_NODES + len(added)) <= SIZES_BYTES
 
 
 async def test_rows_that_need_more_than_a_batch_may(engine: MakeEngine) -> None:
