@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import suppress
 from functools import partial
@@ -282,19 +281,13 @@ class Extractors:
         for record in self._records.list():
             if record.saved and record.id not in ids:
                 await self.known(record.id)
-        named = ((self._records.get(stored.id), name) for stored, name in shared if name is not None)
-        await asyncio.gather(*(self._learn_name(record, name) for record, name in named if record is not None))
+        for stored, name in shared:
+            if name is None or self._records.known(name) is not None:
+                continue
+            known = self._records.get(stored.id)
+            if known is not None and known.saved and known.name is None:
+                self._records.name(known, name)  # its use checks it, so the store is not asked about each
         return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
-
-    async def _learn_name(self, record: ExtractorRecord, name: str) -> None:
-        """Give ``record``, if it has no name, one that the store lists for it, if it still has that."""
-        assert self._sharing is not None
-        if record.name is not None:
-            return
-        with suppress(NotReady):
-            owner = await self._sharing.find(name)
-            if owner == record.id and self._records.get(record.id) is record and record.name is None:
-                self._records.name(record, name)
 
     async def delete(self, id_or_name: str) -> None:
         """Delete an extractor in all processes. Its requests in flight finish normally.

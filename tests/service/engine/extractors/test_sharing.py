@@ -102,14 +102,34 @@ async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_pa
         assert ids(url) == {again.id}
 
 
-async def test_a_name_that_another_process_gives_is_listed(engine: MakeEngine, url: str) -> None:
+async def test_a_name_that_another_process_gives_is_listed(
+    engine: MakeEngine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a look-up of each name: thousands of them would keep all other operations of the store waiting."""
+    find, read = Store.find, []
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         record, _ = await one.extractor(spec(), PATIENCE, keep=True)
         assert record.name is None
         await other.extractor(spec(name="r"), PATIENCE, keep=True)
+        monkeypatch.setattr(Store, "find", lambda store, key: read.append(key) or find(store, key))
         assert await one.extractors.elsewhere() == []
         assert [(listed.id, listed.name) for listed in one.records.list()] == [(record.id, "r")]
+        assert read == []
         assert one.records.known("r") is record
+
+
+async def test_a_listed_name_that_another_extractor_has_goes_to_it_when_used(
+    engine: MakeEngine, tmp_path: Path, later: None
+) -> None:
+    """A process that dies while it gives a name leaves it in the index of the names of its extractor."""
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        owner, _ = await other.extractor(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
+        Objects(url).create(f"named/{record.id}.r.json", {})
+        assert [name for _, name in await one.extractors.elsewhere()] == ["r"]
+        assert (await one.extractors.look_up("r")).id == owner.id
+        assert record.name is None
 
 
 async def test_the_store_is_read_no_more_often_than_it_must(
