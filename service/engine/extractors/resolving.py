@@ -73,18 +73,16 @@ class Resolver:
         key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
         record = self._records.get(self._ids.get(key, ""))
         if record is None:
-            description = await self._resolve(spec, trace_in)
+            trace_in = trace_in or partial(in_pool, self._pool)
+            # One at a time: all but the first find the graph already traced.
+            async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
+                description = await trace_in(lambda: resolve(spec, self._device, self._settings))
             record = self._records.get(description.id) or ExtractorRecord(description)
             self._ids[key] = record.id
-            if len(self._ids) > _REMEMBERED_SPECS:
-                self._ids.popitem(last=False)
+        self._ids.move_to_end(key)
+        if len(self._ids) > _REMEMBERED_SPECS:
+            self._ids.popitem(last=False)
         return record
-
-    async def _resolve(self, spec: ExtractorSpec, trace_in: RunInThread | None) -> Description:
-        trace_in = trace_in or partial(in_pool, self._pool)
-        # One at a time: all but the first find the graph already traced.
-        async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
-            return await trace_in(lambda: resolve(spec, self._device, self._settings))
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, settings: Settings) -> Description:

@@ -15,8 +15,11 @@ from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
+from service.engine.description import Description
+from service.engine.extractors import resolving
 from service.engine.extractors.records import MAX_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
+from service.schemas.specs import ExtractorSpec
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +46,23 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
         assert all(other.state == "ready" for other in made)
         assert running.records.list() == [record, *made]
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random"), ("mobilenet_v3_large", "random")}
+
+
+async def test_a_spec_in_use_is_not_resolved_again_among_many(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolving, "_REMEMBERED_SPECS", 2)
+    resolve, resolved = resolving.resolve, []
+
+    def counting(spec: ExtractorSpec, *others: Any) -> Description:
+        resolved.extend(spec.return_nodes)
+        return resolve(spec, *others)
+
+    monkeypatch.setattr(resolving, "resolve", counting)
+    async with engine() as running:
+        for node in ("features.1", "features.2", "features.1", "features.3", "features.1", "features.2"):
+            await running.extractor(spec(nodes=[node]))
+    assert resolved == ["features.1", "features.2", "features.3", "features.2"]
 
 
 async def test_extractors_share_weights(engine: MakeEngine) -> None:
