@@ -51,6 +51,9 @@ RunInPool = Callable[..., Awaitable[Sent]]
 SMALL = 256 * 1024
 """Bytes below which a body is parsed on the event loop, because switching threads twice would take longer."""
 
+_SMALL_IMAGE = 1024**2
+"""The same for an encoded image, whose bytes are only joined."""
+
 _REMEMBERED = 256
 """Maximum cached parsed headers; most clients always send the same ones."""
 
@@ -99,7 +102,8 @@ class Body:
             Problem: 422: the body does not match its type.
         """
         parse = _PARSERS.get(self.kind, _image)
-        if parse in (_image, _files) or sum(map(len, self.chunks)) < SMALL:
+        limit = _SMALL_IMAGE if parse is _image else SMALL
+        if parse is _files or sum(map(len, self.chunks)) < limit:
             return parse(self.chunks, first_input)
         return await run_in_pool(parse, self.chunks, first_input)
 
