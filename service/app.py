@@ -26,7 +26,6 @@ from service.http.access.keys import Keys
 from service.http.middleware.accepted import Accepted
 from service.http.middleware.access import Access
 from service.http.middleware.body_limit import BodyLimit
-from service.http.middleware.head_as_get import HeadAsGet
 from service.http.middleware.request_context import RequestContext
 from service.http.routes import operations, page
 from service.http.routes.v1 import (
@@ -135,7 +134,6 @@ def _add_routes(app: FastAPI) -> DeclaredRoutes:
 def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: DeclaredRoutes) -> None:
     """Add the middleware, the innermost first."""
     settings = state.settings
-    app.add_middleware(HeadAsGet)
     app.add_middleware(
         BodyLimit,
         routes=routes,

@@ -7,7 +7,8 @@ import random
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,23 +65,11 @@ class RequestContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        scope["request_id"] = request_id(header(scope, b"x-request-id"))
-        entered = logs.request_id.set(scope["request_id"])
-        try:
-            if self.traces is None:
-                await self._respond(scope, receive, send)
-                return
-            with self.traces.request(scope) as span:
-                status = await self._respond(scope, receive, send)
-                self.traces.responded(span, scope, status, caller_of(scope).key)
-        finally:
-            logs.request_id.reset(entered)
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Respond to a request, and return the status."""
+        own_id = scope["request_id"] = request_id(header(scope, b"x-request-id"))
+        # HEAD is answered as GET, and the server omits the body. A copy, because the server uses its scope's method.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         started = time.perf_counter()
         status = 0
-        own_id = scope["request_id"]
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -95,23 +84,30 @@ class RequestContext:
                 ]
             await send(message)
 
-        try:
-            await self.app(scope, receive, send_with_id)
-        except ClientDisconnect:
-            status = status or 499  # nginx's status for a client that closed the connection, for the metrics
-        except Exception as error:
-            log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
-            if status:
-                raise  # the response has started, so the connection is closed
-            path = route_path(scope)
-            response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
-            await response(scope, receive, send_with_id)
-        finally:
-            seconds = time.perf_counter() - started
-            self.metrics.observe(scope, status, seconds)
-            if access.isEnabledFor(logging.INFO):
-                _log_response(scope, status, seconds)
-        return status
+        traced: AbstractContextManager[Any] = nullcontext() if self.traces is None else self.traces.request(scope)
+        entered = logs.request_id.set(own_id)
+        with traced as span:
+            try:
+                await self.app(inner, receive, send_with_id)
+            except ClientDisconnect:
+                status = status or 499  # nginx's status for a client that closed the connection, for the metrics
+            except Exception as error:
+                log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
+                if status:
+                    raise  # the response has started, so the connection is closed
+                path = route_path(scope)
+                response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
+                await response(scope, receive, send_with_id)
+            finally:
+                seconds = time.perf_counter() - started
+                if inner is not scope:  # the route and the caller, for metrics and traces
+                    scope.update(inner, method="HEAD")
+                self.metrics.observe(scope, status, seconds)
+                if access.isEnabledFor(logging.INFO):
+                    _log_response(scope, status, seconds)
+                logs.request_id.reset(entered)
+            if self.traces is not None:
+                self.traces.responded(span, scope, status, caller_of(scope).key)
 
 
 def _log_response(scope: Scope, status: int, seconds: float) -> None:

@@ -81,11 +81,10 @@ class DeclaredRoutes:
     def find(self, scope: Scope) -> Declared:
         """Return the declaration of a request's route. Without a route, write requests need scope admin."""
         method, path = scope["method"], route_path(scope)
-        wanted = "GET" if method == "HEAD" else method
         other = _READ if method in READ_METHODS else _WRITE
         for regex, methods, declared in self._routes:
             if regex.match(path):
-                if wanted in methods:
+                if method in methods:
                     return declared
                 if declared.access == "open":  # everyone may learn that the method is not allowed
                     other = _OPEN
