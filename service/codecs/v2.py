@@ -21,8 +21,8 @@ from fxcore.tensors import raw_bytes
 from service.codecs.compression import decompress
 from service.codecs.requests import image_text
 from service.codecs.tensors import json, shapes
-from service.codecs.tensors.datatypes import V2_NAMES
-from service.codecs.tensors.numbers import NUMPY_DTYPES, Document, flat
+from service.codecs.tensors.datatypes import NUMPY_DTYPES, V2_NAMES
+from service.codecs.tensors.numbers import Document, flat
 from service.problems import BadTensor, InvalidRequest, Unsupported
 from service.schemas.problems import invalid_body
 from service.schemas.v1.features import MAX_IMAGES

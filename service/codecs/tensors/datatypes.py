@@ -21,18 +21,11 @@ V2_NAMES: dict[torch.dtype, str] = {
     torch.float64: "FP64",
 }
 
-SAFETENSORS_NAMES: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
+SAFETENSORS_NAMES = {
+    dtype: name.replace("UINT", "U").replace("INT", "I").replace("FP", "F") for dtype, name in V2_NAMES.items()
+}
+
+# NumPy has no bfloat16.
+NUMPY_DTYPES = {
+    name: torch.empty(0, dtype=dtype).numpy().dtype for dtype, name in V2_NAMES.items() if dtype is not torch.bfloat16
 }

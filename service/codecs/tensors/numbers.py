@@ -15,22 +15,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from service.codecs.tensors.datatypes import NUMPY_DTYPES
 from service.problems import BadTensor, InvalidRequest, Problem
-
-NUMPY_DTYPES: dict[str, type[np.generic]] = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "UINT16": np.uint16,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-    "INT8": np.int8,
-    "INT16": np.int16,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "FP64": np.float64,
-}
 
 _MARK = "\0numbers"
 _LONG = 4096
@@ -72,7 +58,7 @@ class Document:
         Raises:
             Problem: 422: a value is not a number of this type, or there are too many or too few.
         """
-        dtype = np.dtype(NUMPY_DTYPES[datatype])
+        dtype = NUMPY_DTYPES[datatype]
         index = data.get(_MARK) if isinstance(data, dict) else None
         if type(index) is not int or index not in range(len(self._cut)):
             values = flat(data)
