@@ -108,20 +108,24 @@ class Body:
         return await run_in_pool(parse, self.chunks, first_input)
 
 
-async def receive(request: Request, kind: str, parameters: Mapping[str, str]) -> Body:
+async def receive(request: Request, kind: str, parameters: Mapping[str, str], received: Callable[[], object]) -> Body:
     """Receive a whole body.
 
     Args:
         request: the request.
         kind, parameters: the result of :func:`check`.
+        received: called once the client has sent everything.
 
     Raises:
         Problem: 422: the form is malformed.
         ClientDisconnect: the client disconnected before it had sent everything.
     """
     if kind == "multipart/form-data":
-        return Body(kind, await multipart.read(request.stream(), parameters))
-    return Body(kind, [chunk async for chunk in request.stream()])
+        chunks = await multipart.read(request.stream(), parameters)
+    else:
+        chunks = [chunk async for chunk in request.stream()]
+    received()
+    return Body(kind, chunks)
 
 
 def _image(chunks: list[bytes], first_input: str) -> Sent:

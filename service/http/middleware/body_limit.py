@@ -62,7 +62,7 @@ class BodyLimit:
         if declared is not None and declared.isdigit() and int(declared) > limit:
             await _refuse(_too_large(limit), scope, receive, send)
             return
-        if scope["method"] in ("GET", "HEAD"):  # no route reads such a body, so leave it in the socket
+        if scope["method"] == "GET":  # no route reads such a body, so leave it in the socket
             await self.app(scope, receive, send)
             return
         with Reservation(self.admission, caller_of(scope).client) as reservation:
@@ -94,13 +94,26 @@ class _Body:
         self._complete = False
 
     async def receive(self) -> Message:
+        """Receive the next message. Only time spent waiting for the client counts towards the timeout."""
         if self._complete:  # further calls wait for the disconnect
             return await self._receive()
         if self.refusal is not None:
             raise _Refused
-        message = await self._receive_in_time()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(self._time_left):
+                message = await self._receive()
+        except TimeoutError:
+            detail = (
+                f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, "
+                f"extended by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
+            )
+            self._refuse(RequestTimeout(detail))
+        size = len(message.get("body", b""))
+        left = self._time_left - (loop.time() - began) + size / MIN_BYTES_PER_SECOND
+        self._time_left = max(0.0, min(left, self._timeout))
         if message["type"] == "http.request":
-            size = len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
             self._received += size
             if self._received > self._limit:
@@ -115,23 +128,6 @@ class _Body:
         if self.refusal is None or self.responded:
             self.responded = True
             await self._send(message)
-
-    async def _receive_in_time(self) -> Message:
-        """Receive the next message. Only time spent waiting for the client counts towards the timeout."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(self._time_left):
-                message = await self._receive()
-        except TimeoutError:
-            detail = (
-                f"the body arrives too slowly: {self._received:,} bytes so far; the limit is {self._timeout:g} s, "
-                f"extended by 1 s for each {MIN_BYTES_PER_SECOND:,} bytes received"
-            )
-            self._refuse(RequestTimeout(detail))
-        earned = len(message.get("body", b"")) / MIN_BYTES_PER_SECOND
-        self._time_left = max(0.0, min(self._time_left - (loop.time() - began) + earned, self._timeout))
-        return message
 
     def _refuse(self, refusal: Problem) -> NoReturn:
         self.refusal = refusal

@@ -112,8 +112,7 @@ async def _respond(
     engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         spec, named = await find()
-        body = await bodies.receive(request, kind, parameters)
-        deadline.body_read()
+        body = await bodies.receive(request, kind, parameters, deadline.body_read)
         front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
         await engine.runtimes.load(front)
         part = (await engine.runtimes.load(back)).extractor.part
@@ -144,12 +143,9 @@ async def _respond(
         found = await engine.attribute(back, given, asked, reservation)
         started = time.perf_counter()
         if drawn:
-            assert not isinstance(sent.inputs, Mapping)
-            preprocessing = None if query.preprocess == "none" else front.description.preprocessing
             cam = query.method == "gradcam"
             drawn_map = (found.values[:, None], "NCHW", None) if cam else (found.values, at.layout, at.tokens)
-            usual = front.description.preprocessing.nominal_size()
-            parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
+            parts = await draw(state, front.description, query.preprocess, sent, drawn_map, reservation)
         else:
             nodes = {_ATTRIBUTION: at.node}
             metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}

@@ -7,7 +7,6 @@ import math
 import time
 
 from fastapi import Request, Response
-from torch import Tensor
 from torch.nn import functional
 
 from fxcore.extractor import OutputInfo
@@ -55,6 +54,7 @@ _BODY = {
 }
 _RESPONSE = {"description": "One vector per image.", "content": {json.MEDIA_TYPE: json_body(EmbeddingsDocument)}}
 _PARAMETERS = Parameters(NoQuery)
+_POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "max", "cls", DISTILLED)}
 
 
 @declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, body="images")
@@ -71,7 +71,8 @@ async def embed(request: Request) -> Response:
     bodies.check(
         header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
     )
-    state.engine.admission.check(reservation_of(request.scope).client)
+    reservation = reservation_of(request.scope)
+    state.engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         chunks = [chunk async for chunk in request.stream()]
         deadline.body_read()
@@ -88,7 +89,23 @@ async def embed(request: Request) -> Response:
             # The client may already request this node, so no admin key is needed.
             record, _ = await state.engine.extractor(spec)
             runtime = record.runtime or await state.engine.runtimes.load(record)
-        return await _embed(request, state, record, runtime.graph.pooling, body)
+        output = record.outputs[0]
+        options = _POOLED[(runtime.graph.pooling or "cls") if output.prefix.class_token else "avg"]
+        if body.dimensions is not None:
+            _check_dimensions(body.dimensions, output, options.pool)
+        result = await state.engine.features(record, body.images, options, reservation=reservation)
+        started = time.perf_counter()
+        vectors = result.outputs[output.key].reshape(result.images, -1)
+        if body.dimensions is not None:
+            vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
+        writing = (vectors, body.model, body.encoding)
+        if vectors.numel() <= _INLINE_VALUES:
+            parts = embeddings.write(*writing)
+        else:
+            reservation.claim(json.max_bytes(vectors))
+            parts = await state.engine.run_in_encoder(embeddings.write, *writing)
+        timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
+        return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
@@ -132,37 +149,6 @@ def _spec(text: str) -> ExtractorSpec:
             field="model",
         )
     return spec
-
-
-async def _embed(
-    request: Request,
-    state: State,
-    record: ExtractorRecord,
-    pooling: str | None,
-    body: embeddings.Asked,
-) -> Response:
-    options = _POOLED[(pooling or "cls") if record.outputs[0].prefix.class_token else "avg"]
-    if body.dimensions is not None:
-        _check_dimensions(body.dimensions, record.outputs[0], options.pool)
-    result = await state.engine.features(record, body.images, options, reservation=reservation_of(request.scope))
-    started = time.perf_counter()
-    vectors = _truncate(result.outputs[record.outputs[0].key].reshape(result.images, -1), body.dimensions)
-    writing = (vectors, body.model, body.encoding)
-    if vectors.numel() <= _INLINE_VALUES:
-        parts = embeddings.write(*writing)
-    else:
-        reservation_of(request.scope).claim(json.max_bytes(vectors))
-        parts = await state.engine.run_in_encoder(embeddings.write, *writing)
-    timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-    return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))
-
-
-_POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "max", "cls", DISTILLED)}
-
-
-def _truncate(vectors: Tensor, dimensions: int | None) -> Tensor:
-    """Cut ``vectors`` ``[n, values]`` to their first ``dimensions`` values, and scale them to unit length."""
-    return vectors if dimensions is None else functional.normalize(vectors[:, :dimensions], dim=1)
 
 
 def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,12 +15,12 @@ from torch import Tensor
 from fxcore.extractor import OutputInfo
 from fxcore.graph.tokens.token_grid import TokenGrid
 from fxcore.images.files import image_header
-from fxcore.images.preprocessing import Preprocessing
 from service import problems
 from service.codecs import heatmap, responses
 from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
+from service.engine.description import Description
 from service.engine.requests.admission.admission import Reservation
 from service.http.access.callers import caller_of
 from service.http.requests.deadline import Deadline
@@ -130,12 +131,8 @@ _OF_MODEL = Parameters(OneStepQuery, model=Model)
 async def extract(request: Request) -> Response:
     """Compute features of one or more images with an extractor."""
     query, timeout = _OF_EXTRACTOR.parse(request)
-    state = state_of(request)
-
-    async def find() -> ExtractorRecord:
-        return await state.engine.extractors.look_up(request.path_params["extractor"])
-
-    return await _respond(request, state, find, query, timeout)
+    state, extractor = state_of(request), request.path_params["extractor"]
+    return await _respond(request, state, lambda: state.engine.extractors.look_up(extractor), query, timeout)
 
 
 @declares("read", *_PROBLEMS, *MAKING_PROBLEMS, body="images")
@@ -208,33 +205,47 @@ async def _respond(
     """Serve a request of either route within its deadline."""
     encoding = joined_header(request.scope, b"content-encoding")
     kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
-    state.engine.admission.check(reservation_of(request.scope).client)
+    reservation = reservation_of(request.scope)
+    state.engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
-
-        async def received() -> bodies.Body:
-            body = await bodies.receive(request, kind, parameters)
-            deadline.body_read()
-            return body
-
+        receive = partial(bodies.receive, request, kind, parameters, deadline.body_read)
         body = sent = None
         if kind == json.MEDIA_TYPE:  # only these have regions and edits, which are checked before a build
-            body = await received()
+            body = await receive()
             sent = await body.parse("", state.engine.run_in_encoder)
         options = _options(query)
         options.check_regions(None if sent is None else sent.regions)
         record = await find()
         if record.runtime is None:
-            body = body or await received()  # before that, a disconnect is not noticed
+            body = body or await receive()  # before that, a disconnect is not noticed
             await state.engine.runtimes.load(record)
         accept = joined_header(request.scope, b"accept")
         accepted = _negotiate(record, options, accept)
         if sent is None:
-            body = body or await received()
+            body = body or await receive()
             sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
         del body  # not needed once parsed
         if accepted == heatmap.MEDIA_TYPE:
             accepted = _negotiate(record, options, accept, sent)
-        return await _extract(request, state, record, sent, options, accepted, query.encoding)
+        drawn = accepted == heatmap.MEDIA_TYPE
+        if drawn:
+            options = replace(options, sent=False)  # the picture is small, whatever the map is
+        features = await state.engine.features(record, sent.inputs, options, sent.regions, reservation, sent.edits)
+        started = time.perf_counter()
+        if drawn:
+            output = record.outputs[0]
+            drawn_map = features.outputs[output.key], output.layout, output.tokens
+            parts = await draw(state, record.description, options.preprocess, sent, drawn_map, reservation)
+        else:
+            if features.region_image is not None:  # not in npy responses, which hold only the first output
+                features.outputs[KINDS[options.pool].output] = features.region_image
+            origin = record.description.metadata, record.description.return_nodes
+            parts = await write(
+                state, reservation, accepted, *origin, features.outputs, features.images, query.encoding
+            )
+        timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
+        headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
+        return responses.PartsResponse(parts, accepted, headers)
 
 
 def _negotiate(
@@ -283,39 +294,6 @@ def negotiate(
     return accepted
 
 
-async def _extract(
-    request: Request,
-    state: State,
-    record: ExtractorRecord,
-    sent: bodies.Sent,
-    options: FeatureOptions,
-    accepted: str,
-    encoding: str,
-) -> Response:
-    """Compute the features of ``sent`` and write them as ``accepted``."""
-    drawn = accepted == heatmap.MEDIA_TYPE
-    if drawn:
-        options = replace(options, sent=False)  # the picture is small, whatever the map is
-    reservation = reservation_of(request.scope)
-    features = await state.engine.features(record, sent.inputs, options, sent.regions, reservation, sent.edits)
-    started = time.perf_counter()
-    if drawn:
-        assert not isinstance(sent.inputs, Mapping)
-        preprocessing = None if options.preprocess == "none" else record.description.preprocessing
-        output = record.outputs[0]
-        drawn_map = features.outputs[output.key], output.layout, output.tokens
-        usual = record.description.preprocessing.nominal_size()
-        parts = await draw(state, sent.inputs[0], preprocessing, drawn_map, usual, reservation)
-    else:
-        if features.region_image is not None:  # not in npy responses, which hold only the first output
-            features.outputs[KINDS[options.pool].output] = features.region_image
-        origin = record.description.metadata, record.description.return_nodes
-        parts = await write(state, reservation, accepted, *origin, features.outputs, features.images, encoding)
-    timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
-    headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
-    return responses.PartsResponse(parts, accepted, headers)
-
-
 def _require_one_image(sent: bodies.Sent) -> None:
     """Check that a body has exactly one encoded image, over which a heat-map can be drawn.
 
@@ -331,13 +309,17 @@ def _require_one_image(sent: bodies.Sent) -> None:
 
 async def draw(
     state: State,
-    image: bytes,
-    preprocessing: Preprocessing | None,
+    description: Description,
+    preprocess: str,
+    sent: bodies.Sent,
     drawn_map: tuple[Tensor, str | None, TokenGrid | None],
-    usual: tuple[int, int],
     reservation: Reservation,
 ) -> Parts:
     """Draw a map ``[1, …]``, or tokens with a grid, over its image; see :func:`service.codecs.heatmap.write`."""
+    assert not isinstance(sent.inputs, Mapping)
+    [image] = sent.inputs
+    preprocessing = None if preprocess == "none" else description.preprocessing
+    usual = description.preprocessing.nominal_size()
     header = await state.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
