@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import TypeVar
@@ -314,7 +314,7 @@ class Engine:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client
         with self.admission.enter(client, reservation) as ticket, self.in_flight:
-            runtime = await self.runtimes.load(record)
+            runtime = record.runtime or await self.runtimes.load(record)
             with runtime.in_use():
                 return await self._pipeline.compute(runtime, images, regions, options, ticket, edits)
 
@@ -338,13 +338,9 @@ class Engine:
                 limit = min(self._queue.max_bytes, self.admission.max_bytes // 2)
                 return await attribute(runtime, values, asked, self._queue, ticket, limit, self.max_response_bytes)
 
-    async def run_in_encoder(self, function: Callable[..., T], *args: object) -> T:
+    def run_in_encoder(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         """Run ``function(*args)`` in the pool that encodes responses."""
-        return await in_pool(self.threads.encoders, function, *args)
-
-    async def run_in_builder(self, function: Callable[..., T], *args: object) -> T:
-        """Run ``function(*args)``, which may trace a model, in the pool that builds extractors."""
-        return await in_pool(self.threads.builders, function, *args)
+        return in_pool(self.threads.encoders, function, *args)
 
     async def _preload(self) -> None:
         """Preload the extractors of the settings, retrying each until it succeeds.

@@ -18,7 +18,7 @@ from fxcore.models.timm_models import PREFIX, imported
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.models.served import is_served, may_serve, require_served
-from service.engine.threads import RunInThread
+from service.engine.threads import RunInThread, in_pool
 from service.http.access.callers import Caller
 from service.http.lookups import Lookups
 from service.http.top_images import TopImages
@@ -144,7 +144,9 @@ class State:
 
         For a caller that may not build, tracing itself counts as a lookup and is limited like one.
         """
-        return self.engine.run_in_builder if caller.may_build else functools.partial(self.in_thread, caller)
+        if caller.may_build:
+            return functools.partial(in_pool, self.engine.threads.builders)
+        return functools.partial(self.in_thread, caller)
 
     async def extractor(self, caller: Caller, spec: ExtractorSpec) -> ExtractorRecord:
         """Look up the extractor of a spec, or create it if ``caller`` is allowed to.

@@ -182,7 +182,7 @@ class Extractors:
             UnknownExtractor: it does not exist.
             NotReady: it is not known here and the store cannot be read.
         """
-        return await self._find(id_or_name) or self._records.find(id_or_name)
+        return await self.known(id_or_name) or await self._adopted(id_or_name) or self._records.find(id_or_name)
 
     async def namesake(self, model: str) -> ExtractorRecord | None:
         """Return the extractor named like a model, if there is one that works here and the store can be read.
@@ -191,15 +191,17 @@ class Extractors:
         :data:`NAMESAKE_SECONDS`.
         """
         try:
-            return await self._find(model, NAMESAKE_SECONDS)
+            return await self.known(model) or await self._adopted(model, NAMESAKE_SECONDS)
         except (NotReady, BadTensor):
             return None
 
-    async def _find(self, id_or_name: str, max_miss_age: float = 0.0) -> ExtractorRecord | None:
-        """Return the extractor with that id or name. An earlier miss is trusted for ``max_miss_age`` seconds."""
-        record = await self.known(id_or_name)
-        if record is not None or self._sharing is None:
-            return record
+    async def _adopted(self, id_or_name: str, max_miss_age: float = 0.0) -> ExtractorRecord | None:
+        """Return the extractor of the store with that id or name. Start its build here if another process created it.
+
+        An earlier miss is trusted for ``max_miss_age`` seconds.
+        """
+        if self._sharing is None:
+            return None
         id = await self._sharing.find(id_or_name, max_miss_age)
         if id is None:
             return None

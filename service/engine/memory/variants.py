@@ -10,8 +10,8 @@ eager until it has processed enough images for a faster backend to pay off; see
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from service.engine.memory.building import Builder
@@ -34,17 +34,17 @@ class Variants:
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
         self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build")
-        self._waiting: dict[tuple[Runtime, Variant], list[AsyncExitStack]] = {}
+        self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
-    @asynccontextmanager
-    async def use(
-        self, runtime: Runtime, shapes: Sequence[RowShape], edited: Sequence[str] = ()
-    ) -> AsyncIterator[Runtime]:
-        """Build the variants for rows of ``shapes``, and keep them in memory for the ``async with`` block.
+    async def hold(
+        self, stack: ExitStack, runtime: Runtime, shapes: Sequence[RowShape], edited: Sequence[str] = ()
+    ) -> Runtime:
+        """Build the variants for rows of ``shapes``, and keep them in memory until ``stack`` is closed.
 
-        Yields the runtime to use; its :meth:`Runtime.at` returns the runtime for each shape.
+        Return the runtime to use; its :meth:`Runtime.at` returns the runtime for each shape.
 
         Args:
+            stack: an entered stack.
             runtime: the extractor's runtime.
             shapes: shapes of the rows.
             edited: exact names of nodes whose values the request edits.
@@ -55,14 +55,13 @@ class Variants:
             AdmissionFull: too many other variants are being built.
             FxError: a variant cannot be built.
         """
-        async with AsyncExitStack() as stack:
-            if edited:
-                runtime = await self._hold(stack, runtime, tuple(sorted(set(edited))))
-            for size in _others(runtime, shapes):
-                await self._hold(stack, runtime, size)
-            yield runtime
+        if edited:
+            runtime = await self._hold_one(stack, runtime, tuple(sorted(set(edited))))
+        for size in _others(runtime, shapes):
+            await self._hold_one(stack, runtime, size)
+        return runtime
 
-    async def _hold(self, stack: AsyncExitStack, runtime: Runtime, which: Variant) -> Runtime:
+    async def _hold_one(self, stack: ExitStack, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)
         if known is not None and (runtime.retired or known.busy or not known.retired):
             stack.enter_context(known.in_use())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from fxcore.edits import Edit
 from service.engine.backends.fallback import Named
@@ -16,7 +17,7 @@ from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding
-from service.engine.requests.plan.edits import edited, planned_factors
+from service.engine.requests.plan.edits import at_fault, planned_factors, resolved
 from service.engine.requests.plan.images import plan_images
 from service.engine.requests.plan.limits import check_rows, check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
@@ -73,7 +74,10 @@ class Pipeline:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        async with edited(self._variants, runtime, list(plan.shapes), edits) as (variant, edits):
+        edits = resolved(runtime, edits)
+        with ExitStack() as stack, at_fault(edits):
+            names = [edit.node for edit in edits]
+            variant = await self._variants.hold(stack, runtime, list(plan.shapes), names)
             for shape in plan.shapes:
                 if isinstance(run := variant.at(shape).run, Named):
                     run.check(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -270,7 +271,8 @@ async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engi
         await watched.begun()
         weights = runtime.model
         await running.extractors.delete(record.id)
-        async with running.runtimes.variants.use(runtime, [((3, 64, 64),)], [NODE]) as another:
+        with ExitStack() as stack:
+            another = await running.runtimes.variants.hold(stack, runtime, [((3, 64, 64),)], [NODE])
             assert another.model is weights
         assert not running.models.loaded()
         watched.open.set()

@@ -120,10 +120,7 @@ class Admission:
         """Return the seconds during which the server had requests; an idle server drains nothing."""
         return self._busy + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
 
-    async def _take_turn(self, client: str) -> None:
-        if self._turns < self.max_turns:
-            self._turns += 1
-            return
+    async def _wait_for_turn(self, client: str) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(client, deque())
         queue.append(waiter)
@@ -218,11 +215,14 @@ class Ticket:
 
         The turn is held until the request is done or waits for another one.
         """
-        asked = time.monotonic()
+        admission, asked = self._admission, time.monotonic()
         if self._has_turn:
             self._has_turn = False
-            self._admission._pass_on()
-        await self._admission._take_turn(self._client)
+            admission._pass_on()
+        if admission._turns < admission.max_turns:
+            admission._turns += 1
+        else:
+            await admission._wait_for_turn(self._client)
         self._has_turn = True
         return time.monotonic() - asked
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 from fxcore.edits import BadEdit, Edit, PlannedFactors, numbered
-from service.engine.memory.variants import Variants
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.edits import Edits
 from service.engine.rows.shapes import RowShape, RowSize
@@ -16,7 +15,7 @@ from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 
 
-def _resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
+def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
     """Return ``edits`` with exact node names.
 
     Raises:
@@ -32,28 +31,13 @@ def _resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
     return exact
 
 
-@asynccontextmanager
-async def edited(
-    variants: Variants, runtime: Runtime, shapes: Sequence[RowShape], edits: Sequence[Edit]
-) -> AsyncIterator[tuple[Runtime, Sequence[Edit]]]:
-    """Build the variants of ``runtime`` for rows of ``shapes`` and for ``edits``, and keep them for the block.
-
-    Yields the runtime to use, see :meth:`~service.engine.memory.variants.Variants.use`, and the edits with exact node
-    names.
-
-    Raises:
-        BadEdit: an edit cannot be applied; ``extra["edit"]`` is its index. Also if the block raises it for a node.
-        BadTensor, AdmissionFull, FxError: see :meth:`~service.engine.memory.variants.Variants.use`.
-    """
-    exact = _resolved(runtime, edits)
-    with _at_fault(exact):
-        async with variants.use(runtime, shapes, [edit.node for edit in exact]) as variant:
-            yield variant, exact
-
-
 @contextmanager
-def _at_fault(edits: Sequence[Edit]) -> Iterator[None]:
-    """Add the index of the edit to the error for a node that cannot be edited."""
+def at_fault(edits: Sequence[Edit]) -> Iterator[None]:
+    """Add the index of the edit to the block's error for a node that cannot be edited.
+
+    Args:
+        edits: edits with exact node names.
+    """
     try:
         yield
     except BadEdit as error:
