@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import orjson
 
 from service import problems
-from service.engine.requests.admission.admission import Admission, Ticket
-from service.engine.threads import Pool, in_pool
+from service.engine.requests.admission.admission import Admission
+from service.engine.threads import Pool, RunInThread, in_pool
 from service.http.access.callers import Caller
 from service.problems import DeadlineExceeded
 
@@ -40,34 +40,28 @@ class Lookups:
         self._pool = pool
 
     @asynccontextmanager
-    async def place(self, caller: Caller) -> AsyncIterator[Place]:
+    async def place(self, caller: Caller) -> AsyncIterator[RunInThread]:
         """Admit a request of ``caller``, and limit the time of the block.
+
+        Yields the function that runs its work in a thread, once it is this client's turn. Call it only once.
 
         Raises:
             AdmissionFull: all places, or this client's share of them, are in use.
             DeadlineExceeded: the block exceeded the time limit.
         """
         with self._admission.enter(caller.client) as ticket:
+
+            async def run(work: Callable[[], Result]) -> Result:
+                await ticket.turn()
+                return await in_pool(self._pool, work)
+
             try:
                 async with asyncio.timeout(self._seconds) as limit:
-                    yield Place(ticket, self._pool)
+                    yield run
             except TimeoutError:
                 if limit.expired():
                     raise DeadlineExceeded from None
                 raise
-
-
-class Place:
-    """An admitted request."""
-
-    def __init__(self, ticket: Ticket, pool: Pool) -> None:
-        self._ticket = ticket
-        self._pool = pool
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run ``work()`` in a thread once it is this client's turn. Call it only once."""
-        await self._ticket.turn()
-        return await in_pool(self._pool, work)
 
 
 def json_array(items: Iterable[Any]) -> bytes:

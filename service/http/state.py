@@ -165,8 +165,8 @@ class State:
         Raises:
             AdmissionFull, DeadlineExceeded: see :meth:`Lookups.place`.
         """
-        async with self.lookups.place(caller) as place:
-            result = await place.run(work)
+        async with self.lookups.place(caller) as run:
+            result = await run(work)
         self.engine.runtimes.eviction.make_room()
         return result
 

@@ -19,8 +19,8 @@ async def test_retry_after_follows_the_rate_of_lookups() -> None:
     with Pool(1, "lookup") as pool:
         lookups = Lookups(60, pool, max_requests=4)
         for _ in range(20):
-            async with lookups.place(Caller()) as place:
-                await place.run(lambda: time.sleep(0.15))
+            async with lookups.place(Caller()) as run:
+                await run(lambda: time.sleep(0.15))
         async with AsyncExitStack() as held:
             for _ in range(4):
                 await held.enter_async_context(lookups.place(Caller()))

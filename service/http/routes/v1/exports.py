@@ -69,12 +69,12 @@ async def download(
 ) -> Response:
     """Export an extractor as a file: its graph with transforms and weights, before lowering by a backend."""
     record = await state.engine.extractors.look_up(extractor)
-    async with state.exports.place(caller) as place:
+    async with state.exports.place(caller) as run:
         runtime = await load_extractor(state, record, DEFAULT_WAIT)
         with runtime.in_use():
             cancelled = threading.Event()
             try:
-                data = await place.run(lambda: _export(state, runtime, format, cancelled))
+                data = await run(lambda: _export(state, runtime, format, cancelled))
             finally:
                 cancelled.set()  # also when the client has left
     chosen = FORMATS[format]

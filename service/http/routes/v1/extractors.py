@@ -205,10 +205,10 @@ async def create_extractor(
 @declares("read", problems.InvalidRequest, *LOOKUP_PROBLEMS)
 async def list_extractors(state: Shared, caller: Calling) -> Response:
     """List all extractors in any state. Those built only by other processes lack the shapes of their outputs."""
-    async with state.listings.place(caller) as place:
+    async with state.listings.place(caller) as run:
         others = await state.engine.extractors.elsewhere()
         records = state.engine.records.list()
-        content = await place.run(
+        content = await run(
             lambda: json_array(
                 chain(map(describe, records), (describe_stored(stored, name) for stored, name in others))
             )
@@ -305,13 +305,13 @@ async def show_code(state: Shared, caller: Calling, extractor: IdOrName) -> Resp
 
 async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
-    async with state.lookups.place(caller) as place, state.profiling:
+    async with state.lookups.place(caller) as run, state.profiling:
         content = state.graphs.get(key)
         if content is None:
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
-                content = await place.run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
+                content = await run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
             state.graphs.put(key, content)
     return content
 
@@ -322,9 +322,9 @@ async def _render(
     key = ("extractor", record.id, format, depth)
     content = state.graphs.get(key)
     if content is None:
-        async with state.lookups.place(caller) as place:
+        async with state.lookups.place(caller) as run:
             runtime = await load_extractor(state, record, DEFAULT_WAIT)
             with runtime.in_use():
-                content = await place.run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
+                content = await run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
         state.graphs.put(key, content)
     return content

@@ -99,8 +99,8 @@ async def show_image(
 ) -> Response:
     """Show an image listed by `GET /v1/models/{model}/statistics`, at most 256 pixels per side."""
     found = await _top_images(state, caller, model)
-    async with state.pictures.place(caller) as place:
-        picture = await place.run(lambda: found.picture(image))
+    async with state.pictures.place(caller) as run:
+        picture = await run(lambda: found.picture(image))
     return Response(picture, media_type=_JPEG, headers={"Cache-Control": "private, max-age=3600"})
 
 

@@ -40,7 +40,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
     States are those of the process that responds.
     """
     payload = await small_json(request, state, IndexRequest)
-    async with state.listings.place(caller) as place:
+    async with state.listings.place(caller) as run:
         extractors = state.engine.extractors
         others = [] if payload.ready else await extractors.elsewhere()
         if payload.ready:
@@ -53,7 +53,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
             (entry for entry in here if entry.state == "READY" or not payload.ready),
             (metadata.elsewhere(stored, name) for stored, name in others),
         )
-        content = await place.run(lambda: json_array(entry.model_dump() for entry in entries))
+        content = await run(lambda: json_array(entry.model_dump() for entry in entries))
     return Response(content, media_type="application/json")
 
 
