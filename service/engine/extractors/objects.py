@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -113,9 +113,33 @@ class Objects:
             if data:
                 break
             time.sleep(delay)  # on disks without hard links, a file is empty until it is complete
+        return self._content(path, data)
+
+    def read_all(self, folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the objects with these names in ``folder`` that exist and can be used.
+
+        Drivers of buckets read them concurrently.
+        """
+        paths = [f"{folder}/{name}" for name in names]
+        with self._errors(StoreError):
+            found = self._fs.cat_ranges([f"{self._root}/{path}" for path in paths], None, None, on_error="return")
+            for error in found:
+                if isinstance(error, Exception) and not isinstance(error, FileNotFoundError):
+                    raise error
+        contents = {}
+        for name, path, data in zip(names, paths, found, strict=True):
+            if isinstance(data, Exception):
+                continue
+            with suppress(DamagedObject):
+                content = self._content(path, data) if data else self.read(path)  # perhaps it is being written
+                if content is not None:
+                    contents[name] = content
+        return contents
+
+    def _content(self, path: str, data: bytes) -> dict[str, Any]:
         unusable = f"{path} in {self._url} cannot be used"
         try:
-            content = json.loads(data)
+            content: dict[str, Any] = json.loads(data)
             if not isinstance(content, dict):
                 raise ValueError("it is not a JSON object")
             newer = content["version"] > VERSION

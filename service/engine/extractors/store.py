@@ -44,6 +44,7 @@ NAMES_PER_EXTRACTOR = 4
 _FOLDERS = "specs", "names", "named", "marks"
 _ATTEMPTS, _DEAD_SECONDS = 40, 60.0
 _COUNT_SECONDS, _RECOUNT_SECONDS = 60.0, 2.0
+_LISTED_AT_ONCE = 500
 _CACHED_BYTES = 64 * 1024**2
 _ID = re.compile(r"[0-9a-f]{12}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -120,12 +121,8 @@ class Store:
 
     def get(self, id: str) -> Stored | None:
         """Return the extractor ``id``; None if it does not exist."""
-        path = f"specs/{id}.json"
-        content = self._objects.read(path)
-        try:
-            return None if content is None else Stored.model_validate(content, context=STORED)
-        except ValueError as error:
-            raise DamagedObject(f"{path} cannot be used: {summarize(error)}") from error
+        content = self._objects.read(f"specs/{id}.json")
+        return None if content is None else _stored(id, content)
 
     def find(self, id_or_name: str) -> str | None:
         """Return the id of the extractor with that id or name, or None."""
@@ -234,17 +231,15 @@ class Store:
         """Return all readable extractors, each with one of its names."""
         names = dict(sorted(self._named()))
         ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
-        return [(stored, names.get(id)) for id in ids if (stored := self._listed(id)) is not None]
-
-    def _listed(self, id: str) -> Stored | None:
-        """Return the extractor ``id``, cached because an id always means the same one. None if it cannot be read."""
-        stored = self._cached.get(id)
-        if stored is None:
-            with suppress(DamagedObject):
-                stored = self.get(id)
-            if stored is not None:
-                self._cached.put(id, stored)
-        return stored
+        found = {id: stored for id in ids if (stored := self._cached.get(id)) is not None}
+        new = [f"{id}.json" for id in ids if id not in found]
+        for start in range(0, len(new), _LISTED_AT_ONCE):
+            for file, content in self._objects.read_all("specs", new[start : start + _LISTED_AT_ONCE]).items():
+                with suppress(DamagedObject):
+                    id = file.removesuffix(".json")
+                    found[id] = _stored(id, content)
+                    self._cached.put(id, found[id])  # an id always means the same extractor
+        return [(found[id], names.get(id)) for id in ids if id in found]
 
     def _named(self) -> list[tuple[str, str]]:
         """Return all pairs of id and name."""
@@ -339,3 +334,15 @@ class Store:
             if kind == "extractor":
                 self._objects.create(f"marks/preloaded-{id}.json", {})
         self._objects.create("marks/format-2.json", {})
+
+
+def _stored(id: str, content: dict[str, Any]) -> Stored:
+    """Return the extractor ``id``, whose object holds ``content``.
+
+    Raises:
+        DamagedObject: it is damaged.
+    """
+    try:
+        return Stored.model_validate(content, context=STORED)
+    except ValueError as error:
+        raise DamagedObject(f"specs/{id}.json cannot be used: {summarize(error)}") from error

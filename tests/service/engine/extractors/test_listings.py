@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from service.engine.extractors.store import Store, Stored
+from tests.service.engine.extractors.conftest import AtomicPuts
 from tests.service.engine.running import PATIENCE, MakeEngine, spec, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
@@ -40,6 +41,31 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
         gate.set()
         for found in await asyncio.gather(*listings):
             assert [stored.id for stored, _ in found] == ids
+
+
+@pytest.mark.exhaustive
+def test_objects_of_a_bucket_are_listed_concurrently(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, those of a large store would take minutes."""
+    store = Store(f"{bucket}/listed")
+    store.check()
+    ids = [f"{number:012x}" for number in range(4)]
+    for id in ids:
+        store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
+    answer, asked, together = AtomicPuts.__call__, set(), threading.Event()
+
+    def answer_together(app: AtomicPuts, environ: dict[str, Any], start_response: Any) -> Any:
+        if environ["REQUEST_METHOD"] == "GET" and "/specs/" in environ["PATH_INFO"]:
+            asked.add(environ["PATH_INFO"])
+            if len(asked) == len(ids):
+                together.set()
+            assert together.wait(3.0)  # less than the timeout of the driver, which tries again
+        return answer(app, environ, start_response)
+
+    monkeypatch.setattr(AtomicPuts, "__call__", answer_together)
+    try:
+        assert [stored.id for stored, _ in store.all()] == ids
+    finally:
+        together.set()
 
 
 async def test_listings_that_hang_keep_nothing_else_waiting(
