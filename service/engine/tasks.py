@@ -13,7 +13,7 @@ K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
-def background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+def background(work: Coroutine[Any, Any, T], name: str, shared: bool = False) -> asyncio.Task[T]:
     """Start ``work`` as a task of the service, with an empty context.
 
     By default a task inherits the context variables of its creator. Background work may run for minutes and is shared
@@ -21,8 +21,12 @@ def background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
 
     Args:
         name: the name in log lines, after :data:`~service.observability.logs.TASK_PREFIX`.
+        shared: whether all who wait for it may leave, so that nobody may see its error.
     """
-    return asyncio.create_task(work, name=TASK_PREFIX + name, context=Context())
+    task = asyncio.create_task(work, name=TASK_PREFIX + name, context=Context())
+    if shared:
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 class Shared(Generic[K, T]):
@@ -32,15 +36,17 @@ class Shared(Generic[K, T]):
 
     Args:
         name: see :func:`background`.
+        keep: whether values are kept once they are made.
 
     Attributes:
         made: the values that are there.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, keep: bool = True) -> None:
         self.made: dict[K, T] = {}
         self._tasks: dict[K, asyncio.Task[T]] = {}
         self._name = name
+        self._keep = keep
 
     @property
     def making(self) -> list[K]:
@@ -51,8 +57,7 @@ class Shared(Generic[K, T]):
         """Return an awaitable of the value of ``key``. If there is none, a task that calls ``make`` is started now."""
         task = self._tasks.get(key)
         if task is None:
-            task = self._tasks[key] = background(self._make(key, make), self._name)
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+            task = self._tasks[key] = background(self._make(key, make), self._name, shared=True)
         return asyncio.shield(task)
 
     def drop(self, key: K) -> bool:
@@ -64,10 +69,9 @@ class Shared(Generic[K, T]):
         # No variable holds the task: the traceback of its error would hold it too.
         try:
             value = await make()
-        except BaseException:
-            if self._tasks.get(key) is asyncio.current_task():
+            if self._keep and self._tasks.get(key) is asyncio.current_task():
+                self.made[key] = value
+            return value
+        finally:
+            if key not in self.made and self._tasks.get(key) is asyncio.current_task():
                 self.drop(key)
-            raise
-        if self._tasks.get(key) is asyncio.current_task():
-            self.made[key] = value
-        return value

@@ -39,7 +39,7 @@ class Extractors:
         self._resolver = resolver
         self._runtimes = runtimes
         self._sharing = sharing
-        self._adopting: Shared[str, ExtractorRecord | None] = Shared("adopt")
+        self._adopting: Shared[str, ExtractorRecord | None] = Shared("adopt", keep=False)  # the records have them
 
     async def get(
         self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
@@ -205,24 +205,20 @@ class Extractors:
         id = await self._sharing.find(id_or_name, max_miss_age)
         if id is None:
             return None
-        record = await self._adopting.get(id, partial(self._adopt, self._sharing, id))
+        record = await self._adopting.get(id, partial(self._made_known, self._sharing, id))
         if record is not None:
             record.saved = True  # it may have been created here while the store was unavailable
         if record is not None and id_or_name != id and self._records.get(id) is record:
             self._records.name(record, id_or_name)
         return record
 
-    async def _adopt(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
+    async def _made_known(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
         """Return an extractor of the store; None if it was deleted meanwhile.
 
         If another process created it, add it to the records and start its build.
         """
-        try:
-            return self._records.get(id) or await self._made_known(sharing, id)
-        finally:
-            self._adopting.drop(id)  # the records have it
-
-    async def _made_known(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
+        if (known := self._records.get(id)) is not None:
+            return known
         stored = await sharing.read(sharing.store.get, id)
         if stored is None:
             return None

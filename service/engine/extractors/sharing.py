@@ -97,8 +97,7 @@ class Sharing:
                 return id
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
-        task = background(self.read(self.store.find, id_or_name), "store")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # all waiters may have left
+        task = background(self.read(self.store.find, id_or_name), "store", shared=True)
         self._seen[id_or_name] = time.monotonic(), task
         return await asyncio.shield(task)
 
@@ -108,8 +107,7 @@ class Sharing:
         Listings take turns in a thread of their own, so that no other operation waits for them. One may read thousands
         of objects, so it is given up only if checks of the store fail meanwhile.
         """
-        listing = background(in_pool(self._lister, self.store.all), "store")
-        listing.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
+        listing = background(in_pool(self._lister, self.store.all), "store", shared=True)
         try:
             while not listing.done():
                 self._require_available()
@@ -137,7 +135,7 @@ class Sharing:
     async def _in_turn(self, id: str, function: Callable[..., T], *args: object) -> T:
         lock = self._writing.setdefault(id, asyncio.Lock())
         await lock.acquire()
-        task = background(in_pool(self._pool, function, *args), "store")
+        task = background(in_pool(self._pool, function, *args), "store", shared=True)
         task.add_done_callback(lambda done: lock.release())
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
         return await asyncio.shield(task)

@@ -33,7 +33,7 @@ class Variants:
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
-        self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build")
+        self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build", keep=False)  # the runtimes have them
         self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
     async def hold(
@@ -80,7 +80,6 @@ class Variants:
         try:
             variant = await self._builder.variant(runtime, which)
         finally:
-            self._builds.drop((runtime, which))  # the runtime has it
             waiting = self._waiting.pop((runtime, which))
         for stack in waiting:  # otherwise it could be evicted before they go on
             stack.enter_context(variant.in_use())
