@@ -43,7 +43,7 @@ from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.profiling import Measured, profiled
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
-from service.engine.threads import RunInThread, Threads, in_pool, thread_trouble
+from service.engine.threads import Threads, in_pool, thread_trouble
 from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
@@ -232,12 +232,7 @@ class Engine:
         metrics.gpu_memory_total_bytes.labels(name).set(total)
 
     async def extractor(
-        self,
-        spec: ExtractorSpec,
-        wait: float = 0.0,
-        build: bool = True,
-        keep: bool = False,
-        trace_in: RunInThread | None = None,
+        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True, keep: bool = False
     ) -> tuple[ExtractorRecord, bool]:
         """Return the extractor that ``spec`` describes, creating it if it does not exist.
 
@@ -246,7 +241,6 @@ class Engine:
             wait: seconds to wait for its build; after that the record is returned in state ``building``.
             build: whether it may be created.
             keep: whether it must be in the shared store afterwards, if a store is configured.
-            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
 
         Returns:
             The record, and whether it is new. A failed build is not raised: see its ``state`` and ``problem``.
@@ -256,7 +250,7 @@ class Engine:
                 is taken), or the extractor does not exist and ``build`` is false.
             NotReady: the store cannot be used, and ``keep`` is true or the spec has a name.
         """
-        record, created = await self.extractors.get(spec, build, keep, trace_in)
+        record, created = await self.extractors.get(spec, build, keep)
         if wait > 0:
             await self.runtimes.wait(record, wait)
         return record, created

@@ -131,7 +131,7 @@ class State:
             self.traces.stages(milliseconds)
         headers = {
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
-            "X-Fxserve-Weights": _percent_encoded(record.description.weights),
+            "X-Fxserve-Weights": quote(record.description.weights, safe=":"),
         }
         if record.description.note is not None:
             headers["X-Fxserve-Note"] = record.description.note
@@ -154,9 +154,9 @@ class State:
         Raises:
             Forbidden: it does not exist and ``caller`` may not create it.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
-            FxError: see :meth:`Engine.extractor`.
+            FxError: see :meth:`Extractors.get`.
         """
-        record, _ = await self.engine.extractor(spec, build=caller.may_build, trace_in=self.trace_in(caller))
+        record, _ = await self.engine.extractors.get(spec, build=caller.may_build, trace_in=self.trace_in(caller))
         return record
 
     async def in_thread(self, caller: Caller, work: Callable[[], Result]) -> Result:
@@ -169,11 +169,6 @@ class State:
             result = await run(work)
         self.engine.runtimes.eviction.make_room()
         return result
-
-
-@functools.cache  # bounded by the weights in use
-def _percent_encoded(name: str) -> str:
-    return quote(name, safe=":")
 
 
 def state_of(request: Request) -> State:

@@ -93,13 +93,10 @@ class Projections:
         return True
 
     async def _make(self, key: Key) -> Tensor:
-        matrix = await in_pool(self._pool, self._matrix, *key)
+        matrix = await in_pool(self._pool, lambda: projection_matrix(*key).to(self._device))
         self._last_used[key] = time.monotonic()
         asyncio.get_running_loop().call_soon(self.on_made)
         return matrix
-
-    def _matrix(self, length: int, components: int, seed: int) -> Tensor:
-        return projection_matrix(length, components, seed).to(self._device)
 
 
 def _bytes(keys: Iterable[Key]) -> int:

@@ -87,7 +87,7 @@ async def embed(request: Request) -> Response:
         if pooled is not None:
             spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
             # The client may already request this node, so no admin key is needed.
-            record, _ = await state.engine.extractor(spec)
+            record, _ = await state.engine.extractors.get(spec)
             runtime = record.runtime or await state.engine.runtimes.load(record)
         output = record.outputs[0]
         options = _POOLED[(runtime.graph.pooling or "cls") if output.prefix.class_token else "avg"]

@@ -80,12 +80,12 @@ async def load(
         async with asyncio.timeout(timeout):
             if config is not None:
                 spec = await _configured(state, caller, name, config)
-                record, _ = await state.engine.extractor(spec, keep=True)
+                record, _ = await state.engine.extractors.get(spec, keep=True)
             else:
                 target = await metadata.find(state, caller, name)
                 if isinstance(target, ModelEntry):
                     spec = await metadata.own_spec(state, caller, target)
-                    target, _ = await state.engine.extractor(spec)
+                    target, _ = await state.engine.extractors.get(spec)
                 record = target
             await state.engine.runtimes.load(record)
     except TimeoutError:
