@@ -45,14 +45,19 @@ class Access:
         caller = Caller(address(scope))
         try:
             if self.keys is None and host is not None and not self.hosts.allow(host):  # optional in HTTP/1.0
-                raise _misdirected(host)
+                detail = f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists the allowed ones"
+                raise Misdirected(detail)
             if scope["method"] not in READ_METHODS:
                 self._check_origin(scope, host)
             if self.keys is not None and (needed := self.routes.find(scope).access) != "open":
                 key = _key(scope, self.keys)
                 caller = Caller(f"key {key.name}", key.scope == "admin", key.name)
                 if needed == "admin" and key.scope != "admin":
-                    raise _forbidden(key, f"{scope['method']} {scope['path']}"[:200])
+                    what = f"{scope['method']} {scope['path']}"[:200]
+                    raise Forbidden(
+                        f"{what} needs a key with scope admin, and {key.name} has scope {key.scope}",
+                        {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
+                    )
         except Problem as refusal:
             set_caller(scope, caller)
             await error_response(route_path(scope), refusal)(scope, receive, send)
@@ -98,19 +103,6 @@ def _key(scope: Scope, keys: Keys) -> Key:
             {"WWW-Authenticate": 'Bearer realm="fxserve", error="invalid_token"'},
         )
     return key
-
-
-def _misdirected(host: str) -> Problem:
-    return Misdirected(
-        f"{host[:200]!r} is not a host name of this server; FXSERVE_HOSTS lists the allowed ones",
-    )
-
-
-def _forbidden(key: Key, what: str) -> Problem:
-    return Forbidden(
-        f"{what} needs a key with scope admin, and {key.name} has scope {key.scope}",
-        {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
-    )
 
 
 def address(scope: Scope) -> str:

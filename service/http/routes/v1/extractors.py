@@ -142,15 +142,15 @@ def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
     }
 
 
-async def load_extractor(state: State, record: ExtractorRecord, wait: float) -> Runtime:
+async def load_extractor(state: State, record: ExtractorRecord) -> Runtime:
     """Return the runtime of an extractor, building it if needed.
 
     Raises:
-        NotReady: it takes longer than ``wait`` seconds.
+        NotReady: it takes longer than :data:`DEFAULT_WAIT` seconds.
         FxError: the build failed.
     """
     try:
-        async with asyncio.timeout(wait):
+        async with asyncio.timeout(DEFAULT_WAIT):
             return await state.engine.runtimes.load(record)
     except TimeoutError:
         raise problems.NotReady(f"extractor {record.id} is still being built") from None
@@ -308,7 +308,7 @@ async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> byt
     async with state.lookups.place(caller) as run, state.profiling:
         content = state.graphs.get(key)
         if content is None:
-            runtime = await load_extractor(state, record, DEFAULT_WAIT)
+            runtime = await load_extractor(state, record)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
@@ -323,7 +323,7 @@ async def _render(
     content = state.graphs.get(key)
     if content is None:
         async with state.lookups.place(caller) as run:
-            runtime = await load_extractor(state, record, DEFAULT_WAIT)
+            runtime = await load_extractor(state, record)
             with runtime.in_use():
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
         state.graphs.put(key, content)

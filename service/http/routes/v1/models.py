@@ -25,13 +25,11 @@ from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.state import Shared
+from service.schemas.image_size import MAX_SIDE
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 from service.schemas.v1.models import ModelDetail, ModelList, NodeList
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
-
-# Annotating a graph runs it on meta tensors, which takes time but no memory. Models do not need larger inputs.
-MAX_SIDE = 4096
 
 Model = Annotated[
     str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=MAX_NAME_LENGTH)
