@@ -17,7 +17,7 @@ from fxcore.rendering.render import render
 from service.choices import GraphFormat
 from service.codecs.negotiation import choose
 from service.engine.requests.profiling import Measured
-from service.http.requests.headers import joined_header
+from service.http.scope import joined_header
 from service.problems import InvalidRequest
 from service.schemas.v1.graphs import GraphDocument, LayoutDocument
 

@@ -13,7 +13,7 @@ import orjson
 from service import problems
 from service.engine.requests.admission.admission import Admission
 from service.engine.threads import Pool, RunInThread, in_pool
-from service.http.access.callers import Caller
+from service.http.scope import Caller
 from service.problems import DeadlineExceeded
 
 Result = TypeVar("Result")

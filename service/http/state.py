@@ -19,8 +19,8 @@ from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.models.served import is_served, may_serve, require_served
 from service.engine.threads import RunInThread, in_pool
-from service.http.access.callers import Caller
 from service.http.lookups import Lookups
+from service.http.scope import Caller
 from service.http.top_images import TopImages
 from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
 from service.schemas.specs import ExtractorSpec

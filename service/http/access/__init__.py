@@ -1,1 +1,1 @@
-"""Access control: callers, API keys and allowed hosts."""
+"""Access control: API keys, origins and allowed hosts."""

@@ -8,12 +8,11 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.http.access.callers import Caller, set_caller
 from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
 from service.http.problem_responses import error_response
-from service.http.requests.headers import header, headers_of, joined_header
 from service.http.routing.declared import READ_METHODS, DeclaredRoutes, route_path
+from service.http.scope import Caller, header, headers_of, joined_header, set_caller
 from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 
 

@@ -9,11 +9,9 @@ from typing import NoReturn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.requests.admission.admission import Admission, Reservation
-from service.http.access.callers import caller_of
 from service.http.problem_responses import error_response
-from service.http.requests.headers import header
-from service.http.requests.reservations import set_reservation
 from service.http.routing.declared import DeclaredRoutes, route_path
+from service.http.scope import caller_of, header, set_reservation
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 
 # Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). The rest of a

@@ -14,10 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.errors import is_shortage, shortage
-from service.http.access.callers import caller_of
 from service.http.problem_responses import error_response, internal_response
-from service.http.requests.headers import header
 from service.http.routing.declared import route_path
+from service.http.scope import REFUSED, caller_of, header
 from service.observability import logs
 from service.observability.metrics import Metrics
 
@@ -28,8 +27,6 @@ log = logging.getLogger("fxserve")
 access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
-REFUSED = "fxserve.refused"
-"""Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
 
 _NOT_IN_REQUEST_ID = re.compile(r"""[^!-~]|["'\\]""")
 

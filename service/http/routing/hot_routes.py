@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from service.http.requests.headers import header
 from service.http.routing.queries import check
+from service.http.scope import header
 from service.schemas.problems import invalid_request
 
 Query = TypeVar("Query", bound=BaseModel)

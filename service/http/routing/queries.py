@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from service.codecs.negotiation import media_type
 from service.codecs.requests import bodies
-from service.http.requests.headers import header, joined_header
+from service.http.scope import header, joined_header
 from service.problems import InvalidRequest, Problem
 from service.schemas.strict import expected
 

@@ -18,10 +18,10 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from service.http.middleware.body_limit import LINGER_BYTES, LINGER_SECONDS
-from service.http.middleware.request_context import REFUSED, request_id
+from service.http.middleware.request_context import request_id
 from service.http.problem_responses import error_response
-from service.http.requests.headers import header
 from service.http.routing.declared import route_path
+from service.http.scope import REFUSED, header
 from service.http.server import heads
 from service.http.server.transport import HeadWithBody, SendTimeout
 from service.problems import Draining, NotHTTP, Problem, RequestTimeout

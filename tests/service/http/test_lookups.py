@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from service.engine.threads import Pool
-from service.http.access.callers import Caller
 from service.http.lookups import Lookups
+from service.http.scope import Caller
 from service.problems import AdmissionFull
 
 

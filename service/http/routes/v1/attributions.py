@@ -24,15 +24,13 @@ from service.engine.memory.graphs import graph_for
 from service.engine.requests.attributing import Attributed, Question
 from service.engine.requests.plan.plan import Inputs
 from service.engine.rows.shapes import row_layout
-from service.http.access.callers import Caller, caller_of
-from service.http.requests.deadline import Deadline
-from service.http.requests.headers import header, joined_header
-from service.http.requests.reservations import reservation_of
+from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.v1.features import BODY, RESPONSE, draw, negotiate, write
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
+from service.http.scope import Caller, caller_of, header, joined_header, reservation_of
 from service.http.state import State, state_of
 from service.schemas.specs import MAX_INPUTS, ExtractorSpec
 from service.schemas.v1.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery

@@ -20,13 +20,11 @@ from service.codecs.requests import bodies
 from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
-from service.http.access.callers import caller_of
-from service.http.requests.deadline import Deadline
-from service.http.requests.headers import header, joined_header
-from service.http.requests.reservations import reservation_of
+from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_body
+from service.http.scope import caller_of, header, joined_header, reservation_of
 from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument
 from service.schemas.specs import ExtractorSpec, spec_of_text

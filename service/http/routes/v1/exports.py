@@ -14,11 +14,11 @@ from service.choices import ExportFormat
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime.runtime import Runtime
-from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, IdOrName, load_extractor
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
+from service.http.scope import Calling
 from service.http.state import Shared, State
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)

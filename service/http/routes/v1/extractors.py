@@ -18,10 +18,10 @@ from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.runtime.runtime import Runtime
 from service.http import graph_formats
-from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
+from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.schemas.problems import problem
 from service.schemas.specs import ExtractorSpec

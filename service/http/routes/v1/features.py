@@ -22,14 +22,12 @@ from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import Description
 from service.engine.requests.admission.admission import Reservation
-from service.http.access.callers import caller_of
-from service.http.requests.deadline import Deadline
-from service.http.requests.headers import header, joined_header
-from service.http.requests.reservations import reservation_of
+from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
+from service.http.scope import caller_of, header, joined_header, reservation_of
 from service.http.state import State, state_of
 from service.schemas.regions import KINDS
 from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs, return_nodes_of

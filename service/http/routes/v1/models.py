@@ -20,10 +20,10 @@ from service import problems
 from service.choices import GraphFormat
 from service.engine.backends.choice import served_precisions
 from service.http import graph_formats
-from service.http.access.callers import Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
+from service.http.scope import Calling
 from service.http.state import Shared
 from service.schemas.image_size import MAX_SIDE
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName

@@ -9,11 +9,11 @@ import orjson
 from fastapi import APIRouter, Path, Query, Response
 
 from service import problems
-from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
+from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.http.top_images import TopImages
 from service.schemas.specs import MAX_NAME_LENGTH

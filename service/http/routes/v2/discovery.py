@@ -10,11 +10,11 @@ from fastapi import APIRouter, Depends, Response
 from fxcore.models.entry import ModelEntry
 from service import problems
 from service.engine import ExtractorRecord
-from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version
 from service.http.routing.declared import declares
+from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
 

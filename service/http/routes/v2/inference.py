@@ -18,15 +18,13 @@ from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import NAMES, VALID_BOX
-from service.http.access.callers import caller_of
-from service.http.requests.deadline import Deadline
-from service.http.requests.headers import joined_header
-from service.http.requests.reservations import reservation_of
+from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
+from service.http.scope import caller_of, joined_header, reservation_of
 from service.http.state import State, state_of
 from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v1.features import listed_tokens

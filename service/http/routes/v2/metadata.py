@@ -24,7 +24,7 @@ from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
 from service.engine.memory.graphs import graph_for
 from service.engine.options import VALID_BOX
-from service.http.access.callers import Caller
+from service.http.scope import Caller
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
 from service.schemas.specs import ExtractorSpec

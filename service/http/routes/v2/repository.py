@@ -14,12 +14,12 @@ from pydantic import ValidationError
 from fxcore.models.entry import ModelEntry
 from service import problems
 from service.engine import ExtractorRecord
-from service.http.access.callers import Caller, Calling
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.v1.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, body, small_json
 from service.http.routing.declared import declares
+from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.schemas.problems import invalid_body
 from service.schemas.specs import ExtractorSpec

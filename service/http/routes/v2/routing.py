@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from service import problems
 from service.codecs.requests import bodies
-from service.http.requests.headers import joined_header
+from service.http.scope import joined_header
 from service.http.state import State
 from service.schemas.problems import invalid_body
 

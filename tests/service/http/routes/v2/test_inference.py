@@ -17,7 +17,7 @@ import PIL.Image
 import pytest
 import torch
 
-from service.http.access.callers import Caller
+from service.http.scope import Caller
 
 INFER = "/v2/models/tiny/infer"
 

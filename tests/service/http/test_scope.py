@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from service.http.requests.headers import header, joined_header
+from service.http.scope import header, joined_header
 
 SENT = [(b"accept", b"image/png"), (b"host", b"localhost"), (b"accept", b"*/*;q=0.1"), (b"x-name", b"caf\xe9")]
 

@@ -1,1 +1,0 @@
-"""Headers, reservation and deadline of a request."""

@@ -1,0 +1,87 @@
+"""What this service keeps in the scope of a request: its caller, its reservation, and its headers by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.types import Scope
+
+from service.engine.requests.admission.admission import Reservation
+
+REFUSED = "fxserve.refused"
+"""Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
+
+_CALLER, _RESERVATION, _HEADERS = "fxserve.caller", "fxserve.reservation", "fxserve.headers"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The client of a request. Memory and admission are shared fairly between clients.
+
+    Attributes:
+        client: its API key, or its address on a server without keys.
+        may_build: whether it may build extractors and load weights, explicitly or implicitly.
+        key: name of its API key; None on a server or route without keys.
+    """
+
+    client: str = ""
+    may_build: bool = True
+    key: str | None = None
+
+
+_UNKNOWN = Caller()
+
+
+def set_caller(scope: Scope, caller: Caller) -> None:
+    """Store the caller of a request in its scope."""
+    scope[_CALLER] = caller
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return the caller of a request."""
+    caller = scope.get(_CALLER, _UNKNOWN)
+    assert isinstance(caller, Caller)
+    return caller
+
+
+async def _get_caller(request: Request) -> Caller:
+    return caller_of(request.scope)
+
+
+Calling = Annotated[Caller, Depends(_get_caller)]
+
+
+def set_reservation(scope: Scope, reservation: Reservation) -> None:
+    """Store the reservation of a request, which its route extends, in its scope."""
+    scope[_RESERVATION] = reservation
+
+
+def reservation_of(scope: Scope) -> Reservation:
+    """Return the reservation of a request, which must have a body."""
+    reservation = scope[_RESERVATION]
+    assert isinstance(reservation, Reservation)
+    return reservation
+
+
+def headers_of(scope: Scope) -> dict[bytes, list[bytes]]:
+    """Map the names of request headers, in lower case, to their values in the order sent; made once per request."""
+    known: dict[bytes, list[bytes]] | None = scope.get(_HEADERS)
+    if known is None:
+        known = scope[_HEADERS] = {}
+        for name, value in scope["headers"]:
+            known.setdefault(name, []).append(value)
+    return known
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """Return the first value of a request header; ``name`` in lower case."""
+    values = headers_of(scope).get(name)
+    return values[0].decode("latin-1") if values else None
+
+
+def joined_header(scope: Scope, name: bytes) -> str | None:
+    """Return all values of a list header, joined by commas (RFC 9110, 5.3); ``name`` in lower case."""
+    values = headers_of(scope).get(name)
+    return b", ".join(values).decode("latin-1") if values else None
