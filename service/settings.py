@@ -95,7 +95,8 @@ class Settings(BaseSettings):
     )
     log_level: LogLevel = Field(
         default="warning",
-        description="Log level: `critical`, `error`, `warning`, `info`, `debug`; `info` and `debug` log each request.",
+        description="Log level of `fxserve serve`: `critical`, `error`, `warning`, `info`, `debug`; the last two log "
+        "each request.",
     )
     tracing: bool = Field(
         default=False,
@@ -251,6 +252,11 @@ class Settings(BaseSettings):
     @classmethod
     def _empty_is_none(cls, value: object) -> object:
         return None if value == "" else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _lower(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value
 
     @field_validator("calibration_dir")
     @classmethod

@@ -166,7 +166,8 @@ def described(transform: Transform) -> dict[str, Any]:
     >>> described(get_transform("keep_float"))["parameters"]
     {'nodes': {'type': 'array', 'items': {'type': 'string'}}}
     """
-    return {name: value for name, value in vars(transform).items() if name != "run"}
+    fields = {name: value for name, value in vars(transform).items() if name != "run"}
+    return {**fields, "parameters": {name: dict(schema) for name, schema in transform.parameters.items()}}
 
 
 def _problem(value: Any, schema: Mapping[str, Any]) -> str | None:

@@ -76,8 +76,8 @@ def decompose(
         )
     count = 0
     for node in list(module.graph.nodes):
-        own = (rules or {}).get(node.target) if node.op in ("call_function", "call_method") else None
-        rule = own or _own_rule(module, node, wanted)
+        theirs = (rules or {}).get(node.target) if node.op in ("call_function", "call_method") else None
+        rule = theirs or _own_rule(module, node, wanted)
         if rule is not None:
             rewrite(module, node, lambda call, args, kwargs, rule=rule: rule(*args, **kwargs))  # type: ignore[misc]
             count += 1

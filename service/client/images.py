@@ -271,7 +271,7 @@ def _item(one: Any, encoded: bool) -> Item | None:
 
 
 def _from_pil(image: Any, encoded: bool) -> Item:
-    """Encode a PIL image losslessly, with its EXIF orientation applied as the server does for files.
+    """Encode a PIL image losslessly, with its orientation applied as by Pillow, which also reads it from XMP.
 
     Integers (mode I, and I;16 in any byte order) are treated as 16-bit grey levels and clipped.
     """

@@ -91,9 +91,7 @@ class Engine:
         self._queue = Queue(settings.max_batch, settings.max_batch_bytes)
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self.threads = threads = Threads(settings, self.device)
-        self.models = ModelStore(
-            self.device, settings.weights_dir, threads.builders, threads.downloads, settings.workers
-        )
+        self.models = ModelStore(self.device, settings.weights_dir, threads.builders, threads.downloads)
         limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
         self._upgrades = Upgrades(self.device, self._queue, settings, threads, limits.usual, self.records.values())
@@ -328,7 +326,7 @@ class Engine:
         with self.admission.enter(reservation.client, reservation) as ticket:
             runtime = await self.runtimes.load(record)
             with runtime.in_use():
-                # Half of the memory in flight, so that one pass never needs more than there is.
+                # Half of the memory in flight, since the values and the response need some, too.
                 limit = min(self._queue.max_bytes, self.admission.max_bytes // 2)
                 return await attribute(runtime, values, asked, self._queue, ticket, limit, self.max_response_bytes)
 

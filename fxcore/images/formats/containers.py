@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
@@ -94,13 +95,19 @@ def _png(data: bytes) -> tuple[bytes, int]:
         if kind not in _PNG_KEPT:
             kept.append(data[start:at])
             start = end
-            if kind == b"eXIf" and exif is None and not pixels:  # torchvision reads no later one
+            # libpng takes the first valid one before the pixels.
+            if kind == b"eXIf" and exif is None and not pixels and _is_valid_exif(data[at + 4 : end]):
                 exif = data[at + 8 : end - 4]
         at = end
         if kind == b"IEND":
             break
     whole = len(kept) == 1
     return data if whole else b"".join((*kept, data[start:])), orientation(exif or b"")
+
+
+def _is_valid_exif(chunk: bytes) -> bool:
+    """Return whether a chunk, from its name to its CRC, has a TIFF header and the right CRC."""
+    return chunk[4:8] in (b"II*\0", b"MM\0*") and zlib.crc32(chunk[:-4]).to_bytes(4, "big") == chunk[-4:]
 
 
 # -- JPEG --------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from fxcore.errors import BadTensor, FxError, WeightsUnavailable
+from fxcore.errors import BadTensor, FxError, UnknownModel, WeightsUnavailable
 from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import Resolver
 from service.engine.extractors.runtimes import Runtimes
@@ -213,7 +213,7 @@ class Extractors:
         return record
 
     async def _made_known(self, sharing: Sharing, id: str) -> ExtractorRecord | None:
-        """Return an extractor of the store; None if it was deleted meanwhile.
+        """Return an extractor of the store; None if it was deleted meanwhile or its model is not served here.
 
         If another process created it, add it to the records and start its build.
         """
@@ -224,6 +224,8 @@ class Extractors:
             return None
         try:
             record = await self._resolver.record(stored.spec)
+        except UnknownModel:  # it is not served here, and not listed either
+            return None
         except BadTensor:  # a limit of this process, which no retry changes
             raise
         except (FxError, Problem) as problem:
@@ -269,8 +271,8 @@ class Extractors:
     async def elsewhere(self) -> list[tuple[Stored, str | None]]:
         """Return the extractors of the store that are not known here yet, each with one of its names.
 
-        Extractors that other processes deleted are forgotten. If one that has no name here was named by another
-        process, the name becomes known.
+        Those of models that are not served here are left out. Extractors that other processes deleted are forgotten. If
+        one that has no name here was named by another process, the name becomes known.
         """
         shared = None if self._sharing is None else await self._sharing.all()
         if shared is None:
@@ -285,7 +287,8 @@ class Extractors:
             known = self._records.get(stored.id)
             if known is not None and known.saved and known.name is None:
                 self._records.name(known, name)  # its use checks it, so the store is not asked about each
-        return [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
+        unknown = [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
+        return [(stored, name) for stored, name in unknown if self._resolver.serves(stored.spec.model)]
 
     async def delete(self, id_or_name: str) -> None:
         """Delete an extractor in all processes. Its requests in flight finish normally.

@@ -29,7 +29,7 @@ from service.engine.description import Description, precision_dtype
 from service.engine.extractors.records import Records
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
-from service.engine.models.served import require_served
+from service.engine.models.served import is_served, require_served
 from service.engine.options import VALID_BOX
 from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW
@@ -59,6 +59,10 @@ class Resolver:
         # Cache: the one-step route resolves the same few specs again and again.
         self._ids: OrderedDict[bytes, str] = OrderedDict()
         self._tracing: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+
+    def serves(self, model: str) -> bool:
+        """Return whether a model of that name may be served here."""
+        return is_served(model, self._settings.models)
 
     async def record(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
         """Return the known record of ``spec``, or a new one.

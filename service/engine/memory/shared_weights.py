@@ -25,12 +25,11 @@ _FREE = 2
 """Required free disk space, as a multiple of the file size: extractors and metrics are in the same folder."""
 
 
-def share(module: nn.Module, file: Path) -> bool:
-    """Move the parameters and buffers of ``module`` to memory mapped from ``file``, and return whether that was done.
+def share(module: nn.Module, file: Path) -> None:
+    """Move the parameters and buffers of ``module`` to memory mapped from ``file``. Values do not change.
 
-    Values do not change. The first process writes the file. Mapping is copy-on-write. The module is left unchanged if
-    there is no space for the file, or if the file holds other values, for example because the weights have been
-    replaced since.
+    The first process writes the file. Mapping is copy-on-write. The module is left unchanged if there is no space for
+    the file, or if the file holds other values, for example because the weights have been replaced since.
     """
     tensors = [tensor for tensor in tensors_of(module) if _has_plain_memory(tensor)]
     offsets: dict[int, int] = {}  # by address: tied weights are in memory once
@@ -40,26 +39,24 @@ def share(module: nn.Module, file: Path) -> bool:
             offsets[tensor.data_ptr()] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if not tensors:
-        return False
+        return
     try:
         if not file.exists():
             if shutil.disk_usage(file.parent).free < _FREE * size:
-                return False
+                return
             _write(file, {tensor.data_ptr(): tensor for tensor in tensors}.values())
         with file.open("rb") as opened:
             mapped = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError) as error:  # ValueError: the file is too short
         log.warning("a model's weights are not shared with other processes: %s", error)
-        return False
+        return
     copies = [
         torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=offsets[tensor.data_ptr()])
         for tensor in tensors
     ]
-    same = all(torch.equal(_bytes(tensor), _bytes(copy)) for tensor, copy in zip(tensors, copies, strict=True))
-    if same:
+    if all(torch.equal(_bytes(tensor), _bytes(copy)) for tensor, copy in zip(tensors, copies, strict=True)):
         for tensor, copy in zip(tensors, copies, strict=True):
             tensor.data = copy.view(tensor.shape)
-    return same
 
 
 def _has_plain_memory(tensor: Tensor) -> bool:

@@ -29,7 +29,7 @@ class LoadedModel:
 
     Attributes:
         module: never called directly; extractors share its parameters.
-        bytes: bytes of its parameters and buffers, divided by the number of processes that share them.
+        bytes: bytes of its parameters and buffers.
     """
 
     module: nn.Module
@@ -44,17 +44,13 @@ class ModelStore:
         weights_dir: the folder of ``file:NAME`` weights.
         pool: the threads that load weights.
         downloads: the threads that download published weights, which may take minutes each.
-        workers: number of server processes, which share weights on a CPU.
     """
 
-    def __init__(
-        self, device: torch.device, weights_dir: Path | None, pool: Executor, downloads: Executor, workers: int = 1
-    ) -> None:
+    def __init__(self, device: torch.device, weights_dir: Path | None, pool: Executor, downloads: Executor) -> None:
         self._device = device
         self._weights_dir = weights_dir
         self._pool = pool
         self._downloads = downloads
-        self._workers = workers
         self._loads: Shared[ModelKey, LoadedModel] = Shared("load")
         self._shared = os.environ.get(SHARED_WEIGHTS)
 
@@ -95,9 +91,9 @@ class ModelStore:
             if tensor.dtype == entry.dtype:  # others, such as tables in float64, have theirs for a reason
                 tensor.data = tensor.data.to(dtype)
         module.to(self._device)
-        shared = self._shared is not None and share(module, self._file(self._shared, key))
-        held = sum(storages_of(tensors_of(module)).values())
-        return LoadedModel(module, held // self._workers if shared else held)
+        if self._shared is not None:
+            share(module, self._file(self._shared, key))
+        return LoadedModel(module, sum(storages_of(tensors_of(module)).values()))
 
     @staticmethod
     def _file(folder: str, key: ModelKey) -> Path:

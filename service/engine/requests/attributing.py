@@ -123,7 +123,7 @@ async def attribute(
         asked: the attribution to compute.
         queue: the device worker's queue.
         ticket: claims the memory of a pass.
-        max_bytes: maximum bytes of a pass, unless a single row needs more.
+        max_bytes: maximum bytes of a pass of several rows.
         max_response_bytes: maximum bytes of the attribution.
 
     Raises:
@@ -136,7 +136,7 @@ async def attribute(
     row_bytes = await asyncio.to_thread(_row_bytes, runtime, given)
     rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, max_bytes // row_bytes)))
     size = asked.answered_bytes(given[at].shape, max_response_bytes)
-    ticket.claim(min(rows * row_bytes, max_bytes) + sum(value.nbytes for value in given), size)
+    ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
     parts, seconds = [], 0.0
     for start in range(0, len(given[0]), rows):
         part = _Part(runtime, [value[start : start + rows] for value in given], at, asked)

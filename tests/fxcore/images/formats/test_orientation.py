@@ -78,6 +78,8 @@ IMAGES = {
     "of another type": (app1(b"Exif\0\0" + EXIF.replace(b"\x12\0\x03", b"\x12\0\x01")), True),
     "png exif": (png(40, 30, (b"eXIf", EXIF), PIXELS), True),
     "png exif twice": (png(40, 30, (b"eXIf", EXIF), (b"eXIf", EXIF.replace(b"\6", b"\1")), PIXELS), True),
+    "png exif of no byte order, exif": (png(40, 30, (b"eXIf", b"XX" + EXIF[2:]), (b"eXIf", EXIF), PIXELS), True),
+    "png exif with a wrong crc": (png(40, 30, (b"eXIf", EXIF), PIXELS).replace(EXIF, EXIF[:-1] + b"1"), False),
     "png exif after its pixels": (png(40, 30, PIXELS, (b"eXIf", EXIF)), False),
     "png xmp": (png(40, 30, (b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + XMP), PIXELS), False),
     "png exif as text": (

@@ -78,6 +78,18 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
             assert await one.extractors.known("anew") is not None
 
 
+async def test_extractors_of_models_not_served_here_are_unknown(engine: MakeEngine, tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url, models=("resnet18",)) as other:
+        record, _ = await one.extractor(spec(name="mine"), PATIENCE, keep=True)
+        assert await other.extractors.elsewhere() == []
+        for name in ("mine", record.id):
+            with pytest.raises(UnknownExtractor):
+                await other.extractors.look_up(name)
+        await other.extractors.delete("mine")
+        assert ids(url) == set()
+
+
 async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:

@@ -11,7 +11,7 @@ import torch
 
 from service.engine.requests.admission.admission import Reservation
 from service.engine.requests.attributing import Question
-from service.problems import ComputeFailed
+from service.problems import ComputeFailed, RequestTooLarge
 from tests.service.engine.running import PATIENCE, MakeEngine, built
 
 pytestmark = pytest.mark.anyio
@@ -83,6 +83,9 @@ async def test_rows_over_the_memory_in_flight_are_attributed_one_by_one(engine: 
             found = await running.attribute(half, values, Question("gradient", at, 0), reservation)
         assert len(found.values) == 3
         assert set(rows) == {1}  # as above
+        large = {begin.name: torch.rand(1, *(size or 224 for size in begin.shape[1:]))}
+        with Reservation(running.admission, "client") as reservation, pytest.raises(RequestTooLarge):
+            await running.attribute(half, large, Question("gradient", at, 0), reservation)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no gradient"), SystemError("Resource temporarily unavailable")])
