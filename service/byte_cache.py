@@ -35,7 +35,7 @@ class ByteCache(Generic[K, V]):
             return value
 
     def put(self, key: K, value: V) -> None:
-        """Add or replace a value and mark it as recently used."""
+        """Add or replace a value and mark it as recently used; one over the limit is not added."""
         size = self._size(value)
         with self._guard:
             previous = self._values.pop(key, None)

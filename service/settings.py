@@ -199,7 +199,7 @@ class Settings(BaseSettings):
         default=64 * MiB,
         ge=1,
         description="Maximum bytes of a request body with images, and of an image file of `fxserve extract`; bodies "
-        "without images may have at most 2 MiB.",
+        "without images may have at most 2 MiB of it.",
     )
     body_timeout: float = Field(
         default=20.0,

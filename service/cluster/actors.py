@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pyarrow
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, summarize
 from service.cluster.blocks import sources_of
 from service.cluster.reduced import reduced_table
 from service.cluster.rows import table_of
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 def given_settings(settings: Settings, cores: int) -> dict[str, Any]:
     """Return what ``settings`` were given, with threads for ``cores`` cores. Defaults depend on the machine."""
-    threads = {"compute_threads": cores, "decode_threads": max(1, cores // 2)}
-    return settings.model_dump(include=settings.model_fields_set) | threads
+    given = settings.model_dump(include=settings.model_fields_set)
+    return {"decode_threads": max(1, cores // 2)} | given | {"compute_threads": cores}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class EngineConfig:
 
     async def start(self) -> tuple[LocalRunner, Rows]:
         """Start the engine. Return it and the features of a fixed image."""
-        runner = LocalRunner(self.settings(), self.options, self.images, self.backend)
+        try:
+            runner = LocalRunner(self.settings(), self.options, self.images, self.backend)
+        except (ValueError, RuntimeError) as error:  # such as a device that this node lacks
+            raise FxError(f"node {platform.node()} of the cluster: {summarize(error)}") from error
         await runner.start(self.spec)
         return runner, await probe(runner, self.options.pool)
 

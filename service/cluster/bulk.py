@@ -66,7 +66,7 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
 
     Args:
         job: the job. Its ``format`` is ignored: the files are Parquet.
-        settings: settings of the engine in each actor.
+        settings: settings of the engine in each actor; those not given are each node's own.
         address: address of a cluster; ``auto`` is the cluster this machine is part of, ``local`` starts one on this
             machine.
 
@@ -196,9 +196,15 @@ def _connected(address: str) -> Iterator[None]:
     try:
         yield
     except (ray.exceptions.RayError, OSError) as error:
-        raise _of_ours(error) or FxError(f"--ray {address}: {summarize(error)}") from error
+        raise _of_ours(error) or FxError(f"--ray {address}: {_reason(error)}") from error
     finally:
         ray.shutdown()
+
+
+def _reason(error: Exception) -> str:
+    """Return the error of this program that ended an actor's constructor, which is in the last line; else the first."""
+    last = str(error).strip().rpartition("\n")[2]
+    return last.partition("FxError: ")[2] or summarize(error)
 
 
 def _of_ours(error: BaseException | None) -> FxError | None:

@@ -145,8 +145,9 @@ class Output:
         if not all(kept):
             with fs.open(place, "rb") as file:
                 rest = pyarrow.parquet.read_table(file).filter(pyarrow.array(kept))
-            with fs.open(place, "wb") as file:
-                pyarrow.parquet.write_table(rest, file, compression="none")
+            buffer = pyarrow.BufferOutputStream()
+            pyarrow.parquet.write_table(rest, buffer, compression="none")
+            self._folder.write(name, buffer.getvalue().to_pybytes())
         rows = [(path, error) for path, error, keep in zip(paths, errors, kept, strict=True) if keep]
         self._index.commit(
             name,

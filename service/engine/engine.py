@@ -344,7 +344,7 @@ class Engine:
             record: ExtractorRecord | None = None
             for attempt in count():
                 try:
-                    if record is None or not record.deleted:
+                    if record is None or not record.deleted or self.records.get(record.id) is not None:
                         record = await self.extractors.preload(spec_of_text(text))
                     if record is None or record.deleted:
                         log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)

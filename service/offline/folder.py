@@ -77,14 +77,15 @@ class Folder:
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
-    def write(self, name: str, text: str) -> None:
-        """Write a small file atomically, creating the folder if needed."""
+    def write(self, name: str, content: str | bytes) -> None:
+        """Write a file atomically, creating the folder if needed."""
+        data = content.encode() if isinstance(content, str) else content
         if self.disk is not None:
             self.disk.mkdir(parents=True, exist_ok=True)
-            write_whole(self.disk / name, lambda file: file.write_text(text, encoding="utf-8"))
+            write_whole(self.disk / name, lambda file: file.write_bytes(data))
             return
         with driver_errors(self.url):
-            self.fs.pipe_file(self.path(name), text.encode())
+            self.fs.pipe_file(self.path(name), data)
 
     def put(self, file: Path) -> None:
         """Upload a local file or folder. Only for buckets."""

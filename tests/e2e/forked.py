@@ -9,9 +9,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from importlib import import_module
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ _PRELOADED = [
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload([*_PRELOADED, __name__])
+
+# Starting a process polls all others, and two threads must not read the exit code of one.
+_guard = threading.Lock()
 
 
 @atexit.register
@@ -59,16 +63,18 @@ class Forked:
         _started: Connection | None = None,
     ) -> None:
         self._process = _context.Process(target=_run, args=(command, dict(environment), log, errors, _started))
-        self._process.start()
+        with _guard:
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _guard:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the process to end, and return its exit code.
@@ -76,13 +82,14 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: the process is still running after ``timeout`` seconds.
         """
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        wait([self._process.sentinel], timeout)
+        code = self.poll()
+        if code is None:
             raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
-        return self._process.exitcode
+        return code
 
     def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
+        if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:

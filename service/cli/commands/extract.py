@@ -160,7 +160,8 @@ def extract(
             metavar="ADDRESS",
             show_default=False,
             help="Compute on a Ray cluster and write Parquet: its address, auto for the cluster of this machine, or "
-            "local to start one. --out is then a bucket or a folder that all nodes share. Needs fxserve\\[ray].",
+            "local to start one. --out is then a bucket or, except with --reduce, a folder that all nodes share. "
+            "Needs fxserve\\[ray].",
         ),
     ] = None,
 ) -> None:

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from fxcore.errors import BadTensor, FxError, UnknownModel, WeightsUnavailable
+from fxcore.errors import BadTensor, FxError, WeightsUnavailable
 from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import Resolver
 from service.engine.extractors.runtimes import Runtimes
@@ -220,12 +220,10 @@ class Extractors:
         if (known := self._records.get(id)) is not None:
             return known
         stored = await sharing.read(sharing.store.get, id)
-        if stored is None:
+        if stored is None or not self._resolver.serves(stored.spec.model):  # then it is not listed either
             return None
         try:
             record = await self._resolver.record(stored.spec)
-        except UnknownModel:  # it is not served here, and not listed either
-            return None
         except BadTensor:  # a limit of this process, which no retry changes
             raise
         except (FxError, Problem) as problem:
@@ -288,7 +286,8 @@ class Extractors:
             if known is not None and known.saved and known.name is None:
                 self._records.name(known, name)  # its use checks it, so the store is not asked about each
         unknown = [(stored, name) for stored, name in shared if self._records.get(stored.id) is None]
-        return [(stored, name) for stored, name in unknown if self._resolver.serves(stored.spec.model)]
+        served = {model for model in {stored.spec.model for stored, _ in unknown} if self._resolver.serves(model)}
+        return [(stored, name) for stored, name in unknown if stored.spec.model in served]
 
     async def delete(self, id_or_name: str) -> None:
         """Delete an extractor in all processes. Its requests in flight finish normally.

@@ -137,8 +137,10 @@ class Sharing:
         await lock.acquire()
         task = background(in_pool(self._pool, function, *args), "store", shared=True)
         task.add_done_callback(lambda done: lock.release())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody waits any more
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        finally:
+            del task  # the traceback of its error would hold it, and with it the error
 
     def _require_available(self) -> None:
         if self._unavailable is not None:

@@ -19,6 +19,7 @@ import secrets
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
@@ -229,7 +230,10 @@ class Store:
 
     def all(self) -> list[tuple[Stored, str | None]]:
         """Return all readable extractors, each with one of its names."""
-        names = dict(sorted(self._named()))
+        named = sorted(self._named())
+        times = Counter(name for _, name in named)
+        # A process writes the index before it gets a name, and may die in between.
+        names = {id: name for id, name in named if times[name] == 1 or (self._entry(name) or _DAMAGED)["id"] == id}
         ids = sorted(file.removesuffix(".json") for file in self._objects.names_in("specs"))
         found = {id: stored for id in ids if (stored := self._cached.get(id)) is not None}
         new = [f"{id}.json" for id in ids if id not in found]

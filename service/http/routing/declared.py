@@ -19,7 +19,7 @@ Access = Literal["open", "read", "admin"]
 Body = Literal["small", "images"]
 Endpoint = TypeVar("Endpoint", bound=Callable[..., object])
 
-READ_METHODS = frozenset(("GET", "HEAD", "OPTIONS"))
+READ_METHODS = frozenset(("GET", "OPTIONS"))
 
 _ATTRIBUTE = "__fxserve_declared__"
 

@@ -100,6 +100,20 @@ def test_rows_of_errors_are_removed_to_be_computed_again(out: Path, index: Index
     assert rest.schema.equals(SCHEMA, check_metadata=True)
 
 
+def test_an_interrupted_removal_of_errors_loses_no_rows(
+    out: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Output(Folder(out), index, SCHEMA, None).look(keep_errors=False)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+
+
 def test_a_second_run_into_a_folder_on_disk_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spec.json").touch()
     folder = Folder(tmp_path)

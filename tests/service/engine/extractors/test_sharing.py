@@ -130,9 +130,7 @@ async def test_a_name_that_another_process_gives_is_listed(
         assert one.records.known("r") is record
 
 
-async def test_a_listed_name_that_another_extractor_has_goes_to_it_when_used(
-    engine: MakeEngine, tmp_path: Path, later: None
-) -> None:
+async def test_a_name_that_another_extractor_has_is_not_listed(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     """A process that dies while it gives a name leaves it in the index of the names of its extractor."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
@@ -140,6 +138,7 @@ async def test_a_listed_name_that_another_extractor_has_goes_to_it_when_used(
         owner, _ = await other.extractor(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
         Objects(url).create(f"named/{record.id}.r.json", {})
         assert [name for _, name in await one.extractors.elsewhere()] == ["r"]
+        assert record.name is None
         assert (await one.extractors.look_up("r")).id == owner.id
         assert record.name is None
 

@@ -33,7 +33,6 @@ def routes() -> DeclaredRoutes:
         ("POST", "/things/x/y", Declared("admin")),
         ("POST", "/v1/nothing/features", Declared("admin")),
         ("GET", "/healthz", Declared("open")),
-        ("HEAD", "/healthz", Declared("open")),
         ("POST", "/healthz", Declared("open")),
         ("GET", "/healthz/", Declared("read")),
     ],
