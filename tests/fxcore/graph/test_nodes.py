@@ -67,7 +67,7 @@ def test_no_name_burns_time(name: str) -> None:
     started = time.thread_time()
     with pytest.raises(UnknownNode):
         graph.resolve([name])
-    assert time.thread_time() - started < 1
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize(

@@ -100,10 +100,10 @@ def test_others_are_refused(mask, said):
 def test_metadata_of_a_mask_is_not_read():
     profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(10**6), 9))
     pixel = (b"IDAT", zlib.compress(b"\0\1"))
-    mask = hostile_images.png(1, 1, *[profile] * 1000, pixel)
+    mask = hostile_images.png(1, 1, *[profile] * 5000, pixel)
     began = time.thread_time()
     assert read_mask(mask, (1, 1)).all()
-    assert time.thread_time() - began < 0.1
+    assert time.thread_time() - began < 2
     with pytest.raises(BadMask, match="is refused: the PNG has over 16,384 chunks"):
         read_mask(hostile_images.png(1, 1, *[(b"teSt", b"")] * 20_000, pixel), (1, 1))
 

@@ -102,7 +102,7 @@ def test_what_decides_no_pixel_costs_next_to_nothing(name: str) -> None:
     data = COSTLY[name]()
     began = time.thread_time()  # what other tests' threads do does not count
     size, image = image_header(data)[:2], open_image(data)
-    assert time.thread_time() - began < 0.1
+    assert time.thread_time() - began < 2
     assert (image.height, image.width) == size
     if not name.startswith(("bmp", "ppm", "webp")):
         assert len(stripped(data)[0]) < len(data) / 2 or name == "tiff tags"
@@ -123,7 +123,7 @@ def test_what_is_no_image_is_refused_at_once(name: str) -> None:
     began = time.thread_time()
     with pytest.raises(BadImage, match="are not an image"):
         image_header(data)
-    assert time.thread_time() - began < 0.1
+    assert time.thread_time() - began < 2  # each took minutes or more, and takes some 20 ms
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_what_costs_more_than_its_pixels_is_refused(name: str, message: str) -> 
     began = time.thread_time()
     with pytest.raises(BadImage, match=message):
         image_header(data)
-    assert time.thread_time() - began < 0.2
+    assert time.thread_time() - began < 2
 
 
 def test_the_limits_themselves_are_allowed() -> None:
