@@ -266,7 +266,8 @@ class Extractor(BaseExtractor):
     ) -> dict[str, Any]:
         """Attribute the result of a node to the values of another. Returns ``attribution`` and ``targets``.
 
-        The extractor's outputs are ignored: only its model, weights and size matter.
+        The extractor's outputs are ignored: only its model, weights and size matter. With ``fit="pad"``, ``valid_box``
+        is returned, too.
 
         Args:
             images: as in a call.

@@ -63,7 +63,7 @@ class AttributionQuery(BaseModel):
 
 
 class AttributionDocument(FeatureDocument):
-    """An attribution. Its output is named ``attribution``."""
+    """An attribution. Its output is named ``attribution``; with ``fit=pad``, ``valid_box`` is added as for features."""
 
     method: str = Field(examples=["gradcam"])
     backend: Literal["eager"] = Field(description="Backend that computed the attribution.", examples=["eager"])

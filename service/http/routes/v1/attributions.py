@@ -21,6 +21,7 @@ from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import nodes_text
 from service.engine.memory.graphs import graph_for
+from service.engine.options import VALID_BOX
 from service.engine.requests.attributing import Attributed, Question
 from service.engine.requests.plan.plan import Inputs
 from service.engine.rows.shapes import row_layout
@@ -147,7 +148,7 @@ async def _respond(
         else:
             nodes = {_ATTRIBUTION: at.node}
             metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}
-            outputs = _outputs(accepted, found)
+            outputs = _outputs(accepted, found, values.outputs)
             more = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
             parts = await write(
                 state, reservation, accepted, metadata, nodes, outputs, values.images, query.encoding, more
@@ -223,9 +224,13 @@ def _rows(inputs: Inputs) -> int:
     return tensor.shape[0] if tensor.ndim else 0
 
 
-def _outputs(accepted: str, found: Attributed) -> dict[str, Tensor]:
+def _outputs(accepted: str, found: Attributed, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     outputs = {_ATTRIBUTION: found.values}
-    return outputs if accepted == "application/json" else {**outputs, _TARGETS: found.targets}
+    if accepted != json.MEDIA_TYPE:
+        outputs[_TARGETS] = found.targets
+    if VALID_BOX in values:
+        outputs[VALID_BOX] = values[VALID_BOX]
+    return outputs
 
 
 routes = [

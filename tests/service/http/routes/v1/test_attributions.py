@@ -69,6 +69,43 @@ def test_gradcam_of_an_image_of_another_size_is_captums(client: Client, model: n
     torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("one_step", [True, False])
+def test_padded_images_have_their_place_beside_the_attribution(
+    client: Client, model: nn.Module, one_step: bool
+) -> None:
+    """The square photo is resized to 96 x 96; the rest is the mean colour, zero when normalised."""
+    query, route = "of=fc&at=layer3&target=281", ROUTE
+    if one_step:
+        query += "&weights=random&image_size=96x160&fit=pad"
+    else:
+        spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C3"], "image_size": [96, 160], "fit": "pad"}
+        route = f"/v1/extractors/{client.post('/v1/extractors', json=spec).json()['id']}/attributions"
+    place = [[32, 0, 128, 96]]
+    resized = resize(pil_to_tensor(photos.photos()[0]), [96, 96], antialias=True).float() / 255
+    x = torch.zeros(1, 3, 96, 160)
+    x[..., 32:128] = normalize(resized, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    expected = LayerGradCam(model, model.layer3).attribute(x, 281, relu_attributions=True)[:, 0]
+
+    found = load(asked(client, query, route=route).content)
+    assert set(found) == {"attribution", "targets", "valid_box"}
+    assert found["valid_box"].tolist() == place
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
+    arrays = np.load(io.BytesIO(asked(client, query, "application/x-npz", route).content))
+    assert arrays["valid_box"].tolist() == place
+    assert np.array_equal(arrays["attribution"], found["attribution"])
+    [attribution, box] = asked(client, query, "application/json", route).json()["outputs"]
+    assert attribution["name"] == "attribution"
+    assert (box["name"], box["node"], box["shape"], box["data"]) == ("valid_box", None, [1, 4], place[0])
+    picture = PIL.Image.open(io.BytesIO(asked(client, query, "image/png", route).content))
+    assert picture.size == (160, 96)
+    features = client.post(
+        "/v1/models/resnet18/features?weights=random&nodes=layer3&image_size=96x160&fit=pad",
+        content=PHOTO,
+        headers={"Content-Type": "image/png", "Accept": "application/x-safetensors"},
+    )
+    assert torch.equal(load(features.content)["valid_box"], found["valid_box"])
+
+
 def test_the_largest_result_is_named_and_what_else_it_depends_on_is_found(
     client: Client, model: nn.Module, image: Tensor
 ) -> None:
