@@ -52,7 +52,7 @@ def read(chunks: Sequence[bytes]) -> Asked:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except ValidationError as error:
         raise invalid_body(error) from error
-    return Asked(body.model, image_text.decode(body.input), body.encoding_format, body.dimensions)
+    return Asked(body.model, image_text.decode(body.input), body.encoding_format or "float", body.dimensions)
 
 
 def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:

@@ -56,9 +56,9 @@ class EmbeddingsRequest(Strict):
         "fetched.",
         examples=[_EXAMPLE_IMAGE],
     )
-    encoding_format: Literal["float", "base64"] = Field(
-        default="float",
-        description="`base64`: little-endian float32 values, the default of OpenAI's clients.",
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None,
+        description="`float` by default; `base64`: little-endian float32 values, the default of OpenAI's clients.",
         examples=["float"],
     )
     dimensions: int | None = Field(
