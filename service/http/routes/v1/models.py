@@ -160,7 +160,11 @@ async def list_nodes(
     weights: Weights = "DEFAULT",
     transforms: Annotated[
         Literal["attention_maps"] | None,
-        Query(description="Also list the eval nodes that this transform adds.", examples=["attention_maps"]),
+        Query(
+            description="Also list the eval nodes that this transform adds: none if the model has no attention, for "
+            "which `POST /v1/extractors` refuses it.",
+            examples=["attention_maps"],
+        ),
     ] = None,
 ) -> Response:
     """List the names of a model's nodes in order of execution, as torchvision's `get_graph_node_names` does."""

@@ -139,3 +139,11 @@ def test_the_transform_brings_the_nodes_and_changes_no_other(client: Any, model:
     opened_id = client.post("/v1/extractors?wait=200", json=opened).json()["id"]
     assert np.array_equal(features(client, plain)[ordinary], features(client, opened_id)[ordinary])
     assert node in [n["name"] for n in client.get(f"/v1/extractors/{opened_id}/graph").json()["nodes"]]
+
+
+def test_a_model_without_attention_has_no_such_nodes(client: Any) -> None:
+    """Listing them is how a client learns that. A spec with the transform asks for what does not exist."""
+    plain, more = (client.get(f"/v1/models/resnet18/nodes{q}").json() for q in ("", "?transforms=attention_maps"))
+    assert more["eval_nodes"] == plain["eval_nodes"]
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C4"], "transforms": ["attention_maps"]}
+    assert client.post("/v1/extractors?wait=600", json=spec).json()["type"] == "/problems/cannot-transform"
