@@ -214,6 +214,8 @@ def extract(
             raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} must be given together")
     if roi_size is not None and boxes is None:
         raise typer.BadParameter("--roi-size needs --pool roi")
+    if preprocess == "none" and fit in ("stretch", "pad"):
+        raise typer.BadParameter(f"--preprocess none does not resize images; leave out --fit {fit}, or --preprocess")
     if reduce is not None and (format != "safetensors" or shard_rows is not None):
         given = "--shard-rows" if shard_rows is not None else f"--format {format}"
         raise typer.BadParameter(f"--reduce writes stats.safetensors and top.parquet, not shards; leave out {given}")

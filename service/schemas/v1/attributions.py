@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from service.choices import Attribution, Fit, Preprocess
+from service.choices import Attribution, Preprocess
 from service.schemas.image_size import ImageSizeText
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
-from service.schemas.v1.features import Encoding, FeatureDocument
+from service.schemas.v1.features import Encoding, FeatureDocument, UsedFit
 
 
 def _index_or_max(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -75,6 +75,6 @@ class OneStepAttributionQuery(AttributionQuery):
 
     weights: WeightsName = Field(default="DEFAULT", examples=["random"])
     image_size: ImageSizeText | None = Field(default=None, description="As for features.", examples=["448x672"])
-    fit: Fit = Field(
+    fit: UsedFit = Field(
         default="crop", description="As for features, except that `native` is not supported.", examples=["stretch"]
     )

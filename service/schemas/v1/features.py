@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictFloat, StrictInt, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictFloat,
+    StrictInt,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precision, Preprocess, pooling
@@ -70,6 +79,17 @@ _Tokens = Annotated[
     BeforeValidator(listed_tokens),
     WithJsonSchema({"type": "string", "pattern": f"^[0-9]{{1,7}}(,[0-9]{{1,7}}){{0,{MAX_TOKENS - 1}}}$"}),
 ]
+
+
+def _used_fit(fit: str, info: ValidationInfo) -> str:
+    if fit in ("stretch", "pad") and info.data.get("preprocess") == "none":
+        message = "preprocess=none does not resize images; leave out fit={fit}, or preprocess=none"
+        raise PydanticCustomError("fit", message, {"fit": fit})
+    return fit
+
+
+UsedFit = Annotated[Fit, AfterValidator(_used_fit)]
+"""The ``fit`` of a query with ``preprocess``."""
 
 
 class FeatureQuery(BaseModel):
@@ -158,9 +178,10 @@ class OneStepQuery(FeatureQuery):
         "own. With `fit=native` it is one number, the length of the shorter side.",
         examples=["448x672"],
     )
-    fit: Fit = Field(
+    fit: UsedFit = Field(
         default="crop",
-        description="How images are fitted to `image_size`, as in `POST /v1/extractors`.",
+        description="How images are fitted to `image_size`, as in `POST /v1/extractors`. `stretch` and `pad` cannot "
+        "be combined with `preprocess=none`, which does not resize images.",
         examples=["stretch"],
     )
 

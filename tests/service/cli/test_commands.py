@@ -274,6 +274,11 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
             2,
             "--roi-size needs --pool roi",
         ),
+        (
+            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--preprocess", "none", "--fit", "pad", "--out", "OUT"],
+            2,
+            "does not resize images; leave out --fit pad",
+        ),
         (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begin with http"),
         (

@@ -288,6 +288,21 @@ def test_wrong_sizes(client, photos, query, kind, detail):
     assert response.json()["detail"].count("image_size") <= 1
 
 
+@pytest.mark.parametrize("route", ["features?nodes=layer4", "attributions?of=fc&at=layer4"])
+def test_images_that_are_not_resized_are_not_fitted(client, photos, route):
+    """A size may be given, which models are built for, and native, under which sizes may differ."""
+    url = f"/v1/models/resnet18/{route}&weights=random&preprocess=none"
+    sent = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
+    for fit in ("stretch", "pad"):
+        response = client.post(f"{url}&image_size=300x451&fit={fit}", **sent)
+        assert (response.status_code, response.json()["type"]) == (422, "/problems/invalid-request"), response.text
+        assert response.json()["errors"][0]["field"] == "fit"
+        assert f"leave out fit={fit}, or preprocess=none" in response.json()["detail"]
+    for query in ("&image_size=300x451&fit=crop", "" if "of=" in route else "&fit=native"):
+        [output] = client.post(url + query, **sent).json()["outputs"]
+        assert output["shape"][-2:] == [10, 15]
+
+
 def test_clips_are_squares(client):
     spec = {"model": "r3d_18", "weights": "random", "return_nodes": ["layer4"], "image_size": [112, 224]}
     document = client.post("/v1/extractors", json=spec).json()
