@@ -29,8 +29,8 @@ _SECURITY_SCHEME = {
 
 
 _REQUEST_ID = {
-    "description": f"The id that the request has sent, of at most {REQUEST_ID_LENGTH} visible ASCII characters without "
-    "quotes, backslashes and spaces, which are left out; or else a new one.",
+    "description": f"The id that the request has sent, of at most {REQUEST_ID_LENGTH} printable ASCII characters; "
+    "others are left out. A new one if it has sent none.",
     "schema": {"type": "string"},
     "example": "5f0c7a8e1b9d4e21",
 }

@@ -2,9 +2,9 @@
 
 Each line has the id of its request, or the name of its background task.
 
-Messages may contain data sent by clients, which must not forge lines: the text format escapes control characters and
-indents tracebacks, and JSON escapes both. python-json-logger is not used, because it would replace only one of the two
-formatters, and the fields would still be listed here.
+Messages may contain data sent by clients, which must not forge lines: the text format escapes control characters,
+indents tracebacks and quotes request ids with spaces, quotes or brackets; JSON escapes them all. python-json-logger is
+not used, because it would replace only one of the two formatters, and the fields would still be listed here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +24,8 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 TASK_PREFIX = "fxserve-"
 """Prefix of the names of background tasks; the same as for threads."""
+
+_PLAIN_ORIGIN = re.compile(r"""[^\s"\\\[\]]+""")
 
 _CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
 
@@ -70,6 +73,8 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(" ", "milliseconds")
         origin = request_id.get() or _task_name()
+        if origin is not None and not _PLAIN_ORIGIN.fullmatch(origin):
+            origin = json.dumps(origin)  # a client's id could look like the rest of the line
         request = f" [{origin}]" if origin is not None else ""
         message = record.getMessage().translate(_CONTROL)
         line = f"{time} {record.levelname.lower()} {record.name}{request} {message}"

@@ -28,15 +28,15 @@ access = logging.getLogger("fxserve.access")
 
 REQUEST_ID_LENGTH = 128
 
-_NOT_IN_REQUEST_ID = re.compile(r"""[^!-~]|["'\\]""")
+_NOT_IN_REQUEST_ID = re.compile("[^ -~]")
 
 # JSON and images need no scripts or resources; SVG drawings have inline styles.
 STRICT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def request_id(sent: str | None) -> str:
-    """Return the client's request id, without characters that could forge log lines, or a new id."""
-    return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH] or f"{random.getrandbits(128):032x}"
+    """Return the client's request id, without characters that could forge headers or log lines, or a new id."""
+    return _NOT_IN_REQUEST_ID.sub("", sent or "")[:REQUEST_ID_LENGTH].strip() or f"{random.getrandbits(128):032x}"
 
 
 class RequestContext:
@@ -89,7 +89,7 @@ class RequestContext:
             except ClientDisconnect:
                 status = status or 499  # nginx's status for a client that closed the connection, for the metrics
             except Exception as error:
-                log.exception("request %s: %s %r failed", own_id, scope["method"], scope["path"])
+                log.exception("request %r: %s %r failed", own_id, scope["method"], scope["path"])
                 if status:
                     raise  # the response has started, so the connection is closed
                 path = route_path(scope)

@@ -64,6 +64,20 @@ def test_text_lines_name_their_request():
         request_id.reset(token)
 
 
+@pytest.mark.parametrize("id", ["a] 0 error fxserve [b", 'the "first" one', "a\\"])
+def test_a_request_id_cannot_look_like_the_rest_of_its_line(id):
+    token = request_id.set(id)
+    try:
+        line = TextLines().format(record("idle"))
+        assert json.loads(JsonLines().format(record("idle")))["request_id"] == id
+    finally:
+        request_id.reset(token)
+    before, quoted = line.split(" [", 1)
+    assert before.endswith(" warning fxserve.engine")
+    found, end = json.JSONDecoder().raw_decode(quoted)
+    assert (found, quoted[end:]) == (id, "] idle")
+
+
 def test_malformed_bodies_fill_no_log():
     """Their clients are told; python-multipart would write a line for each."""
     code = (

@@ -65,8 +65,9 @@ def headers(sent):
     ("sent", "expected"),
     [
         ("abc-123", "abc-123"),
-        ("|a1.b2~, #{(;", "|a1.b2~,#{(;"),
-        ("a\nb\tc d\"'\\é\x7f", "abcd"),
+        ("|a1.b2~, #{(;", "|a1.b2~, #{(;"),
+        ("job 7: \"cats\" \\ 'dogs'", "job 7: \"cats\" \\ 'dogs'"),
+        ("a\nb\r\n\tc é\x7fd\x1b", "abc d"),
         ("x" * 500, "x" * 128),
     ],
 )
