@@ -63,7 +63,11 @@ class EngineConfig:
         return Settings(**self.given)
 
     async def start(self) -> tuple[LocalRunner, Rows]:
-        """Start the engine. Return it and the features of a fixed image."""
+        """Start the engine. Return it and the features of a fixed image.
+
+        Raises:
+            FxError: this node cannot run the engine, or build the extractor.
+        """
         try:
             runner = LocalRunner(self.settings(), self.options, self.images, self.backend)
         except (ValueError, RuntimeError) as error:  # such as a device that this node lacks
