@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
 from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
+from fxcore.models.weightless import BUILD_LOCK
 from fxcore.nesting import clones, map_tensors, tensors_in
 from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
@@ -313,7 +314,7 @@ def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
 
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), BUILD_LOCK, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         yield
 

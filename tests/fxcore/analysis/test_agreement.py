@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
-from fxcore import create_extractor, trace
+from fxcore import create_extractor, get_model, trace
 from fxcore.analysis.agreement import GraphDiffers, check_graph, compare_rows
 from fxcore.errors import FxError
 
@@ -166,3 +168,32 @@ def test_rows_that_are_not_one_images(
     root = nn.Sequential(function).eval() if isinstance(function, nn.Module) else function
     found = compare_rows(trace(root), [torch.randn(2, 5, 4)])
     assert (found.apart, found.dependent) == (apart, dependent)
+
+
+def test_a_check_leaves_the_random_numbers_of_another_threads_model_alone() -> None:
+    """The model waits in the middle of its initialisation; a check does not begin before its end."""
+    begun, checked = threading.Event(), threading.Event()
+
+    class Checked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            checked.set()
+            return x + 1
+
+    def build(**_: Any) -> nn.Module:
+        first = nn.Linear(3, 3)
+        begun.set()
+        checked.wait(1)
+        return nn.Sequential(first, nn.Linear(3, 3))
+
+    entry, module, built = replace(get_model("resnet18"), builder=build), Checked().eval(), list[nn.Module]()
+    traced = trace(module)
+    expected = entry.build().state_dict()  # nothing to wait for: tracing has set the event
+    begun.clear()
+    checked.clear()
+    thread = threading.Thread(target=lambda: built.append(entry.build()))
+    thread.start()
+    assert begun.wait(60)
+    check_graph(module, traced, (torch.ones(2),))
+    thread.join()
+    for key, value in built[0].state_dict().items():
+        assert torch.equal(value, expected[key]), key
