@@ -78,3 +78,15 @@ async def test_what_failed_is_made_again_and_its_error_is_kept_by_nobody() -> No
         gc.enable()
     make.error = False
     assert await shared.get("a", make) == 2
+
+
+async def test_what_is_not_kept_is_forgotten_once_all_who_wait_have_it() -> None:
+    shared, make = Shared[str, int]("some", keep=False), Maker()
+    waiters = [asyncio.ensure_future(shared.get("a", make)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert shared.making == ["a"]
+    make.open.set()
+    assert await asyncio.gather(*waiters) == [1, 1, 1]
+    assert (shared.making, shared.made) == ([], {})
+    assert not shared.drop("a")
+    assert await shared.get("a", make) == 2

@@ -59,3 +59,14 @@ def test_a_head_is_counted_as_one(client):
         return sum(float(line.removeprefix(series)) for line in text.splitlines() if line.startswith(series))
 
     assert count(client.get("/metrics").text) == count(before) + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/models/alexnet", 200), ("/v1/models/nothing", 404), ("/nothing", 404), ("/docs", 200)]
+)
+def test_a_head_is_one_line_of_the_access_log(client, caplog, path, status):
+    caplog.set_level("INFO", "fxserve.access")
+    assert ask(client, "HEAD", path).status_code == status
+    [record] = [record for record in caplog.records if record.name == "fxserve.access"]
+    assert record.getMessage().startswith(f"HEAD {path} {status} ")
+    assert (record.fields["method"], record.fields["path"], record.fields["status"]) == ("HEAD", path, status)

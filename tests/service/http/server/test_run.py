@@ -1,0 +1,57 @@
+"""A server process takes its settings from the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[4]
+
+SERVE = """
+import logging
+from service.http.server.run import run
+from service.settings import Settings
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        for kind in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{kind}.complete"})
+        return
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("fxserve.access"), level)("a line of level %s", level)
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+run(app, Settings(), "cpu")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "logged"),
+    [(None, ["warning", "error"]), ("INFO", ["info", "warning", "error"]), ("error", ["error"])],
+)
+def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logged: list[str]) -> None:
+    unset = {name: value for name, value in os.environ.items() if name != "FXSERVE_LOG_LEVEL"}
+    given = {} if level is None else {"FXSERVE_LOG_LEVEL": level}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        env={**unset, **given, "FXSERVE_PORT": "0", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[2]  # printed once it listens
+        assert httpx.get(url, trust_env=False).status_code == 204
+    finally:
+        process.terminate()
+        _, lines = process.communicate(timeout=60)
+    marked = [line.rpartition(" ")[2] for line in lines.splitlines() if "a line of level" in line]
+    assert marked == logged
