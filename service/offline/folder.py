@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fxcore.errors import FxError
 from service.offline.atomic import write_whole
 from service.offline.failures import driver_errors
+
+_WITH_PASSWORD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://[^/?#@]*:[^/?#]*@")
 
 
 def is_url(text: str) -> bool:
@@ -23,8 +26,15 @@ def filesystem(url: str) -> tuple[Any, str]:
     """Get fsspec's file system for a URL or an absolute path, and the path within it.
 
     Raises:
-        FxError: the URL has no driver, the driver is not installed, or it cannot connect.
+        FxError: the URL has a password or no driver, the driver is not installed, or it cannot connect.
     """
+    if (found := _WITH_PASSWORD.match(url)) is not None:
+        protocol = found[1]
+        options = "headers" if protocol.startswith("http") else "username, password"
+        raise FxError(
+            f"the URL {protocol}://…@{url[found.end() :]} has a password, which would be written to the output; give "
+            f"it to the driver instead, in the variable FSSPEC_{protocol.upper()} as JSON ({options})"
+        )
     with driver_errors(url):
         try:
             fs, path = url_to_fs(url, use_listings_cache=False)

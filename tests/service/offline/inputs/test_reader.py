@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
+import fsspec.config
 import pytest
 
 from fxcore.errors import BadImage, FxError
@@ -15,7 +17,7 @@ from service.offline.inputs.sources import Source, find
 
 
 class Photos(BaseHTTPRequestHandler):
-    """``/200.png`` is a photo; ``/403.png`` is answered 403; ``/once.png`` fails the first time."""
+    """``/200.png`` is a photo; ``/403.png`` is answered 403; ``/once.png`` fails first; ``/login.png`` needs one."""
 
     failed: set[str]
 
@@ -27,6 +29,8 @@ class Photos(BaseHTTPRequestHandler):
         if name == "once" and self.command == "GET":
             status = 200 if name in self.failed else 500
             self.failed.add(name)
+        elif name == "login":
+            status = 200 if self.headers["Authorization"] == "Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==" else 401
         else:
             status = int(name) if name.isdigit() else 200
         self.send_response(status)
@@ -101,3 +105,20 @@ def test_only_failures_in_a_row_end_the_run(photos: str, monkeypatch: pytest.Mon
     with pytest.raises(FxError, match=rf"^{photos}/500.png: ClientResponseError: 500") as raised:
         server.read(at(f"{photos}/500.png"))
     assert not isinstance(raised.value, BadImage)
+
+
+def test_passwords_are_given_to_the_driver_not_in_urls(photos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run writes the URLs of its images to its output. The login is that of RFC 7617."""
+    url = f"{photos}/login.png"
+    with pytest.raises(FxError, match=r"the URL http://…@127.0.0.1:\d+/login.png has a password") as refused:
+        list(find([url.replace("//", "//Aladdin:open sesame@")]))
+    assert "Aladdin" not in str(refused.value)
+    assert "sesame" not in str(refused.value)
+    assert "FSSPEC_HTTP as JSON (headers)" in str(refused.value)
+    with pytest.raises(BadImage, match="401"):
+        Reader(100).read(at(url))
+    options: dict[str, dict[str, Any]] = {}
+    variable = {"FSSPEC_HTTP": '{"headers": {"Authorization": "Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ=="}}'}
+    fsspec.config.set_conf_env(options, variable)
+    monkeypatch.setitem(fsspec.config.conf, "http", options["http"])
+    assert Reader(100).read(at(url)) == b"a photo"
