@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
-from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.graph.axes import layout
+from fxcore.graph.flops import FlopCounter
 from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
@@ -216,12 +216,11 @@ def count_flops(
     """
     flops: dict[fx.Node, int] = {}
     counted = 0
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounter() as counter:
 
         def difference(node: fx.Node, value: Any) -> None:
             nonlocal counted
-            total = counter.get_total_flops()
-            flops[node], counted = total - counted, total
+            flops[node], counted = counter.total - counted, counter.total
 
         _Recorder(module, difference, device=device).run(*_inputs(shapes, 1, device, dtype))
     return flops
