@@ -377,7 +377,7 @@ class WeightsUnavailable(Busy, slug="weights-unavailable", title="Weights unavai
 
 
 class DeadlineExceeded(Problem, slug="deadline-exceeded", status=504, title="Deadline exceeded"):
-    """The request's deadline passed before its response was ready."""
+    """The request's deadline passed before its response was ready, or would pass long before."""
 
     def __init__(self, detail: str = "the deadline passed before the response was ready; its queued work was dropped"):
         super().__init__(detail)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -277,10 +278,11 @@ class Engine:
         regions: GivenRegions | None = None,
         reservation: Reservation | None = None,
         edits: Sequence[Edit] = (),
+        deadline: float = math.inf,
     ) -> FeatureResult:
         """Compute the outputs of an extractor. Either all rows are returned, or the request fails as a whole.
 
-        There is no time limit: cancel the call, which drops work that has not started.
+        Cancel the call at the deadline, which drops work that has not started.
 
         Args:
             record: the extractor. If it is being built or was evicted, the call waits for its build.
@@ -291,12 +293,14 @@ class Engine:
             reservation: the request's client and the bytes it already holds; the bytes of its response are added until
                 it is sent. None for a request of the service itself.
             edits: edits of inner values, in order.
+            deadline: when the caller will cancel it, on the clock of ``time.monotonic()``.
 
         Raises:
             BadEdit: an edit cannot be applied; ``extra["edit"]`` is its index.
             BadImage, BadBox, BadPoint, BadMask, ImageTooLarge, BadTensor: for the first invalid image;
                 ``extra["index"]`` is its index.
             AdmissionFull, RequestTooLarge, ResponseTooLarge: raised before anything is decoded.
+            DeadlineExceeded: likewise, if computing a row would take several times as long as until the deadline.
             Draining, NotReady, OutOfMemory, ComputeFailed: see their docstrings.
             FxError: the error of the extractor's build.
         """
@@ -308,7 +312,7 @@ class Engine:
         with self.admission.enter(client, reservation) as ticket, self.in_flight:
             runtime = record.runtime or await self.runtimes.load(record)
             with runtime.in_use():
-                return await self._pipeline.compute(runtime, images, regions, options, ticket, edits)
+                return await self._pipeline.compute(runtime, images, regions, options, ticket, edits, deadline)
 
     async def attribute(
         self,
@@ -316,6 +320,7 @@ class Engine:
         values: Mapping[str, Tensor],
         asked: Question,
         reservation: Reservation,
+        deadline: float = math.inf,
     ) -> Attributed:
         """Attribute the result of an extractor that begins at inner nodes to one of its inputs.
 
@@ -328,7 +333,8 @@ class Engine:
             with runtime.in_use():
                 # Half of the memory in flight, since the values and the response need some, too.
                 limit = min(self._queue.max_bytes, self.admission.max_bytes // 2)
-                return await attribute(runtime, values, asked, self._queue, ticket, limit, self.max_response_bytes)
+                limits = limit, self.max_response_bytes
+                return await attribute(runtime, values, asked, self._queue, ticket, *limits, deadline)
 
     def run_in_encoder(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         """Run ``function(*args)`` in the pool that encodes responses."""

@@ -26,6 +26,9 @@ class Deadline:
         request: the request whose client is watched.
         seconds: seconds from now to the deadline.
 
+    Attributes:
+        at: the deadline, on the clock of ``time.monotonic()``.
+
     Raises:
         DeadlineExceeded: the block took too long.
         ClientDisconnect: the client disconnected.
@@ -34,7 +37,7 @@ class Deadline:
     def __init__(self, request: Request, seconds: float) -> None:
         self._request = request
         self._started = time.monotonic()
-        self._at = self._started + seconds
+        self.at = self._started + seconds
         self._short = True
         self._body_read = False
         self._watching: asyncio.Task[None] | None = None
@@ -64,7 +67,7 @@ class Deadline:
 
     def shorten(self, seconds: float) -> None:
         """Move the deadline to ``seconds`` from the start, if that is sooner."""
-        self._at = min(self._at, self._started + seconds)
+        self.at = min(self.at, self._started + seconds)
         self._timer.cancel()
         self._set_timer()
 
@@ -74,13 +77,13 @@ class Deadline:
         self._watch()
 
     def _set_timer(self) -> None:
-        left = self._at - time.monotonic()
+        left = self.at - time.monotonic()
         seconds = min(left, _SHORT_SECONDS) if self._short else left
         self._timer = self._task.get_loop().call_later(max(0.0, seconds), self._check)
 
     def _check(self) -> None:
         self._short = False
-        if time.monotonic() >= self._at:
+        if time.monotonic() >= self.at:
             self._cancel(DeadlineExceeded())
         else:
             self._set_timer()

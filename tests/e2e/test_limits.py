@@ -27,7 +27,7 @@ MAX_BODY = 300_000
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    times = {"slow": "image = 100", "slow_for_two_seconds": "image = 0.3"}
+    times = {"slow": "image = 100", "slow_for_two_seconds": "image = 0.3", "paced": "image = 0.6"}
     return slow_models(folder, **times, **dict.fromkeys(BUILT_SLOWLY, "build = 100"))
 
 
@@ -188,6 +188,19 @@ def test_deadline_passed(small, slow, held):
     with held():
         response = small.http.post(SLOW, files=slow, headers={"x-request-timeout": "0.05"})
     problem(response, 504, "deadline-exceeded")
+
+
+def test_an_image_that_would_take_far_longer_than_its_deadline(small, photos, held):
+    """It is refused at once, and others are served meanwhile."""
+
+    def sent(size):
+        path = f"/v1/models/paced/features?nodes=stem&pool=avg{size}"
+        return small.http.post(path, content=photos["chelsea"], headers={**JPEG, "x-request-timeout": "15"})
+
+    with held():
+        answers = [sent(size) for size in ("", "", "", "&image_size=2048", "")]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 504, 200]
+    assert "3 x 2048 x 2048 would take about" in problem(answers[3], 504, "deadline-exceeded")["detail"]
 
 
 def test_weights_that_cannot_be_had(small, photos):

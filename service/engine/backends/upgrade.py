@@ -35,6 +35,7 @@ import torch
 from fxcore.backends import Backend, Lowered, LoweringFailed, Options
 from fxcore.backends.eager import EagerInt8
 from fxcore.errors import summarize
+from fxcore.graph.flops import FlopCounter
 from fxcore.int8.report import LayerError
 from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, takes_one_size
 from service.engine.backends.choice import chosen_backend, faster_backends
@@ -214,6 +215,7 @@ class Upgrade:
         description = runtime.description
         try:
             # Not in one of the pools, whose tasks take longer than this.
+            await asyncio.to_thread(self._check_time)
             rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
             await self._tools.trials.compare_one(own, Reference(original, rows, description.spec.precision), eager)
             own.state, own.reason = CandidateState.SERVING, None
@@ -221,6 +223,18 @@ class Upgrade:
             log.warning("how far eager is from extractor %s was not measured: %s", description.id, error)
         except Exception:
             log.exception("how far eager is from extractor %s was not measured", description.id)
+
+    def _check_time(self) -> None:
+        """Check that computing a photograph takes no longer than any request may.
+
+        Raises:
+            DeadlineExceeded: it takes longer.
+        """
+        runtime = self._runtime
+        usual = runtime.description.usual_shapes()
+        with FlopCounter() as counter:
+            runtime.extractor.values_at(usual)
+        runtime.pace.check(counter.total, self._tools.settings.request_timeout, usual)
 
     async def _search(self) -> None:
         """Try backends one after another until one replaces eager."""

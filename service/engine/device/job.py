@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -188,6 +188,7 @@ class Item:
             :meth:`fxcore.images.decoding.Decoder.batch`, on the CPU.
         row_bytes: predicted bytes of one row on the device while it is computed; greater than zero.
         since: when it was queued, on the clock of ``time.monotonic()``.
+        row_flops: FLOPs of one row; 0 if they are unknown.
     """
 
     job: Job
@@ -195,6 +196,7 @@ class Item:
     inputs: tuple[Tensor, ...]
     row_bytes: int
     since: float = field(default_factory=time.monotonic)
+    row_flops: int = 0
 
     @property
     def runtime(self) -> Runtime:
@@ -209,8 +211,8 @@ class Item:
     def split(self, rows: int) -> tuple[Item, Item]:
         """Split into the first ``rows`` rows and the rest."""
         return (
-            Item(self.job, self.rows[:rows], tuple(t[:rows] for t in self.inputs), self.row_bytes, self.since),
-            Item(self.job, self.rows[rows:], tuple(t[rows:] for t in self.inputs), self.row_bytes, self.since),
+            replace(self, rows=self.rows[:rows], inputs=tuple(t[:rows] for t in self.inputs)),
+            replace(self, rows=self.rows[rows:], inputs=tuple(t[rows:] for t in self.inputs)),
         )
 
 

@@ -22,13 +22,10 @@ from typing import Any, TypeVar
 
 from service.engine.device.job import Item, Job
 from service.engine.errors import as_exception
+from service.engine.runtime.pace import LONGEST_SECONDS
 from service.problems import NotReady
 
 T = TypeVar("T")
-
-
-_LONGEST_SECONDS = 5.0
-"""Maximum predicted seconds of a batch of several rows, so that a batch of a slow model does not look like a hang."""
 
 
 class BackgroundTask:
@@ -200,7 +197,7 @@ class Queue:
         if runtime.seconds_per_byte is None:
             return 1
         of_row = runtime.seconds_per_byte * item.row_bytes
-        fit = min(self.max_bytes // item.row_bytes, int(_LONGEST_SECONDS / max(of_row, 1e-9)))
+        fit = min(self.max_bytes // item.row_bytes, int(LONGEST_SECONDS / max(of_row, 1e-9)))
         return runtime.description.rows_at_once(max(1, min(self.max_rows, fit)))
 
 

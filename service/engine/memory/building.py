@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
 from service.engine.runtime.collecting import Collector
 from service.engine.runtime.ledger import Ledger
+from service.engine.runtime.pace import Pace
 from service.engine.runtime.runtime import Runtime, Variant
 from service.engine.threads import in_pool
 from service.problems import ExtractorFailed, Problem
@@ -45,6 +46,7 @@ class Builder:
         ledger: counts the bytes of built runtimes.
         make_room: evicts until the given number of bytes fits into memory.
         collector: garbage-collects runtimes that are no longer used.
+        paces: the speed of each model and precision built so far.
     """
 
     models: ModelStore
@@ -53,6 +55,7 @@ class Builder:
     ledger: Ledger
     make_room: Callable[[int], None]
     collector: Collector
+    paces: dict[tuple[str, str], Pace] = field(default_factory=dict)
 
     async def build(self, record: ExtractorRecord) -> Runtime:
         """Load the weights and build the extractor.
@@ -116,7 +119,9 @@ class Builder:
             )
         shared = storages_of(tensors_of(model))
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
-        return Runtime(description, graph, extractor, done, self.ledger, self.collector.soon, model, held), original
+        pace = self.paces.setdefault((description.entry.name, description.spec.precision), Pace())
+        runtime = Runtime(description, graph, extractor, done, self.ledger, self.collector.soon, model, pace, held)
+        return runtime, original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:

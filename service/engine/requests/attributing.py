@@ -16,6 +16,7 @@ from fxcore.attribution import gradcam, gradients, integration_points, positions
 from fxcore.errors import BadTensor
 from fxcore.extractor import OutputInfo
 from fxcore.graph.axes.layout import TOKENS
+from fxcore.graph.flops import FlopCounter
 from service.choices import Attribution
 from service.engine.description import Description
 from service.engine.device.queue import Queue
@@ -24,6 +25,9 @@ from service.engine.options import FeatureResult
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
 from service.problems import ResponseTooLarge
+
+_FORWARD_AND_BACKWARD = 3
+"""FLOPs of a pass, as a multiple of those of its forward pass."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ async def attribute(
     ticket: Ticket,
     max_bytes: int,
     max_response_bytes: int,
+    deadline: float,
 ) -> Attributed:
     """Attribute a result of ``runtime``, which begins at inner nodes, to one of its inputs.
 
@@ -125,15 +130,19 @@ async def attribute(
         ticket: claims the memory of a pass.
         max_bytes: maximum bytes of a pass of several rows.
         max_response_bytes: maximum bytes of the attribution.
+        deadline: when the caller will cancel it, on the clock of ``time.monotonic()``.
 
     Raises:
         BadTarget: the result has no value with that index.
         BadTensor: gradcam is requested for values without positions.
         AdmissionFull, RequestTooLarge, ResponseTooLarge: it does not fit.
+        DeadlineExceeded: a pass of one row would take several times as long as until the deadline.
     """
     given = [values[spec.name] for spec in runtime.description.inputs]
     at = [spec.name for spec in runtime.description.inputs].index(asked.at.key)
-    row_bytes = await asyncio.to_thread(_row_bytes, runtime, given)
+    shapes = [tuple(value.shape[1:]) for value in given]
+    row_bytes, row_flops = await asyncio.to_thread(_row_costs, runtime, shapes)
+    runtime.pace.check(row_flops, deadline - time.monotonic(), shapes)
     rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, max_bytes // row_bytes)))
     size = asked.answered_bytes(given[at].shape, max_response_bytes)
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
@@ -217,8 +226,9 @@ class _Part:
         self.attributed, self.targets = found.float().cpu(), self.targets.cpu()
 
 
-def _row_bytes(runtime: Runtime, values: Sequence[Tensor]) -> int:
-    """Return the bytes of one row of a pass: autograd keeps every value, and the gradients double that."""
-    shapes = tuple(tuple(value.shape[1:]) for value in values)
-    found = runtime.extractor.values_at(shapes)
-    return 2 * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found.values())
+def _row_costs(runtime: Runtime, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return the bytes and FLOPs of one row of a pass: autograd keeps every value, and the gradients double that."""
+    with FlopCounter() as counter:
+        found = runtime.extractor.values_at(shapes)
+    size = 2 * sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in found.values())
+    return size, _FORWARD_AND_BACKWARD * counter.total

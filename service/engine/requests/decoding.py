@@ -100,4 +100,5 @@ class Decoding:
 
     def _item(self, rows: range, shape: RowShape, tensors: tuple[Tensor, ...]) -> Item:
         self._job.queued = time.monotonic()
-        return Item(self._job, rows, tensors, self._sizes[shape].bytes)
+        size = self._sizes[shape]
+        return Item(self._job, rows, tensors, size.bytes, row_flops=size.flops)

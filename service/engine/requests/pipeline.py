@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -70,6 +71,7 @@ class Pipeline:
         options: FeatureOptions,
         ticket: Ticket,
         edits: Sequence[Edit] = (),
+        deadline: float = math.inf,
     ) -> FeatureResult:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
@@ -88,6 +90,8 @@ class Pipeline:
                 limit = min(limit, self._settings.max_response_bytes)
             sized = await sizes(variant, plan, counts, options, limit, self._intake)
             check_rows(runtime.description, plan, sized.rows, self._settings.max_batch_bytes)
+            for shape, row in sized.rows.items():
+                variant.pace.check(row.flops, deadline - time.monotonic(), shape)
             matrices = {}
             if options.project is not None:
                 matrices = await self._projections.get(sized.lengths, options.project, options.seed)

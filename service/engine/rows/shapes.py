@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,12 +35,19 @@ class RowSize:
             it.
         grids: key → grid of each output that is a map.
         edited: edited node → shape of its value.
+        flops: FLOPs to compute it.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
     grids: dict[str, MapGrid]
     edited: dict[str, list[int]]
+    flops: int
+
+
+def row_values(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the number of values of a row of these shapes."""
+    return sum(map(math.prod, shapes))
 
 
 class ResponseRow(NamedTuple):

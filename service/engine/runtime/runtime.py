@@ -19,6 +19,7 @@ from service.engine.options import FeatureOptions
 from service.engine.rows.shapes import ResponseRow, RowShape, RowSize
 from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
+from service.engine.runtime.pace import Pace
 from service.engine.runtime.transformation import Transformed
 
 SIZES_BYTES = 1024**2
@@ -39,7 +40,7 @@ def _cache_of_sizes(outputs: Callable[[Any], int]) -> ByteCache[Any, Any]:
 
 
 class Runtime:
-    """A built extractor. Only the event loop changes it, except for ``seconds_per_byte``.
+    """A built extractor. Only the event loop changes it, except for ``pace`` and ``seconds_per_byte``.
 
     Args:
         description: the extractor's description.
@@ -49,6 +50,7 @@ class Runtime:
         ledger: counts its bytes while it is in memory.
         on_idle: called once it is retired and no longer in use.
         model: the loaded model, from which its variants are built.
+        pace: the speed of the model, shared with its other runtimes.
         held: bytes by address of the model's storages that the loaded model does not have: for a model built for
             another size, the resampled weights.
 
@@ -86,6 +88,7 @@ class Runtime:
         ledger: Ledger,
         on_idle: Callable[[], object],
         model: nn.Module,
+        pace: Pace,
         held: Mapping[int, int] | None = None,
     ) -> None:
         self.description = description
@@ -106,6 +109,7 @@ class Runtime:
         self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes(lambda row: len(row.outputs))
         self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], dict[str, ResponseRow]] = _cache_of_sizes(len)
         self.model = model
+        self.pace = pace
         self._ledger = ledger
         self._on_idle = on_idle
         self._held = held or {}

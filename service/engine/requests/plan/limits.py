@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan, indexed
-from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW, RowShape, RowSize
+from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW, RowShape, RowSize, row_values
 from service.schemas.image_size import MAX_PATCHES, MAX_SIDE
 
 _MAX_UPSCALE = 8
@@ -74,10 +74,10 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
     """
     limit = LARGEST_ROW * max_batch_bytes
     # An image_size of the client's is checked when its extractor is created, unless that begins at inner nodes.
-    usual = 0 if description.begins_at and description.spec.image_size else _values(description.usual_shapes())
+    usual = 0 if description.begins_at and description.spec.image_size else row_values(description.usual_shapes())
     for part in plan.parts:
         taken = sizes[part.shape].bytes
-        if taken > limit and _values(part.shape) > ABOUT_USUAL * usual:
+        if taken > limit and row_values(part.shape) > ABOUT_USUAL * usual:
             pixels = math.prod(part.shape[0][-2:])
             shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
             with indexed(part.rows.start):
@@ -87,10 +87,6 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
                     pixels=pixels,
                     limit=pixels * limit // taken,
                 )
-
-
-def _values(shapes: Iterable[Sequence[int]]) -> int:
-    return sum(map(math.prod, shapes))
 
 
 def _instead(plan: Plan) -> str:

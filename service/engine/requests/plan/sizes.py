@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 
 from fxcore.extractor import OutputInfo
+from fxcore.graph.flops import FlopCounter
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.tensors import returned_dtype
 from service.engine.device.job import cannot_stack, unlike_positions
 from service.engine.options import FeatureOptions
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.regions import grid_of
-from service.engine.rows.shapes import ResponseRow, RowShape, RowSize, row_layout, several_rows
+from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSize, row_layout, row_values, several_rows
 from service.engine.rows.tokens import has_tokens
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
@@ -108,7 +109,15 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
     runtime = runtime.at(shape)
     known = runtime.row_sizes.get(shape)
     if known is None:
-        values = runtime.extractor.values_at(shape)
+        usual = tuple(runtime.description.usual_shapes())
+        ratio = row_values(shape) / max(1, row_values(usual))
+        if shape == usual or ratio > ABOUT_USUAL:
+            with FlopCounter() as counter:
+                values = runtime.extractor.values_at(shape)
+            flops = counter.total
+        else:  # counting takes half as long as the rest
+            values = runtime.extractor.values_at(shape)
+            flops = int(ratio * row_size(runtime, usual).flops)
         own, cast = runtime.description.entry.dtype, runtime.description.dtype
         per_value = {node: (dims, returned_dtype(dtype, own, cast)) for node, (dims, dtype) in values.items()}
         outputs = {}
@@ -127,7 +136,7 @@ def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
         whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
         maps = {key: grid for key, grid in grids.items() if grid is not None}
         shapes = {name: dims for name, (dims, _) in edited.items()}
-        known = RowSize(outputs, max(1, whole), maps, shapes)  # the input may have no values
+        known = RowSize(outputs, max(1, whole), maps, shapes, flops)  # the input may have no values
         runtime.row_sizes.put(shape, known)
     return known
 

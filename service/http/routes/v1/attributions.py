@@ -136,10 +136,10 @@ async def _respond(
         asked = Question(query.method, at, target, query.steps)
         shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
         asked.answered_bytes(shape, engine.max_response_bytes)
-        values = await engine.features(front, sent.inputs, options, reservation=reservation)
+        values = await engine.features(front, sent.inputs, options, reservation=reservation, deadline=deadline.at)
         asked = asked.of_rows(front.description, values, part.fixed)
         given = {name: values.outputs[name] for name in begin}
-        found = await engine.attribute(back, given, asked, reservation)
+        found = await engine.attribute(back, given, asked, reservation, deadline.at)
         started = time.perf_counter()
         if drawn:
             cam = query.method == "gradcam"

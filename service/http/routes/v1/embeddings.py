@@ -91,7 +91,9 @@ async def embed(request: Request) -> Response:
         options = _POOLED[(runtime.graph.pooling or "cls") if output.prefix.class_token else "avg"]
         if body.dimensions is not None:
             _check_dimensions(body.dimensions, output, options.pool)
-        result = await state.engine.features(record, body.images, options, reservation=reservation)
+        result = await state.engine.features(
+            record, body.images, options, reservation=reservation, deadline=deadline.at
+        )
         started = time.perf_counter()
         vectors = result.outputs[output.key].reshape(result.images, -1)
         if body.dimensions is not None:

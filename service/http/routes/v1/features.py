@@ -228,7 +228,9 @@ async def _respond(
         drawn = accepted == heatmap.MEDIA_TYPE
         if drawn:
             options = replace(options, sent=False)  # the picture is small, whatever the map is
-        features = await state.engine.features(record, sent.inputs, options, sent.regions, reservation, sent.edits)
+        features = await state.engine.features(
+            record, sent.inputs, options, sent.regions, reservation, sent.edits, deadline.at
+        )
         started = time.perf_counter()
         if drawn:
             output = record.outputs[0]

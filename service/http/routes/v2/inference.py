@@ -97,7 +97,7 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         if own_timeout is not None:
             deadline.shorten(own_timeout)
         packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-        return await _infer(request, state, target, name, payload, packed)
+        return await _infer(request, state, target, name, payload, packed, deadline.at)
 
 
 async def _infer(
@@ -107,6 +107,7 @@ async def _infer(
     name: str,
     payload: v2.Request,
     packed: str | None,
+    deadline: float,
 ) -> Response:
     options = _options(payload)
     options.check_regions(None)  # the protocol does not support regions
@@ -117,7 +118,8 @@ async def _infer(
     if 0 < len(nodes) < len(record.description.return_nodes):
         options = replace(options, keys=frozenset(nodes))
     inputs = payload.images if payload.images is not None else payload.tensors
-    result = await state.engine.features(record, inputs, options, reservation=reservation_of(request.scope))
+    reservation = reservation_of(request.scope)
+    result = await state.engine.features(record, inputs, options, reservation=reservation, deadline=deadline)
     written = time.perf_counter()
     document = {"model_name": name, "model_version": metadata.VERSION}
     if payload.id is not None:
@@ -126,9 +128,7 @@ async def _infer(
     if all(requested.values()):  # raw tensors are sent without copying
         parts, length = v2.write(document, outputs, requested)
     else:
-        reservation_of(request.scope).claim(
-            sum(json.max_bytes(outputs[key]) for key, binary in requested.items() if not binary)
-        )
+        reservation.claim(sum(json.max_bytes(outputs[key]) for key, binary in requested.items() if not binary))
         parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, requested)
     headers = {"Vary": "Accept-Encoding"}
     if length is not None:

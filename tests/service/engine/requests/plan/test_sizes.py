@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.errors import ImageTooLarge
 from service.engine import FeatureOptions
@@ -78,3 +79,14 @@ async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
         request.cancel()
         await in_pool(running.threads.intake, lambda: None)
         assert sum(((3, 32, 32 + width),) in known for width in range(64)) < 64
+
+
+async def test_the_flops_of_rows_are_torchs(engine: MakeEngine) -> None:
+    """Those of rows of about the usual size are in proportion to it."""
+    async with engine() as running:
+        runtime = (await built(running, nodes=["features.12"])).runtime
+        for width, tolerance in ((224, 0.0), (64, 0.1), (300, 0.1), (448, 0.1), (480, 0.0)):
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                runtime.extractor.module(torch.zeros(1, 3, 224, width))
+            found = row_size(runtime, ((3, 224, width),)).flops
+            assert found == pytest.approx(counter.get_total_flops(), rel=tolerance)

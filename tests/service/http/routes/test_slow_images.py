@@ -1,0 +1,57 @@
+"""Every route that computes refuses images that would take far longer than their deadline."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+
+import httpx
+import pytest
+
+from service.engine.runtime.pace import Pace
+from tests.service.conftest import Client
+
+MODEL = "squeezenet1_1"
+JPEG = {"content-type": "image/jpeg"}
+FEATURES = f"/v1/models/{MODEL}/features?weights=random&nodes=classifier.1&pool=avg"
+ATTRIBUTIONS = f"/v1/models/{MODEL}/attributions?weights=random&of=flatten&method=gradient&target=1"
+
+
+def sent(client: Client, route: str, photo: bytes, headers: Mapping[str, str]) -> httpx.Response:
+    image = base64.b64encode(photo).decode()
+    if route == "embeddings":
+        body = {"model": f"{MODEL}@random:classifier.1", "input": image}
+        return client.post("/v1/embeddings", json=body, headers=headers)
+    if route == "infer":
+        inputs = [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [image]}]
+        outputs = [{"name": "classifier.1"}]
+        return client.post("/v2/models/slow/infer", json={"inputs": inputs, "outputs": outputs}, headers=headers)
+    path = {
+        "features": FEATURES,
+        "values of an attribution": f"{ATTRIBUTIONS}&at=features.12",
+        "passes of an attribution": f"{ATTRIBUTIONS}&at=features.0",
+    }[route]
+    return client.post(path, content=photo, headers={**JPEG, **headers})
+
+
+@pytest.mark.parametrize(
+    "route", ["features", "embeddings", "infer", "values of an attribution", "passes of an attribution"]
+)
+def test_each_route_knows_its_deadline(
+    make_client: Callable[..., Client], photos: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    client = make_client(request_timeout=10_000)
+    spec = {"model": MODEL, "weights": "random", "return_nodes": ["classifier.1"], "name": "slow"}
+    assert client.post("/v1/extractors?wait=100", json=spec).status_code == 201
+    # A whole image takes 400 s; one up to features.12 takes 300 s, and one up to features.0 takes 25 s.
+    [pace] = client.app.state.fxserve.engine.runtimes._builder.paces.values()
+    flops = client.get(f"/v1/models/{MODEL}/graph?format=json").json()["totals"]["flops"]
+    for _ in range(3):
+        pace.add(400.0, flops, 1)
+    monkeypatch.setattr(Pace, "add", lambda *batch: None)  # the model is faster than that
+    refused = sent(client, route, photos["chelsea"], {"x-request-timeout": "60"})
+    assert refused.status_code == 504, refused.text
+    shape = "64 x 111 x 111" if route.startswith("passes") else "3 x 224 x 224"
+    assert f"{shape} would take about" in refused.text
+    answered = sent(client, route, photos["chelsea"], {"x-request-timeout": "1000"})
+    assert answered.status_code == 200, answered.text
