@@ -6,6 +6,7 @@ problem whose class has the same name. Groups, such as :class:`TooLarge`, have a
 
 from __future__ import annotations
 
+import copyreg
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
@@ -74,11 +75,9 @@ class Problem(FxserveError):
     def __str__(self) -> str:
         return self.detail or f"{self.status} {self.title}"
 
-    def __copy__(self) -> Self:
-        """Return a copy without traceback, which would keep frames and their variables alive."""
-        other = type(self).__new__(type(self), *self.args)
-        vars(other).update(vars(self))
-        return other
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without calling the constructor, whose arguments are others than ``args``."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class NotFound(Problem, slug="not-found", status=404, title="Not found"):
