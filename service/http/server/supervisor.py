@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
 from service.http.server.signals import ENDING, RELOADING, end_on_signals, release_reloads
+from service.problems import Problem
 
 log = logging.getLogger("fxserve")
 
@@ -89,6 +91,9 @@ class Supervised(Process):
 
     Nobody could end it otherwise, and it would keep the port from the next server.
 
+    If its application cannot be created, it fails to start, as if the application's lifespan had failed. uvicorn would
+    let it exit with another status, and start another for ever.
+
     It blocks SIGHUP, which its supervisor passes on, until the application handles it; without API keys, for good.
     """
 
@@ -104,7 +109,16 @@ class Supervised(Process):
 
     def target(self, sockets: list[socket] | None = None) -> None:
         threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()
-        super().target(sockets)
+        try:
+            super().target(sockets)
+        except Exception as error:
+            from fxcore.errors import FxError  # imports torch, as the application has done
+
+            if self.server.started:
+                raise
+            refused = isinstance(error, FxError | Problem | ValueError)
+            log.error("the server cannot start: %s", error, exc_info=not refused)
+            sys.exit(STARTUP_FAILURE)
 
 
 def _end_with_parent() -> None:

@@ -37,6 +37,11 @@ class Slow(logging.StreamHandler):
         super().__init__()
 
 def create():
+    if Path("refused").exists():
+        raise ValueError("no statistics")
+    if Path("broken").exists():
+        raise KeyError("a bug")
+
     async def app(scope, receive, send):
         if scope["type"] == "lifespan":
             await receive()
@@ -74,8 +79,8 @@ FORKED = pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawne
 
 
 class Processes:
-    """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, ``slow`` wait before, and
-    ``deaths`` exit at once, with a line of the time in it."""
+    """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, ``refused`` or ``broken`` fail
+    to create their application, ``slow`` wait before, and ``deaths`` exit at once, with a line of the time in it."""
 
     def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
@@ -207,13 +212,31 @@ def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path, forked: b
 
 @pytest.mark.exhaustive
 @FORKED
+@pytest.mark.parametrize(("file", "error"), [("refused", "no statistics"), ("broken", "'a bug'")])
+def test_processes_without_an_application_end_with_an_error(
+    tmp_path: Path, forked: bool, file: str, error: str
+) -> None:
+    (tmp_path / file).touch()
+    server = Processes(tmp_path, forked)
+    try:
+        assert server.process.wait(300) == 3
+    finally:
+        server.process.kill()
+    log = server.log.read_text()
+    assert f"the server cannot start: {error}\n" in log
+    assert "another is started" not in log
+    assert ("Traceback" in log) == (file == "broken")
+
+
+@pytest.mark.exhaustive
+@FORKED
 def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked: bool) -> None:
     (tmp_path / "slow").touch()
     server = Processes(tmp_path, forked)
     try:
         until(lambda: len(list(tmp_path.glob("*.configures"))) == 2)
         server.process.terminate()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(300) == 0
     finally:
         server.process.kill()
         (tmp_path / "slow").unlink()  # ends processes that are left
