@@ -154,7 +154,8 @@ class Settings(BaseSettings):
         default=(),
         description="Extractors to build before `/readyz` answers 200, separated by semicolons: "
         "`MODEL[@WEIGHTS]:NODE[=KEY],…`, as in `resnet50:C4,C5;mobilenet_v3_small@random:features.8=C4` or "
-        "`resnet50@file:mine.pth:C4`.",
+        "`resnet50@file:mine.pth:C4`. Without nodes, as in `vit_b_16`, they are the model's levels, or its last value "
+        "if it has none.",
     )
     extractors: str | None = Field(
         default=None,

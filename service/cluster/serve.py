@@ -39,10 +39,10 @@ def app(args: Mapping[str, Any]) -> Application:
     """Return the application for ``serve run`` and the ``args`` of a config file.
 
     Args:
-        args: ``model``, with ``nodes`` (by default its levels) and ``weights``, is built before a replica is ready;
-            ``cpus`` (1) and ``gpus`` (0) are per replica; ``replicas`` (1) may grow up to ``max_replicas`` if that is
-            given. Any setting can be given by its name in lower case without ``FXSERVE_``, and overrides the replica's
-            environment.
+        args: ``model``, with ``nodes`` (by default its levels, or its last value if it has none) and ``weights``, is
+            built before a replica is ready; ``cpus`` (1) and ``gpus`` (0) are per replica; ``replicas`` (1) may grow up
+            to ``max_replicas`` if that is given. Any setting can be given by its name in lower case without
+            ``FXSERVE_``, and overrides the replica's environment.
 
     Raises:
         ValueError: an argument is unknown or has an invalid value.
@@ -162,11 +162,8 @@ class _AsServeSends:
 
 
 def _spec_text(model: str, nodes: str = "", weights: str = "") -> str:
-    """Return the ``FXSERVE_PRELOAD`` text for an extractor of ``model``, by default of its levels."""
-    from fxcore.graph.model_graph import model_graph
-
-    nodes = nodes or ",".join(model_graph(model).levels)
-    return f"{model}@{weights}:{nodes}" if weights else f"{model}:{nodes}"
+    """Return the ``FXSERVE_PRELOAD`` text for an extractor of ``model``."""
+    return model + (f"@{weights}" if weights else "") + (f":{nodes}" if nodes else "")
 
 
 def _number(args: Mapping[str, Any], name: str, default: float) -> float:

@@ -26,7 +26,7 @@ from service.engine.device.queue import Queue
 from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
 from service.engine.extractors.records import Records
-from service.engine.extractors.resolving import Resolver
+from service.engine.extractors.resolving import Resolver, spec_to_preload
 from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store
@@ -49,7 +49,7 @@ from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
 from service.schemas.regions import GivenRegions
-from service.schemas.specs import ExtractorSpec, spec_of_text
+from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.engine")
@@ -351,7 +351,8 @@ class Engine:
             for attempt in count():
                 try:
                     if record is None or not record.deleted or self.records.get(record.id) is not None:
-                        record = await self.extractors.preload(spec_of_text(text))
+                        spec = await in_pool(self.threads.builders, spec_to_preload, text)
+                        record = await self.extractors.preload(spec)
                     if record is None or record.deleted:
                         log.warning("%s is not preloaded: it was deleted; a POST makes it again", text)
                     else:

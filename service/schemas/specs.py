@@ -168,7 +168,22 @@ class ExtractorSpec(Strict):
     )
 
 
-_PATTERN = re.compile(r"(?P<model>[^:@]+)(@(?P<weights>file:[^:]+|(?!file:)[^:]*))?:(?P<nodes>.*)")
+_MODEL = re.compile(r"(?P<model>[^:@]+)(@(?P<weights>file:[^:]+|(?!file:)[^:]*))?")
+_MODEL_NODES = re.compile(rf"{_MODEL.pattern}:(?P<nodes>.*)")
+
+
+def model_of_text(text: str) -> tuple[str, str] | None:
+    """Parse ``MODEL[@WEIGHTS]`` into the names of a model and of its weights; None if the text has another form.
+
+    >>> model_of_text("resnet50"), model_of_text("resnet50@random"), model_of_text("resnet50:C4")
+    (('resnet50', 'DEFAULT'), ('resnet50', 'random'), None)
+    """
+    match = _MODEL.fullmatch(text.strip())
+    return None if match is None else _names(match)
+
+
+def _names(match: re.Match[str]) -> tuple[str, str]:
+    return match["model"].strip(), (match["weights"] or "").strip() or "DEFAULT"
 
 
 def spec_of_text(text: str) -> ExtractorSpec:
@@ -184,19 +199,16 @@ def spec_of_text(text: str) -> ExtractorSpec:
     >>> spec_of_text("resnet50@file:mine.safetensors:C4").weights
     'file:mine.safetensors'
     """
-    match = _PATTERN.fullmatch(text.strip())
+    match = _MODEL_NODES.fullmatch(text.strip())
     given = [node.partition("=") for node in match["nodes"].split(",") if node.strip()] if match else []
     pairs = dict.fromkeys((node.strip(), key.strip() or node.strip()) for node, _, key in given)
-    if match is None or not match["model"].strip() or not pairs:
+    if match is None or not pairs:
         raise ValueError(f"{text[:200]!r} is not MODEL:NODE,NODE, such as resnet50:C4,C5")
     nodes = [node for node, _ in pairs]
     if twice := [node for node in nodes if nodes.count(node) > 1]:
         raise ValueError(f"{twice[0]!r} has several keys, but each node has one output")
-    return ExtractorSpec(
-        model=match["model"].strip(),
-        weights=(match["weights"] or "").strip() or "DEFAULT",
-        return_nodes=return_nodes_of(list(pairs)),
-    )
+    model, weights = _names(match)
+    return ExtractorSpec(model=model, weights=weights, return_nodes=return_nodes_of(list(pairs)))
 
 
 def return_nodes_of(pairs: Sequence[tuple[str, str]]) -> list[str] | dict[str, str]:

@@ -159,10 +159,11 @@ def _check_preload(text: str) -> None:
     Raises:
         ValueError: it cannot; the message names the setting.
     """
-    from service.schemas.specs import spec_of_text
+    from service.schemas.specs import model_of_text, spec_of_text
 
     try:
-        spec_of_text(text)
+        if model_of_text(text) is None:
+            spec_of_text(text)
     except ValidationError as error:
         raise ValueError(f"FXSERVE_PRELOAD: {text[:100]!r}: {error.errors()[0]['msg']}") from error
     except ValueError as error:

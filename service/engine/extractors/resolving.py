@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from fxcore.errors import BadTensor, DuplicateKey
-from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
 from fxcore.graph.nodes import is_group
 from fxcore.images.decoding import Decoder
@@ -35,7 +35,7 @@ from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW
 from service.engine.threads import RunInThread, in_pool
 from service.problems import TooManyNodes
-from service.schemas.specs import ExtractorSpec
+from service.schemas.specs import ExtractorSpec, model_of_text, spec_of_text
 from service.settings import Settings
 
 _REMEMBERED_SPECS = 4096
@@ -144,6 +144,31 @@ def resolve(spec: ExtractorSpec, device: torch.device, settings: Settings) -> De
         preprocessing=preprocessing,
         decoder=Decoder(preprocessing),
     )
+
+
+def spec_to_preload(text: str) -> ExtractorSpec:
+    """Parse ``MODEL[@WEIGHTS][:NODE[=KEY],…]`` into a spec, by default of the model's own nodes.
+
+    It may trace the model, so do not call it on the event loop.
+
+    Raises:
+        FxError: there is no such model or weights.
+        ValueError: the text has another form.
+    """
+    names = model_of_text(text)
+    if names is None:
+        return spec_of_text(text)
+    model, weights = names
+    entry = get_model(model)
+    nodes = own_nodes(model_graph(entry, entry.structure(weights)))
+    return ExtractorSpec(model=model, weights=weights, return_nodes=nodes)
+
+
+def own_nodes(graph: ModelGraph) -> list[str]:
+    """List the nodes that a model returns if none are named: its levels, or its last value if it has none."""
+    if graph.levels:
+        return list(graph.levels)
+    return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
 
 
 def _check_memory(graph: ModelGraph, precision: str, return_nodes: Mapping[str, str], limit: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from service.schemas.specs import STORED, ExtractorSpec, spec_of_text
+from service.schemas.specs import STORED, ExtractorSpec, model_of_text, spec_of_text
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,24 @@ def test_what_is_to_be_built(text: str, model: str, weights: str, nodes: list[st
 def test_what_names_no_nodes_of_a_model(text: str) -> None:
     with pytest.raises(ValueError, match="is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
         spec_of_text(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (" resnet50 ", ("resnet50", "DEFAULT")),
+        ("a @ random", ("a", "random")),
+        ("a@", ("a", "DEFAULT")),
+        ("a@file:mine.pth", ("a", "file:mine.pth")),
+        ("resnet50:", None),
+        ("resnet50:C4", None),
+        ("a@file:mine.pth:C4", None),
+        ("@random", None),
+        (" ", None),
+    ],
+)
+def test_what_names_a_model_alone(text: str, names: tuple[str, str] | None) -> None:
+    assert model_of_text(text) == names
 
 
 @pytest.mark.parametrize("nodes", ["layer4=A,layer4=B", "layer4,layer3,layer4=B"])

@@ -21,6 +21,7 @@ from service import problems
 from service.codecs.tensors.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
+from service.engine.extractors.resolving import own_nodes
 from service.engine.extractors.store import Stored
 from service.engine.memory.graphs import graph_for
 from service.engine.options import VALID_BOX
@@ -62,13 +63,6 @@ async def _any_version(state: State, caller: Caller, name: str) -> ExtractorReco
             detail = f"there is no extractor or model {name!r}{hint}"
             raise problems.UnknownModel(detail, suggestions=near) from None
     return await state.engine.extractors.namesake(name) or model if record is None else model
-
-
-def own_nodes(graph: ModelGraph) -> list[str]:
-    """List the nodes that a model returns if a request names none."""
-    if graph.levels:
-        return list(graph.levels)
-    return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
 
 
 async def own_spec(

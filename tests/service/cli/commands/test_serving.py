@@ -32,9 +32,9 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
 
 
 def test_extractors_to_preload_must_be_readable() -> None:
-    serving._check_dependencies(Settings(preload=("resnet18@random:C4,C5",)))
-    with pytest.raises(FxError, match=r"^FXSERVE_PRELOAD: 'resnet18' is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
-        serving._check_dependencies(Settings(preload=("resnet18@random:C4", "resnet18")))
+    serving._check_dependencies(Settings(preload=("resnet18@random:C4,C5", "resnet18@file:mine.pth", "resnet18")))
+    with pytest.raises(FxError, match=r"^FXSERVE_PRELOAD: 'resnet18:' is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
+        serving._check_dependencies(Settings(preload=("resnet18@random:C4", "resnet18:")))
     with pytest.raises(FxError, match=r"^FXSERVE_PRELOAD: 'x{100}': String should have at most [0-9]+ characters$"):
         serving._check_dependencies(Settings(preload=(600 * "x" + ":C4",)))
 

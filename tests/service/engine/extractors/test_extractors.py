@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch.testing import assert_close
+from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore.errors import BadTensor, DuplicateKey, UnknownModel, UnknownNode, UnknownWeights
-from fxcore.models.catalog import get_model
+from fxcore.graph.model_graph import model_graph
+from fxcore.models.catalog import get_model, register
 from fxcore.models.weights import load_model
 from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
@@ -290,6 +293,25 @@ async def test_preload(engine: MakeEngine) -> None:
             assert not created
 
 
+async def test_a_preload_without_nodes_has_those_of_its_model(engine: MakeEngine, tmp_path: Path) -> None:
+    """Its levels, or its last value. A model of the operator's own is known only while the engine runs."""
+    arguments = 'model_name = "vit_tiny_patch16_224", img_size = 32, depth = 1, num_classes = 5'
+    (tmp_path / "models.toml").write_text(
+        f'[models.mine]\nbuilder = "timm:create_model"\narguments = {{ {arguments} }}\n'
+        "preprocessing = { resize_size = 32, crop_size = 32 }\n"
+    )
+    try:
+        async with engine(preload="mobilenet_v3_small@random;mine", models_dir=tmp_path) as running:
+            await until(lambda: running.readiness()[0])
+            levels, last = running.records.list()
+            assert list(levels.description.return_nodes) == list(model_graph("mobilenet_v3_small").levels)
+            assert levels.description.weights == "random"
+            module = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=5)
+            assert list(last.description.return_nodes) == get_graph_node_names(module)[1][-1:] == ["head"]
+    finally:
+        register({})
+
+
 async def test_a_missing_configured_model_is_reported(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     async with engine(models="resnet18,resnet5"):
         pass
@@ -308,7 +330,13 @@ async def test_a_preload_may_be_called_failed(engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize(
     "preload",
-    ["mobilenet_v3_small", "resnet5@random:C4", "squeezenet1_1@random:layer9", "resnet18@random:layer1.*,fc=logits"],
+    [
+        "mobilenet_v3_small:",
+        "resnet5@random",
+        "resnet5@random:C4",
+        "squeezenet1_1@random:layer9",
+        "resnet18@random:layer1.*,fc=logits",
+    ],
 )
 async def test_a_preload_that_fails_is_never_ready(engine: MakeEngine, preload: str) -> None:
     async with engine(preload=preload) as running:
