@@ -106,8 +106,10 @@ class Store:
                 self._objects.create("store.json", {"store": secrets.token_hex(8)})
                 mark = self._objects.read("store.json")
             elif mark["version"] < VERSION:
-                with suppress(StoreError):  # the store is read-only
-                    self._take_over()
+                raise StoreError(
+                    f"the store of extractors {self.url} was written by an older fxserve (format {mark['version']}, "
+                    f"this one reads {VERSION}); use a new store"
+                )
             self._mark = mark
         if mark is None or mark != self._mark:
             raise StoreError(
@@ -319,25 +321,6 @@ class Store:
         if other is not None and abs(time.time() - other["made"]) > _DEAD_SECONDS:
             self._objects.remove(mark)
         time.sleep(0.05)
-
-    def _take_over(self) -> None:
-        """Migrate a store of format 1 once: in it, names were folders and deletions were notices."""
-        self._objects.prepare(*_FOLDERS)
-        if self._objects.read("marks/format-2.json") is not None:
-            return
-        for name in self._objects.names_in("names"):
-            files = [file.removesuffix(".json") for file in self._objects.names_in(f"names/{name}")]
-            numbers = [int(number) for number in files if number.isdigit()]
-            with suppress(DamagedObject, KeyError):
-                entry = self._objects.read(f"names/{name}/{max(numbers)}.json") if numbers else None
-                spec = None if entry is None else self._objects.read(f"specs/{entry['id']}.json")
-                if entry is not None and spec is not None and spec["token"] == entry["token"]:
-                    self.claim(name, entry["id"])
-        for notice in self._objects.names_in("deleted"):
-            kind, _, id = notice.partition(".")[0].partition("-")
-            if kind == "extractor":
-                self._objects.create(f"marks/preloaded-{id}.json", {})
-        self._objects.create("marks/format-2.json", {})
 
 
 def _stored(id: str, content: dict[str, Any]) -> Stored:

@@ -319,7 +319,7 @@ def test_a_folder_whose_default_preprocessing_was_another_is_refused(
     written = json.loads(before)
     del written["images"]  # as before it was written down
     (out / "spec.json").write_text(json.dumps(written))
-    with pytest.raises(FxError, match="made with a version of fxserve with a different preprocess=default"):
+    with pytest.raises(FxError, match="made with images preprocessed by an older fxserve, not weights"):
         extract(job(out, root), SETTINGS)
 
 

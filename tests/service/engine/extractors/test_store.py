@@ -241,30 +241,6 @@ def test_what_was_preloaded_and_deleted_is_known(url: str) -> None:
     assert one.was_deleted(IDS[0])
 
 
-def test_a_store_of_format_1_is_taken_over(url: str) -> None:
-    """As it was written: names are folders, the highest number counts, and deletions are notices."""
-    files, root = _files(url)
-
-    def write(path: str, **content: Any) -> None:
-        files.makedirs(f"{root}/{path}".rpartition("/")[0], exist_ok=True)
-        files.pipe_file(f"{root}/{path}", json.dumps({"version": 1, "made": 1.0, **content}).encode())
-
-    write("store.json", store="0123456789abcdef")
-    spec = {**SPEC.model_dump(mode="json", include={"model", "weights", "return_nodes", "transforms"}), "name": "r18"}
-    for number, id in enumerate(IDS[:2]):
-        write(f"specs/{id}.json", id=id, token=f"{number}", spec=spec, return_nodes=NODES, fingerprint="f")
-    write("names/r18/1.json", name="r18", id=IDS[0], token="0")
-    write("names/r18/2.json", name="r18", id=IDS[1], token="1")
-    write("names/gone/1.json", name="gone", id=IDS[0], token="older")
-    write(f"deleted/extractor-{IDS[9]}.1764000000000.0a1b2c3d.json")
-    store = opened(url)
-    assert (store.find(IDS[0]), store.find("r18"), store.find("gone")) == (IDS[0], IDS[1], None)
-    assert store.was_deleted(IDS[9])
-    store.delete(IDS[1])
-    put(store, IDS[1])
-    assert opened(url).find("r18") is None  # once
-
-
 def _files(url: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
 
@@ -414,6 +390,11 @@ def test_what_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer/store.json").write_text('{"version": 99, "store": "x"}')
     assert "a newer fxserve wrote it (format 99" in _refused(lambda path: str(path / "newer"), tmp_path)
+    (tmp_path / "older/names/r18").mkdir(parents=True)
+    (tmp_path / "older/store.json").write_text('{"version": 1, "store": "x"}')
+    before = sorted((tmp_path / "older").rglob("*"))
+    assert "written by an older fxserve (format 1" in _refused(lambda path: str(path / "older"), tmp_path)
+    assert sorted((tmp_path / "older").rglob("*")) == before
 
 
 @pytest.mark.exhaustive
