@@ -22,20 +22,6 @@ from service.engine.runtime.runtime import Runtime
 from service.problems import OutOfMemory, Overflow, Ragged
 
 
-class _Once:
-    """A one-time flag: exactly one of several threads that set it gets True."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def set(self) -> bool:
-        """Set the flag. Return False if it was already set."""
-        return self._lock.acquire(blocking=False)
-
-    def is_set(self) -> bool:
-        return self._lock.locked()
-
-
 class Job:
     """One request in the device worker, created on the event loop that waits for its response.
 
@@ -74,7 +60,8 @@ class Job:
         self.computed = 0.0
         self._outputs: dict[str, Tensor] = {}
         self._missing = rows
-        self._settled = _Once()
+        # Locked once it is settled, by the first of several threads that try.
+        self._settled = threading.Lock()
         self._outcome: dict[str, Tensor] | Exception | None = None
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[dict[str, Tensor]] | None = self._loop.create_future()
@@ -89,13 +76,13 @@ class Job:
         try:
             return await self._future
         finally:
-            self._settled.set()
+            self._settled.acquire(blocking=False)
             # Its error's traceback holds the caller's frame and thus this job: a cycle that would keep the inputs.
             self._future = None
 
     def wanted(self) -> bool:
         """Return whether the caller still waits for the response."""
-        return not self._settled.is_set()
+        return not self._settled.locked()
 
     def output_rows(self, rows: range) -> range:
         """Return the response rows that belong to the input rows ``rows``."""
@@ -117,7 +104,7 @@ class Job:
             outputs: key → ``[len(output_rows(rows)), ...]``, on the CPU.
             borrowed: keys of outputs whose memory is overwritten after this call.
         """
-        if self._settled.is_set():
+        if self._settled.locked():
             return
         for key, values in outputs.items():
             if len(rows) == self.rows:
@@ -132,14 +119,14 @@ class Job:
                 return
             copy_rows(whole, self.output_rows(rows).start, values)
         self._missing -= len(rows)
-        if self._missing == 0 and self._settled.set():
+        if self._missing == 0 and self._settled.acquire(blocking=False):
             self._outcome, self._outputs = self._outputs, {}
 
     def fail(self, error: BaseException) -> None:
         """Settle the job with ``error``, unless it is already settled."""
         if is_out_of_memory(error):
             error = OutOfMemory("there was not enough memory for this request; send fewer or smaller images")
-        if self._settled.set():
+        if self._settled.acquire(blocking=False):
             self._outcome = as_exception(error)
             self._outputs = {}
         announce((self,))
@@ -159,7 +146,7 @@ def announce(jobs: Sequence[Job]) -> None:
 
     They are woken by one call, because each call wakes the loop, which then competes with this thread for the GIL.
     """
-    settled = [job for job in jobs if job._settled.is_set()]
+    settled = [job for job in jobs if job._settled.locked()]
     if settled:
         with suppress(RuntimeError):  # the loop is closed
             settled[0]._loop.call_soon_threadsafe(_wake, settled)
