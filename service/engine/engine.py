@@ -30,7 +30,10 @@ from service.engine.extractors.resolving import Resolver, spec_to_preload
 from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store
+from service.engine.memory.building import Builder
+from service.engine.memory.eviction import Eviction
 from service.engine.memory.projections import Projections
+from service.engine.memory.variants import Variants
 from service.engine.memory.weights import ModelStore
 from service.engine.models.own_models import register_models, warn_unknown_models
 from service.engine.options import FeatureOptions, FeatureResult
@@ -42,6 +45,8 @@ from service.engine.requests.attributing import Attributed, Question, attribute
 from service.engine.requests.pipeline import Pipeline
 from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.profiling import Measured, profiled
+from service.engine.runtime.collecting import Collector
+from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
 from service.engine.threads import Threads, in_pool, thread_trouble
@@ -95,18 +100,16 @@ class Engine:
         self.models = ModelStore(self.device, settings.weights_dir, threads.builders, threads.downloads)
         limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
-        self._upgrades = Upgrades(self.device, self._queue, settings, threads, limits.usual, self.records.values())
-        projections = Projections(self.device, threads.builders, settings.memory_budget)
-        self.runtimes = Runtimes(
-            self.records,
-            self.models,
-            threads.builders,
-            settings.memory_budget,
-            self._upgrades,
-            self.metrics,
-            limits,
-            projections,
+        records, budget = self.records.values(), settings.memory_budget
+        collector, ledger = Collector(threads.builders), Ledger()
+        # Projections and eviction need each other.
+        projections = Projections(self.device, threads.builders, budget, lambda: eviction.make_room())
+        eviction = Eviction(self.models, records, collector, ledger, budget, metrics.evictions, limits, projections)
+        self._upgrades = Upgrades(
+            self.device, self._queue, settings, threads, limits.usual, records, eviction.make_room, collector
         )
+        builder = Builder(self.models, self._upgrades.tools, threads.builders, ledger)
+        self.runtimes = Runtimes(self.records, builder, eviction, collector)
         resolver = Resolver(self.records, self.device, threads.builders, settings)
         store = None if settings.extractors is None else Store(settings.extractors, settings.max_stored_extractors)
         self._sharing = None if store is None else Sharing(store, self.metrics)
@@ -118,7 +121,7 @@ class Engine:
             threads,
             self._upgrades,
             projections,
-            self.runtimes.variants,
+            Variants(builder),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"

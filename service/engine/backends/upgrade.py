@@ -46,6 +46,7 @@ from service.engine.backends.verdicts import Verdicts
 from service.engine.errors import is_shortage, shortage
 from service.engine.record import retry_seconds
 from service.engine.runtime.candidate import Candidate, CandidateState
+from service.engine.runtime.collecting import Collector
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
 from service.engine.threads import in_pool
@@ -69,7 +70,8 @@ class Tools:
         verdicts: cached results of earlier searches.
         foreground: the thread that lowers extractors that requests wait for.
         background: the thread that lowers upgrades.
-        on_upgrade: called at the end of a search: a new backend may have taken over, which needs memory.
+        make_room: evicts until the given number of bytes fits into memory.
+        collector: garbage-collects replaced backends and retired runtimes.
         lowerings: the cancel events of lowerings in progress; setting one cancels it.
         remade: (extractor, backend) pairs whose artifact was rebuilt: if it still disagrees, it is not damaged.
     """
@@ -80,7 +82,8 @@ class Tools:
     verdicts: Verdicts
     foreground: Executor
     background: Executor
-    on_upgrade: Callable[[], object] = lambda: None
+    make_room: Callable[[int], None]
+    collector: Collector
     lowerings: set[threading.Event] = field(default_factory=set)
     remade: set[tuple[str, str]] = field(default_factory=set)
 
@@ -204,7 +207,8 @@ class Upgrade:
             return
         await runtime.wanted.wait()
         await self._search()
-        self._tools.on_upgrade()
+        self._tools.make_room(0)  # a new backend needs memory
+        self._tools.collector.soon()  # the one it replaced
 
     async def _measure(self, original: Callable[..., Any], eager: Lowered) -> None:
         """Measure the error of ``eager``, in which batch norms are folded, against ``original`` on a photograph.

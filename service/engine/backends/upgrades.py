@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -18,6 +18,7 @@ from service.engine.device.queue import Queue
 from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import RowShape
+from service.engine.runtime.collecting import Collector
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import Threads
 from service.problems import NotReady
@@ -45,6 +46,8 @@ class Upgrades:
         threads: the threads, of which it uses the compile pools.
         usual: number of compiled extractors from which none is added while all are in use.
         records: a view of all extractors.
+        make_room: evicts until the given number of bytes fits into memory.
+        collector: garbage-collects replaced backends.
 
     Attributes:
         tools: the resources shared by all upgrades.
@@ -58,6 +61,8 @@ class Upgrades:
         threads: Threads,
         usual: int,
         records: Collection[ExtractorRecord],
+        make_room: Callable[[int], None],
+        collector: Collector,
     ) -> None:
         self._threads = threads
         self.tools = Tools(
@@ -67,6 +72,8 @@ class Upgrades:
             Verdicts(settings),
             threads.foreground,
             threads.background,
+            make_room,
+            collector,
         )
         self._usual = usual
         self._records = records

@@ -9,65 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from concurrent.futures import Executor
 
 from fxcore.errors import FxError
-from service.engine.backends.upgrades import Upgrades
 from service.engine.extractors.records import Records
 from service.engine.memory.building import Builder
 from service.engine.memory.eviction import Eviction
-from service.engine.memory.projections import Projections
-from service.engine.memory.variants import Variants
-from service.engine.memory.weights import ModelStore
-from service.engine.placement import CompiledLimits
 from service.engine.record import ExtractorRecord
 from service.engine.runtime.collecting import Collector
-from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
-from service.observability.metrics import Metrics
 from service.problems import ExtractorFailed, NotReady, Problem
 
 
 class Runtimes:
-    """The runtimes of all extractors. For one event loop; slow work runs in ``pool``.
+    """The runtimes of all extractors. For one event loop.
 
     Args:
         records: the known extractors.
-        models: the loaded weights.
-        pool: the builder threads.
-        memory_budget: maximum bytes of models and runtimes. Those in use or pinned are kept even above it.
-        upgrades: searches for faster backends.
-        metrics: counts evictions.
-        compiled: limits on the number of compiled OpenVINO extractors.
-        projections: the matrices for ``project=``, under the same budget.
-
-    Attributes:
-        collector: garbage-collects deleted and evicted runtimes.
+        builder: builds them.
         eviction: enforces the memory budget.
-        variants: runtimes for other input sizes (``fit=native``) and for edits.
+        collector: garbage-collects deleted and evicted runtimes.
     """
 
-    def __init__(
-        self,
-        records: Records,
-        models: ModelStore,
-        pool: Executor,
-        memory_budget: int,
-        upgrades: Upgrades,
-        metrics: Metrics,
-        compiled: CompiledLimits,
-        projections: Projections,
-    ) -> None:
+    def __init__(self, records: Records, builder: Builder, eviction: Eviction, collector: Collector) -> None:
         self._records = records
-        self.collector = Collector(pool)
-        ledger = Ledger()
-        self.eviction = Eviction(
-            models, records.values(), self.collector, ledger, memory_budget, metrics.evictions, compiled, projections
-        )
-        upgrades.tools.on_upgrade = self._upgraded
-        self._builder = Builder(models, upgrades.tools, pool, ledger, self.eviction.make_room, self.collector)
-        self.variants = Variants(self._builder)
+        self._builder = builder
+        self.eviction = eviction
+        self._collector = collector
 
     def ensure(self, record: ExtractorRecord) -> None:
         """Start building ``record`` unless it is built, being built, or failed recently.
@@ -165,13 +133,8 @@ class Runtimes:
                 _give_up(record, record.build)
             if record.runtime is not None:
                 record.runtime.stop()
-        self.collector.close()
+        self._collector.close()
         self.eviction.close()
-
-    def _upgraded(self) -> None:
-        """Evict extractors to make room for a new backend, and collect the one it replaced."""
-        self.eviction.make_room()
-        self.collector.soon()
 
     def _others(self, record: ExtractorRecord) -> list[ExtractorRecord]:
         """Return the other extractors that use the weights of ``record``."""
@@ -187,7 +150,7 @@ class Runtimes:
             record.unload()
         if reason is not None:
             self.eviction.drop(record.description.model_key, reason)
-        self.collector.soon()
+        self._collector.soon()
 
 
 def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:

@@ -25,7 +25,6 @@ from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps, transformed
 from service.engine.memory.weights import ModelStore
 from service.engine.record import ExtractorRecord
-from service.engine.runtime.collecting import Collector
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.pace import Pace
 from service.engine.runtime.runtime import Runtime, Variant
@@ -41,11 +40,9 @@ class Builder:
 
     Args:
         models: the loaded weights.
-        tools: the resources for choosing the first backend.
+        tools: the resources for choosing the first backend, for making room, and for garbage collections.
         pool: the builder threads.
         ledger: counts the bytes of built runtimes.
-        make_room: evicts until the given number of bytes fits into memory.
-        collector: garbage-collects runtimes that are no longer used.
         paces: the speed of each model and precision built so far.
     """
 
@@ -53,8 +50,6 @@ class Builder:
     tools: Tools
     pool: Executor
     ledger: Ledger
-    make_room: Callable[[int], None]
-    collector: Collector
     paces: dict[tuple[str, str], Pace] = field(default_factory=dict)
 
     async def build(self, record: ExtractorRecord) -> Runtime:
@@ -94,7 +89,7 @@ class Builder:
         if description.model_key not in self.models.loaded():
             # Estimate the size to evict other models before the weights are loaded.
             params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
-            self.make_room(params * description.dtype.itemsize)
+            self.tools.make_room(params * description.dtype.itemsize)
         return (await self.models.get(description.entry, description.model_key)).module
 
     async def _pruned(
@@ -120,8 +115,8 @@ class Builder:
         shared = storages_of(tensors_of(model))
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
         pace = self.paces.setdefault((description.entry.name, description.spec.precision), Pace())
-        runtime = Runtime(description, graph, extractor, done, self.ledger, self.collector.soon, model, pace, held)
-        return runtime, original
+        collect = self.tools.collector.soon
+        return Runtime(description, graph, extractor, done, self.ledger, collect, model, pace, held), original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:

@@ -69,7 +69,6 @@ class Eviction:
         self._evictions = evictions
         self._compiled = compiled
         self._projections = projections
-        projections.on_made = self.make_room
         self._later: asyncio.TimerHandle | None = None
 
     def bytes(self) -> int:

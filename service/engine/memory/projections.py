@@ -32,16 +32,16 @@ class Projections:
         device: the device of the matrices.
         pool: the threads that create them.
         memory_budget: the memory budget, shared with models and extractors.
-
-    Attributes:
-        on_made: called when a new matrix uses memory.
+        make_room: called when a new matrix uses memory; evicts until the budget is kept.
     """
 
-    def __init__(self, device: torch.device, pool: Executor, memory_budget: int) -> None:
-        self.on_made: Callable[[], None] = lambda: None
+    def __init__(
+        self, device: torch.device, pool: Executor, memory_budget: int, make_room: Callable[[], object]
+    ) -> None:
         self._device = device
         self._pool = pool
         self._limit = int(_SHARE * memory_budget)
+        self._make_room = make_room
         self._matrices: Shared[Key, Tensor] = Shared("project")
         self._last_used: dict[Key, float] = {}
 
@@ -95,7 +95,7 @@ class Projections:
     async def _make(self, key: Key) -> Tensor:
         matrix = await in_pool(self._pool, lambda: projection_matrix(*key).to(self._device))
         self._last_used[key] = time.monotonic()
-        asyncio.get_running_loop().call_soon(self.on_made)
+        asyncio.get_running_loop().call_soon(self._make_room)
         return matrix
 
 

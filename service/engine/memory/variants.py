@@ -90,7 +90,7 @@ class Variants:
             idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
             for oldest in idle[: max(0, len(kept) - MOST)]:
                 runtime.drop(kept[oldest])
-            self._builder.make_room(0)
+            self._builder.tools.make_room(0)
         return variant
 
 

@@ -12,7 +12,7 @@ from fxcore.projection import matrix_bytes, projection_matrix
 from service.engine import FeatureOptions
 from service.engine.memory import projections
 from service.problems import AdmissionFull
-from tests.service.engine.running import MakeEngine, built, tensors
+from tests.service.engine.running import MakeEngine, built, tensors, until
 
 pytestmark = pytest.mark.anyio
 
@@ -61,6 +61,20 @@ async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None
         assert not kept.bytes()
 
 
+@pytest.mark.usefixtures("no_graphs")
+async def test_a_new_matrix_evicts_what_is_idle(engine: MakeEngine) -> None:
+    """Though no build has to make room for itself."""
+    async with engine() as running:
+        idle, record = (
+            await built(running, "squeezenet1_1", ["features.3"]),
+            await built(running, nodes=["features.12"]),
+        )
+        running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
+        await running.features(record, tensors(1), FeatureOptions(project=9))
+        await until(lambda: idle.runtime is None)
+        assert running._pipeline._projections.bytes()
+
+
 async def test_matrices_too_large_are_refused(engine: MakeEngine) -> None:
     async with engine(memory_budget=4 * (matrix_bytes(10_000, 100) + matrix_bytes(16, 100))) as running:
         kept = running._pipeline._projections
@@ -76,7 +90,7 @@ async def test_matrices_being_made_are_limited_together() -> None:
     """Otherwise requests with a seed each fill the memory before anything can be evicted."""
     gate = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        kept = projections.Projections(torch.device("cpu"), pool, 4 * 2 * matrix_bytes(100, 5))
+        kept = projections.Projections(torch.device("cpu"), pool, 4 * 2 * matrix_bytes(100, 5), lambda: None)
         pool.submit(gate.wait)
         making = [asyncio.create_task(kept.get([100], 5, seed)) for seed in (0, 1, 1)]
         await asyncio.sleep(0)
