@@ -112,14 +112,14 @@ class ExtractorRecord:
     def checks(self) -> dict[str, Any] | None:
         return (self.runtime or self._before).checks
 
-    def unload(self) -> Runtime | None:
-        """Retire and return its runtime. In-flight requests finish."""
+    def retire(self) -> bool:
+        """Retire its runtime, and return whether it had one. The next request builds it again."""
         runtime = self.runtime
         if runtime is not None:
             self._before = Before(runtime.last_used, runtime.backend, runtime.checks)
             self.runtime = None
             runtime.retire()
-        return runtime
+        return runtime is not None
 
     def fail(self, problem: FxError | Problem) -> None:
         """Record that its build failed; it may be tried again after :func:`retry_seconds`."""

@@ -60,7 +60,7 @@ class Shared(Generic[K, T]):
             task = self._tasks[key] = background(self._make(key, make), self._name, shared=True)
         return asyncio.shield(task)
 
-    def drop(self, key: K) -> bool:
+    def forget(self, key: K) -> bool:
         """Forget the value of ``key``, and return whether there was one. One being made goes to its waiters only."""
         self.made.pop(key, None)
         return self._tasks.pop(key, None) is not None
@@ -74,4 +74,4 @@ class Shared(Generic[K, T]):
             return value
         finally:
             if key not in self.made and self._tasks.get(key) is asyncio.current_task():
-                self.drop(key)
+                self.forget(key)

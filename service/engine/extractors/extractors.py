@@ -168,7 +168,7 @@ class Extractors:
                 return record
             if await self._sharing.find(record.id, max_age, record.id) is None:
                 if self._records.get(record.id) is record:
-                    self._forget(record)
+                    self._runtimes.forget(record)
             elif self._records.known(id_or_name) is record:
                 self._records.free_name(id_or_name)
             return None
@@ -297,7 +297,7 @@ class Extractors:
             NotReady: the store cannot be read or written; nothing was deleted.
         """
         if self._sharing is None:
-            self._forget(self._records.find(id_or_name))
+            self._runtimes.forget(self._records.find(id_or_name))
             return
         record = await self.known(id_or_name, again=True)
         id = record.id if record is not None else await self._sharing.find(id_or_name)
@@ -305,11 +305,7 @@ class Extractors:
         await self._sharing.write(id, self._sharing.store.delete, id)
         record = self._records.get(id)
         if record is not None:  # otherwise another request deleted it meanwhile, or only the store had it
-            self._forget(record)
-
-    def _forget(self, record: ExtractorRecord) -> None:
-        self._records.remove(record)
-        self._runtimes.discard(record)
+            self._runtimes.forget(record)
 
 
 def _is_temporary(problem: FxError | Problem | None) -> bool:

@@ -72,11 +72,11 @@ class Records:
     def add(self, record: ExtractorRecord) -> None:
         """Add ``record``, forgetting unused records that exceed the limits."""
         for unused in _forgettable(self._by_id.values()):
-            self.remove(unused)
+            self.forget(unused)
             self._evictions.labels("record", "unused").inc()
         self._by_id[record.id] = record
 
-    def remove(self, record: ExtractorRecord) -> None:
+    def forget(self, record: ExtractorRecord) -> None:
         """Forget ``record`` and its names."""
         del self._by_id[record.id]
         self.free_names(record)

@@ -94,14 +94,14 @@ class Runtimes:
             finally:
                 record.waiting -= 1
 
-    def unload(self, record: ExtractorRecord) -> None:
+    def retire(self, record: ExtractorRecord) -> None:
         """Free an extractor's memory. It stays known, and its next request builds it again.
 
-        In-flight requests finish normally. An extractor that is being built for the first time is unloaded after its
+        In-flight requests finish normally. An extractor that is being built for the first time is retired after its
         build, which is needed to know its outputs.
         """
         if record.build is not None and not record.outputs:
-            record.build.add_done_callback(lambda _: self._unload_built(record))
+            record.build.add_done_callback(lambda _: self._retire_built(record))
             return
         if record.build is not None:
             build, record.build = record.build, None
@@ -111,20 +111,28 @@ class Runtimes:
             record.state = "ready"  # the state of an evicted one
         record.pinned = False
         loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
-        self._release(record, None if loaded else "unloaded")
+        record.retire()
+        if not loaded:
+            self.eviction.forget_weights(record.description.model_key, "unloaded")
+        self._collector.soon()
 
-    def _unload_built(self, record: ExtractorRecord) -> None:
+    def _retire_built(self, record: ExtractorRecord) -> None:
         if record.runtime is not None and not record.deleted:
-            self.unload(record)
+            self.retire(record)
 
-    def discard(self, record: ExtractorRecord) -> None:
-        """Free the memory of a deleted extractor. In-flight requests finish normally."""
+    def forget(self, record: ExtractorRecord) -> None:
+        """Delete an extractor and free its memory. In-flight requests finish normally."""
+        self._records.forget(record)
         record.deleted = True
         if record.build is not None and not record.waiting:
             # Not a failure: a request that holds the record, but does not wait for it yet, builds it again.
             record.build.cancel()
             record.build = None
-        self._release(record, None if self._others(record) else "deleted")
+        if record.runtime is not None:
+            record.runtime.retire()  # kept for requests that already hold the record
+        if not self._others(record):
+            self.eviction.forget_weights(record.description.model_key, "deleted")
+        self._collector.soon()
 
     def close(self) -> None:
         """Stop building and evicting."""
@@ -132,7 +140,7 @@ class Runtimes:
             if record.build is not None:
                 _give_up(record, record.build)
             if record.runtime is not None:
-                record.runtime.stop()
+                record.runtime.retire()
         self._collector.close()
         self.eviction.close()
 
@@ -140,17 +148,6 @@ class Runtimes:
         """Return the other extractors that use the weights of ``record``."""
         key = record.description.model_key
         return [other for other in self._records.values() if other is not record and other.description.model_key == key]
-
-    def _release(self, record: ExtractorRecord, reason: str | None) -> None:
-        """Free the memory of a deleted or unloaded ``record``, and with a ``reason`` also that of its weights."""
-        runtime = record.runtime
-        if record.deleted and runtime is not None:
-            runtime.retire()  # kept for requests that already hold the record
-        else:
-            record.unload()
-        if reason is not None:
-            self.eviction.drop(record.description.model_key, reason)
-        self._collector.soon()
 
 
 def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:

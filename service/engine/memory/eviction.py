@@ -96,14 +96,14 @@ class Eviction:
         if evicted - {"graph", "projection"}:
             self._collector.now()
 
-    def unload(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
-        """Evict ``record``; its next request builds it again."""
-        if record.unload() is not None:
+    def retire(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
+        """Retire the runtime of ``record``, if it has one, and count that."""
+        if record.retire():
             self._evictions.labels("extractor", reason).inc()
 
-    def drop(self, key: ModelKey, reason: str) -> None:
-        """Drop weights that no extractor in memory uses."""
-        if self._models.drop(key):
+    def forget_weights(self, key: ModelKey, reason: str) -> None:
+        """Forget weights that no extractor in memory uses, and count that."""
+        if self._models.forget(key):
             self._evictions.labels("weights", reason).inc()
 
     def close(self) -> None:
@@ -129,9 +129,9 @@ class Eviction:
         ]
         for record, one in over:
             if one is record.runtime:
-                self.unload(record, "threads")
-            elif record.runtime is not None:  # otherwise it was just unloaded with its variants
-                self._drop(record.runtime, one, "threads")
+                self.retire(record, "threads")
+            elif record.runtime is not None:  # otherwise it was just retired with its variants
+                self._retire_variant(record.runtime, one, "threads")
         return bool(over)
 
     def _runtimes(self) -> list[tuple[ExtractorRecord, Runtime]]:
@@ -148,7 +148,7 @@ class Eviction:
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
             self._forget_graph(graphs[0])
             return "graph"
-        if self._evict_projection(busy=False):
+        if self._forget_projection(busy=False):
             return "projection"
         over: dict[ModelKey, list[ExtractorRecord]] = {}
         for record in self._records:
@@ -160,37 +160,37 @@ class Eviction:
         if idle:
             key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
             for record in over.get(key, ()):
-                self.unload(record)
-            self.drop(key, "memory_budget")
+                self.retire(record)
+            self.forget_weights(key, "memory_budget")
             log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
             return "weights"
         loose = [record for records in over.values() for record in records if not record.pinned_or_active]
         if loose:
-            self.unload(min(loose, key=lambda record: record.last_used))
+            self.retire(min(loose, key=lambda record: record.last_used))
             return "extractor"
         variants = [(r, one) for r, one in self._runtimes() if one is not r.runtime and not _in_use(r, one)]
         if variants:
             record, oldest = min(variants, key=lambda pair: pair[1].last_used)
             assert record.runtime is not None
-            self._drop(record.runtime, oldest, "memory_budget")
+            self._retire_variant(record.runtime, oldest, "memory_budget")
             return "variant"
         if graphs:
             self._forget_graph(graphs[0])
             return "graph"
-        return "projection" if self._evict_projection(busy=True) else None
+        return "projection" if self._forget_projection(busy=True) else None
 
-    def _evict_projection(self, busy: bool) -> bool:
-        evicted = self._projections.evict(busy)
-        if evicted:
+    def _forget_projection(self, busy: bool) -> bool:
+        existed = self._projections.forget_oldest(busy)
+        if existed:
             self._evictions.labels("projection", "memory_budget").inc()
-        return evicted
+        return existed
 
     def _make_room_later(self) -> None:
         self._later = None
         self.make_room()
 
-    def _drop(self, runtime: Runtime, variant: Runtime, reason: str) -> None:
-        runtime.drop(variant)
+    def _retire_variant(self, runtime: Runtime, variant: Runtime, reason: str) -> None:
+        runtime.retire_variant(variant)
         self._evictions.labels("variant", reason).inc()
 
     def _forget_graph(self, graph: ModelGraph) -> None:

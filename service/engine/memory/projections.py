@@ -77,18 +77,18 @@ class Projections:
         """Return the bytes of the matrices in memory."""
         return _bytes(self._matrices.made)
 
-    def evict(self, busy: bool) -> bool:
-        """Drop the least recently used matrix, and return whether there was one.
+    def forget_oldest(self, busy: bool) -> bool:
+        """Forget the least recently used matrix, and return whether there was one.
 
         Requests that use it keep it until they end.
 
         Args:
-            busy: whether to drop even one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
+            busy: whether to forget even one that was used in the last :data:`~service.engine.placement.BUSY_SECONDS`.
         """
         key = min(self._matrices.made, key=self._last_used.__getitem__, default=None)
         if key is None or (not busy and self._last_used[key] > time.monotonic() - BUSY_SECONDS):
             return False
-        self._matrices.drop(key)
+        self._matrices.forget(key)
         del self._last_used[key]
         return True
 

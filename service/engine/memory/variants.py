@@ -25,7 +25,7 @@ MOST = 16
 
 
 class Variants:
-    """Builds variants on demand, and drops the least recently used. For one event loop.
+    """Builds variants on demand, and retires the least recently used. For one event loop.
 
     Args:
         builder: builds them.
@@ -89,7 +89,7 @@ class Variants:
         with variant.in_use():  # so that making room does not evict it
             idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
             for oldest in idle[: max(0, len(kept) - MOST)]:
-                runtime.drop(kept[oldest])
+                runtime.retire_variant(kept[oldest])
             self._builder.tools.make_room(0)
         return variant
 

@@ -62,12 +62,12 @@ class ModelStore:
         """
         return await self._loads.get(key, partial(self._load, entry, key))
 
-    def drop(self, key: ModelKey) -> bool:
-        """Drop a model, and return whether it existed. Its memory is freed with the last extractor that uses it."""
-        dropped = self._loads.drop(key)
-        if dropped and self._shared is not None:  # its pages are freed with the last process that maps it
+    def forget(self, key: ModelKey) -> bool:
+        """Forget a model, and return whether it existed. Its memory is freed with the last extractor that uses it."""
+        existed = self._loads.forget(key)
+        if existed and self._shared is not None:  # its pages are freed with the last process that maps it
             self._file(self._shared, key).unlink(missing_ok=True)
-        return dropped
+        return existed
 
     def loaded(self) -> Mapping[ModelKey, LoadedModel]:
         """Return a live view of the models that are in memory."""

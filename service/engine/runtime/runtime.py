@@ -68,7 +68,8 @@ class Runtime:
         seconds_per_byte: seconds of a batch per predicted byte of its rows, according to the last ones; None before
             the first. Set by the worker.
         last_used: when it was last used, on the clock of ``time.monotonic()``.
-        retired: whether it was evicted, unloaded or deleted. In-flight requests finish; no new background work starts.
+        retired: whether it was evicted, unloaded or deleted, or the service closes. In-flight requests finish; no new
+            background work starts.
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
             edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`. Replaced and never
             changed, since other threads read it.
@@ -120,14 +121,14 @@ class Runtime:
         """Return the runtime for rows of ``shape``: a variant or itself."""
         return self.variants.get(shape[0][-2:], self) if self.variants else self  # rows may be vectors
 
-    def drop(self, variant: Runtime) -> None:
+    def retire_variant(self, variant: Runtime) -> None:
         """Retire one of its variants, or one of theirs."""
         kept = {which: one for which, one in self.variants.items() if one is not variant}
         if len(kept) < len(self.variants):
             self.variants = kept
             variant.retire()
         for one in kept.values():
-            one.drop(variant)
+            one.retire_variant(variant)
 
     @property
     def all(self) -> list[Runtime]:
@@ -140,22 +141,16 @@ class Runtime:
         self._count({} if self.retired else {**self._held, **run.storages()})
 
     def retire(self) -> None:
-        """Stop its background task and stop counting its bytes."""
+        """Stop its background task and stop counting its bytes, and those of its variants."""
         self.retired = True
-        self.stop()
+        if self.upgrade is not None:
+            self.upgrade.cancel()
+        self.checked.set()  # release waiters: the check will not happen
         self._count({})
         for variant in self.variants.values():
             variant.retire()
         if not self._users:
             self._on_idle()
-
-    def stop(self) -> None:
-        """Stop its background task and those of its variants."""
-        for variant in self.variants.values():
-            variant.stop()
-        if self.upgrade is not None:
-            self.upgrade.cancel()
-        self.checked.set()  # release waiters: the check will not happen
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

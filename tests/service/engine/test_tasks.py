@@ -42,8 +42,8 @@ async def test_a_value_is_made_once_even_if_who_asked_first_leaves() -> None:
     assert await asyncio.gather(*waiters[1:]) == [1, 1]
     assert (shared.making, shared.made) == ([], {"a": 1})
     assert await shared.get("a", make) == 1
-    assert shared.drop("a")
-    assert not shared.drop("a")
+    assert shared.forget("a")
+    assert not shared.forget("a")
     assert await shared.get("a", make) == 2
 
 
@@ -51,7 +51,7 @@ async def test_what_is_dropped_while_it_is_made_goes_to_its_waiters_only() -> No
     shared, make, later = Shared[str, int]("some"), Maker(), Maker()
     later.made = 5
     first = shared.get("a", make)
-    assert shared.drop("a")
+    assert shared.forget("a")
     second = shared.get("a", later)
     make.open.set()
     assert await first == 1
@@ -88,5 +88,5 @@ async def test_what_is_not_kept_is_forgotten_once_all_who_wait_have_it() -> None
     make.open.set()
     assert await asyncio.gather(*waiters) == [1, 1, 1]
     assert (shared.making, shared.made) == ([], {})
-    assert not shared.drop("a")
+    assert not shared.forget("a")
     assert await shared.get("a", make) == 2

@@ -29,7 +29,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             if action == "delete":
                 await running.extractors.delete(record.id)
             else:
-                running.runtimes.unload(record)
+                running.runtimes.retire(record)
         if action == "delete":
             await running.features(unused, tensors(*range(16)))
             assert not unused.runtime.wanted.is_set()
@@ -108,9 +108,9 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         watched.open.clear()
         first = asyncio.create_task(running.features(busy, tensors(0)))
         await watched.begun()
-        running.runtimes.eviction.unload(record)  # built again, it is measured, for which the device must be free
+        running.runtimes.eviction.retire(record)  # built again, it is measured, for which the device must be free
         searches = [running._upgrades.improve(await running.runtimes.load(record))]
-        running.runtimes.eviction.unload(record)
+        running.runtimes.eviction.retire(record)
         searches.append(running._upgrades.improve(await running.runtimes.load(record)))
         watched.open.set()
         await first

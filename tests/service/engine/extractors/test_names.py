@@ -50,9 +50,9 @@ def test_a_name_goes_from_one_to_another() -> None:
     records.name(one, "mine")
     records.name(other, "mine")
     assert (one.name, other.name) == ("first", "mine")
-    records.remove(one)
+    records.forget(one)
     assert (records.known("mine"), records.known("first")) == (other, None)
-    records.remove(other)
+    records.forget(other)
     assert records.known("mine") is None
 
 

@@ -123,7 +123,7 @@ async def test_files_go_with_their_models(tmp_path: Path, monkeypatch: pytest.Mo
     try:
         record, _ = await running.extractor(spec(), 60)
         assert len(list(tmp_path.iterdir())) == 1
-        running.models.drop(("alexnet", "random", "float32"))  # which another process may have
+        running.models.forget(("alexnet", "random", "float32"))  # which another process may have
         assert len(list(tmp_path.iterdir())) == 1
         await running.extractors.delete(record.id)
         await until(lambda: not list(tmp_path.iterdir()))
