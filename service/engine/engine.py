@@ -216,9 +216,7 @@ class Engine:
         metrics.models_loaded.set(len(self.models.loaded()))
         metrics.memory_bytes.set(self.runtimes.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
-        states = Counter(
-            "evicted" if r.state == "ready" and r.runtime is None else r.state for r in self.records.list()
-        )
+        states = Counter("evicted" if r.phase is None else r.state for r in self.records.list())
         for state in ("building", "ready", "failed", "evicted"):
             metrics.extractors.labels(state).set(states[state])
         if self.device.type == "cuda":

@@ -38,6 +38,23 @@ class Before:
     checks: dict[str, Any] | None = None
 
 
+@dataclass
+class Failed:
+    """A failed build.
+
+    Attributes:
+        problem: its error; to raise it, use :attr:`ExtractorRecord.failure`.
+        retry_at: when the extractor may be built again, on the clock of ``time.monotonic()``.
+    """
+
+    problem: FxError | Problem
+    retry_at: float
+
+
+Phase = asyncio.Task[Runtime | None] | Runtime | Failed | None
+"""Being built by a task, ready with a runtime, failed, or evicted: then the next request builds it."""
+
+
 @dataclass(eq=False)
 class ExtractorRecord:
     """One extractor, from its first request until it is deleted. Only the event loop changes it.
@@ -45,17 +62,11 @@ class ExtractorRecord:
     Attributes:
         description: the extractor's description.
         names: the names it has, in the order they were given.
-        state: ``building``, ``ready`` or ``failed``; a ready one may be evicted.
-        problem: the error of a failed build; to raise it, use :attr:`failure`.
+        phase: whether it is being built, ready, failed or evicted, and what belongs to that.
         failures: number of failed builds in a row.
-        retry_at: when a failed build may be tried again, on the clock of ``time.monotonic()``.
         outputs: its outputs, in the order requested; known after the first build.
         pinned: preloaded, never evicted.
-        build: the task that builds it, while it runs.
         waiting: number of requests waiting for its build.
-        runtime: None until it is built and after eviction. The next request builds it again.
-        backend: the backend that runs it, or ran it when it was last in memory.
-        checks: how far that backend's values are from the model's own; None until it is built.
         saved: whether the store had it at the last check.
         put_at: when it was last saved to the store, successfully or not, on the clock of ``time.monotonic()``.
         adopted: whether another process created it and this one read it from the store.
@@ -64,15 +75,11 @@ class ExtractorRecord:
 
     description: Description
     names: list[str] = field(default_factory=list)
-    state: State = "building"
-    problem: FxError | Problem | None = None
+    phase: Phase = None
     failures: int = 0
-    retry_at: float = 0.0
     outputs: list[OutputInfo] = field(default_factory=list)
     pinned: bool = False
-    build: asyncio.Task[Runtime | None] | None = None
     waiting: int = 0
-    runtime: Runtime | None = None
     saved: bool = False
     put_at: float = -math.inf
     adopted: bool = False
@@ -87,6 +94,32 @@ class ExtractorRecord:
     def name(self) -> str | None:
         """The last name it was given and still has."""
         return next(iter(self.names[-1:]), None)  # listings read it in other threads
+
+    @property
+    def state(self) -> State:
+        """``building``, ``failed`` or ``ready``, which it also is when evicted."""
+        phase = self.phase
+        if isinstance(phase, asyncio.Task):
+            return "building"
+        return "failed" if isinstance(phase, Failed) else "ready"
+
+    @property
+    def build(self) -> asyncio.Task[Runtime | None] | None:
+        """The task that builds it, while it runs."""
+        phase = self.phase
+        return phase if isinstance(phase, asyncio.Task) else None
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """Its built form; None until it is built and after eviction."""
+        phase = self.phase
+        return phase if isinstance(phase, Runtime) else None
+
+    @property
+    def problem(self) -> FxError | Problem | None:
+        """The error of a failed build; to raise it, use :attr:`failure`."""
+        phase = self.phase
+        return phase.problem if isinstance(phase, Failed) else None
 
     @property
     def active(self) -> bool:
@@ -106,10 +139,12 @@ class ExtractorRecord:
 
     @property
     def backend(self) -> str:
+        """The backend that runs it, or ran it when it was last in memory."""
         return (self.runtime or self._before).backend
 
     @property
     def checks(self) -> dict[str, Any] | None:
+        """How far that backend's values are from the model's own; None until it is built."""
         return (self.runtime or self._before).checks
 
     def retire(self) -> bool:
@@ -117,24 +152,32 @@ class ExtractorRecord:
         runtime = self.runtime
         if runtime is not None:
             self._before = Before(runtime.last_used, runtime.backend, runtime.checks)
-            self.runtime = None
+            self.phase = None
             runtime.retire()
         return runtime is not None
+
+    def cancel(self) -> None:
+        """Cancel its build, if it is being built. Not a failure: the next request builds it again."""
+        if self.build is not None:
+            self.build.cancel()
+            self.phase = None
 
     def fail(self, problem: FxError | Problem) -> None:
         """Record that its build failed; it may be tried again after :func:`retry_seconds`."""
         # The frames of a traceback would keep a model and its extractor in memory.
         problem.__cause__ = problem.__context__ = None
-        self.state, self.problem = "failed", problem.with_traceback(None)
-        self.retry_at = time.monotonic() + retry_seconds(self.failures)
+        self.phase = Failed(problem.with_traceback(None), time.monotonic() + retry_seconds(self.failures))
         self.failures += 1
 
     @property
     def failure(self) -> FxError | Problem | None:
         """A copy of ``problem`` to raise. If it is temporary, it reports when the build may be tried again."""
-        failure = copy(self.problem)
+        phase = self.phase
+        if not isinstance(phase, Failed):
+            return None
+        failure = copy(phase.problem)
         if isinstance(failure, Problem) and failure.retry_after is not None:
-            failure.retry_after = max(0.0, self.retry_at - time.monotonic())
+            failure.retry_after = max(0.0, phase.retry_at - time.monotonic())
         return failure
 
     @property

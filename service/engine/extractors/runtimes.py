@@ -14,7 +14,7 @@ from fxcore.errors import FxError
 from service.engine.extractors.records import Records
 from service.engine.memory.building import Builder
 from service.engine.memory.eviction import Eviction
-from service.engine.record import ExtractorRecord
+from service.engine.record import ExtractorRecord, Failed
 from service.engine.runtime.collecting import Collector
 from service.engine.runtime.runtime import Runtime
 from service.engine.tasks import background
@@ -42,29 +42,20 @@ class Runtimes:
 
         A failed build is retried after its back-off.
         """
-        if record.runtime is None and record.build is None and record.retry_at <= time.monotonic():
-            record.state, record.problem = "building", None
-            record.build = background(self._build(record), "build")
+        phase = record.phase
+        if phase is None or (isinstance(phase, Failed) and phase.retry_at <= time.monotonic()):
+            record.phase = background(self._build(record), "build")
 
     async def _build(self, record: ExtractorRecord) -> Runtime | None:
         """Build ``record``, which is ready or failed afterwards. Return the runtime to the requests waiting for it."""
         runtime = None
         try:
-            runtime = await self._builder.build(record)
+            runtime = record.phase = await self._builder.build(record)
+            record.failures = 0
         except (FxError, Problem) as problem:
-            if record.build in (None, asyncio.current_task()):
-                record.fail(problem)
-        finally:
-            kept = record.build is asyncio.current_task()  # otherwise it was unloaded
-            if kept:
-                record.build = None
-        if runtime is not None:
-            if record.build is None:  # it is not being built anew
-                record.state, record.failures = "ready", 0
-            if kept and self._records.get(record.id) is record:  # otherwise eviction would not find it
-                record.runtime = runtime
-            else:
-                runtime.retire()
+            record.fail(problem)
+        if self._records.get(record.id) is not record:  # eviction would not find it
+            record.retire()
         self.eviction.make_room(0)
         return runtime
 
@@ -78,7 +69,7 @@ class Runtimes:
         """
         self.ensure(record)
         runtime, build = record.runtime, record.build
-        if runtime is None and build is not None:
+        if build is not None:
             await self.wait(record)
             runtime = None if build.cancelled() else build.result()
         if runtime is None:
@@ -97,18 +88,13 @@ class Runtimes:
     def retire(self, record: ExtractorRecord) -> None:
         """Free an extractor's memory. It stays known, and its next request builds it again.
 
-        In-flight requests finish normally. An extractor that is being built for the first time is retired after its
-        build, which is needed to know its outputs.
+        In-flight requests finish normally. An extractor is retired after its build if requests wait for it, or if it is
+        the first one, which is needed to know its outputs. Any other build is cancelled.
         """
-        if record.build is not None and not record.outputs:
+        if record.build is not None and (record.waiting or not record.outputs):
             record.build.add_done_callback(lambda _: self._retire_built(record))
             return
-        if record.build is not None:
-            build, record.build = record.build, None
-            if not record.waiting:
-                build.cancel()
-        if record.state == "building":
-            record.state = "ready"  # the state of an evicted one
+        record.cancel()
         record.pinned = False
         loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
         record.retire()
@@ -124,10 +110,8 @@ class Runtimes:
         """Delete an extractor and free its memory. In-flight requests finish normally."""
         self._records.forget(record)
         record.deleted = True
-        if record.build is not None and not record.waiting:
-            # Not a failure: a request that holds the record, but does not wait for it yet, builds it again.
-            record.build.cancel()
-            record.build = None
+        if not record.waiting:
+            record.cancel()
         if record.runtime is not None:
             record.runtime.retire()  # kept for requests that already hold the record
         if not self._others(record):
@@ -138,7 +122,9 @@ class Runtimes:
         """Stop building and evicting."""
         for record in self._records.values():
             if record.build is not None:
-                _give_up(record, record.build)
+                record.cancel()
+                said = f"the service closed before extractor {record.id} was built"
+                record.fail(ExtractorFailed(said, problem={"error": said}))
             if record.runtime is not None:
                 record.runtime.retire()
         self._collector.close()
@@ -148,10 +134,3 @@ class Runtimes:
         """Return the other extractors that use the weights of ``record``."""
         key = record.description.model_key
         return [other for other in self._records.values() if other is not record and other.description.model_key == key]
-
-
-def _give_up(record: ExtractorRecord, build: asyncio.Task[Runtime | None]) -> None:
-    build.cancel()
-    record.build = None
-    said = f"the service closed before extractor {record.id} was built"
-    record.fail(ExtractorFailed(said, problem={"error": said}))

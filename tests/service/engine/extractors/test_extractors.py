@@ -237,13 +237,13 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
         record, created = await running.extractor(wanted, PATIENCE)
         assert (record.state, created) == ("failed", True)
         for attempts in (1, 2):
-            record.retry_at += PATIENCE  # a busy machine may take longer than the first back-off
+            record.phase.retry_at += PATIENCE  # a busy machine may take longer than the first back-off
             for _ in range(5):
                 with pytest.raises(UnknownWeights):
                     await running.features(record, jpegs)
                 assert await running.extractor(wanted, PATIENCE) == (record, False)
             assert (record.state, builds) == ("failed", attempts)
-            record.retry_at = time.monotonic()
+            record.phase.retry_at = time.monotonic()
             if attempts == 1:
                 with pytest.raises(UnknownWeights):
                     await running.features(record, jpegs)

@@ -221,6 +221,21 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
         assert (await running.features(record, tensors(1))).images == 1
 
 
+async def test_what_is_unloaded_while_requests_wait_for_it_is_built_once(engine: MakeEngine, held: Held) -> None:
+    """And goes once they have it."""
+    async with engine() as running:
+        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        requests = [asyncio.create_task(running.features(record, tensors(0)))]
+        await held.began("features.3")
+        running.runtimes.retire(record)
+        requests.append(asyncio.create_task(running.features(record, tensors(1))))
+        await until(lambda: record.waiting == 2)
+        held.open.set()
+        assert [answer.images for answer in await asyncio.gather(*requests)] == [1, 1]
+        assert (record.state, record.runtime) == ("ready", None)
+        await held.began("features.3")
+
+
 async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         record = await built(running)
