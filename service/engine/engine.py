@@ -25,15 +25,15 @@ from service.engine.backends.upgrades import Upgrades
 from service.engine.device.queue import Queue
 from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
-from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import Resolver, spec_to_preload
-from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import Sharing
 from service.engine.extractors.store import Store
-from service.engine.memory.building import Builder
-from service.engine.memory.eviction import Eviction
+from service.engine.lifecycle.building import Builder
+from service.engine.lifecycle.eviction import Eviction
+from service.engine.lifecycle.records import Records
+from service.engine.lifecycle.runtimes import Runtimes
+from service.engine.lifecycle.variants import Variants
 from service.engine.memory.projections import Projections
-from service.engine.memory.variants import Variants
 from service.engine.memory.weights import ModelStore
 from service.engine.models.own_models import register_models, warn_unknown_models
 from service.engine.options import FeatureOptions, FeatureResult

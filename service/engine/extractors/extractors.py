@@ -7,11 +7,11 @@ from contextlib import suppress
 from functools import partial
 
 from fxcore.errors import BadTensor, FxError, WeightsUnavailable
-from service.engine.extractors.records import Records
 from service.engine.extractors.resolving import Resolver
-from service.engine.extractors.runtimes import Runtimes
 from service.engine.extractors.sharing import CHECK_SECONDS, Sharing
 from service.engine.extractors.store import Stored
+from service.engine.lifecycle.records import Records
+from service.engine.lifecycle.runtimes import Runtimes
 from service.engine.record import ExtractorRecord
 from service.engine.tasks import Shared
 from service.engine.threads import RunInThread

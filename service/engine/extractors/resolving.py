@@ -26,7 +26,7 @@ from fxcore.passes.registry import get_transform
 from fxcore.tensors import TensorSpec, returned_dtype
 from service.engine.backends.choice import check_backend
 from service.engine.description import Description, precision_dtype
-from service.engine.extractors.records import Records
+from service.engine.lifecycle.records import Records
 from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import is_served, require_served

@@ -13,8 +13,8 @@ from service.engine.backends.fallback import Named
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
+from service.engine.lifecycle.variants import Variants
 from service.engine.memory.projections import Projections
-from service.engine.memory.variants import Variants
 from service.engine.options import VALID_BOX, FeatureOptions, FeatureResult
 from service.engine.requests.admission.admission import Admission, Ticket
 from service.engine.requests.decoding import Decoding

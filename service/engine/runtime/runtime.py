@@ -71,8 +71,8 @@ class Runtime:
         retired: whether it was evicted, unloaded or deleted, or the service closes. In-flight requests finish; no new
             background work starts.
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
-            edited rows, by the names of the edited nodes; see :mod:`service.engine.memory.variants`. Replaced and never
-            changed, since other threads read it.
+            edited rows, by the names of the edited nodes; see :mod:`service.engine.lifecycle.variants`. Replaced and
+            never changed, since other threads read it.
         row_sizes: cache of row sizes by row shape; see :mod:`service.engine.requests.plan.sizes`.
         response_sizes: cache of response row sizes by row shape and options.
     """

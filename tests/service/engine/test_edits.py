@@ -17,7 +17,7 @@ from fxcore.edits import BadEdit, Edit
 from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
-from service.engine.memory import variants
+from service.engine.lifecycle import variants
 from service.engine.record import ExtractorRecord
 from service.engine.runtime.runtime import Runtime
 from tests.service.engine.fake_backends import Held

@@ -20,7 +20,7 @@ from fxcore.transforms import UnknownTransform
 from service.engine import ExtractorRecord
 from service.engine.description import Description
 from service.engine.extractors import resolving
-from service.engine.extractors.records import MAX_NAMES
+from service.engine.lifecycle.records import MAX_NAMES
 from service.problems import NameTaken, NotReady, UnknownExtractor, Unsupported
 from service.schemas.specs import ExtractorSpec
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, runtime_alone, spec, until

@@ -39,7 +39,7 @@ async def test_a_build_logs_under_its_own_name(engine: MakeEngine, monkeypatch: 
     def fail(*given: Any, **options: Any) -> None:
         raise LookupError("nobody thought of this")
 
-    monkeypatch.setattr("service.engine.memory.building.build_extractor", fail)
+    monkeypatch.setattr("service.engine.lifecycle.building.build_extractor", fail)
     handler = Seeing()
     logging.getLogger("fxserve.extractors").addHandler(handler)
     entered = logs.request_id.set("first")

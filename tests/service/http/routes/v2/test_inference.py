@@ -71,7 +71,7 @@ def test_a_models_name_is_compared_with_no_extractors(tiny, monkeypatch):
     """Which would take as long as there are extractors, for every request that asks for a model by its name."""
     compared = []
     monkeypatch.setattr(
-        "service.engine.extractors.records.get_close_matches", lambda *args, **options: compared.append(args) or []
+        "service.engine.lifecycle.records.get_close_matches", lambda *args, **options: compared.append(args) or []
     )
     assert tiny.get("/v2/models/resnet18").json()["name"] == "resnet18"
     assert not compared

@@ -1,8 +1,8 @@
 """Building, lending and freeing the runtimes of extractors.
 
 A runtime costs a graph copy; its weights and the traced graph it was copied from are shared. All runtimes share one
-memory budget, see :mod:`service.engine.memory.eviction`. An evicted extractor keeps its id, name and description, and
-is built again by its next request.
+memory budget, see :mod:`service.engine.lifecycle.eviction`. An evicted extractor keeps its id, name and description,
+and is built again by its next request.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import time
 
 from fxcore.errors import FxError
-from service.engine.extractors.records import Records
-from service.engine.memory.building import Builder
-from service.engine.memory.eviction import Eviction
+from service.engine.lifecycle.building import Builder
+from service.engine.lifecycle.eviction import Eviction
+from service.engine.lifecycle.records import Records
 from service.engine.record import ExtractorRecord, Failed
 from service.engine.runtime.collecting import Collector
 from service.engine.runtime.runtime import Runtime

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from service.engine import ExtractorRecord
-from service.engine.extractors.records import MAX_NAMES, Records
+from service.engine.lifecycle.records import MAX_NAMES, Records
 from service.problems import UnknownExtractor
 from service.schemas.specs import ExtractorSpec
 from tests.service.engine.running import runtime_alone
@@ -28,7 +28,7 @@ def near(records: Records, wrong: str) -> list[str]:
 
 
 def test_suggestions_are_searched_among_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.extractors.records.COMPARED", 3)
+    monkeypatch.setattr("service.engine.lifecycle.records.COMPARED", 3)
     records, [other, one, *_] = known("other", "layer-v", "layer-z", "layer-y")
     for name in ("layer-1", "layer-2", "layer-3", "layer-1"):  # which makes that one the last
         records.name(one, name)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from service.engine.memory.building import Builder
+from service.engine.lifecycle.building import Builder
 from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime, Variant
 from service.engine.tasks import Shared

@@ -48,7 +48,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
 
     monkeypatch.setattr(BACKENDS["eager"], "lower", fail)
     monkeypatch.setattr(
-        "service.engine.memory.building.log.exception", lambda *said: None
+        "service.engine.lifecycle.building.log.exception", lambda *said: None
     )  # pytest keeps what is logged
     async with engine() as running:
         record, _ = await running.extractor(spec(precision=precision, backend="eager"), PATIENCE)
@@ -126,7 +126,7 @@ async def test_graphs_are_kept_under_the_budget(
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
-        monkeypatch.setattr("service.engine.memory.eviction.GRAPH_SHARE", listed[0].bytes / budget)
+        monkeypatch.setattr("service.engine.lifecycle.eviction.GRAPH_SHARE", listed[0].bytes / budget)
         running.runtimes.eviction._memory_budget = budget
         running.runtimes.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
@@ -340,7 +340,7 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.engine.extractors.records.REMEMBERED_RECORDS", 4)
+    monkeypatch.setattr("service.engine.lifecycle.records.REMEMBERED_RECORDS", 4)
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
@@ -376,7 +376,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
         each = max(record.bytes for record in records.values()) + 1000
-        monkeypatch.setattr("service.engine.extractors.records.REMEMBERED_BYTES", 4 * each)
+        monkeypatch.setattr("service.engine.lifecycle.records.REMEMBERED_BYTES", 4 * each)
         await built(running, "squeezenet1_1", ["features.9"])
         names = [record.name for record in running.records.list()]
         assert names == ["named-4", "named-5", "named-6", "named-7", None, None]
@@ -421,7 +421,7 @@ async def test_extractors_in_use_are_not_replaced_by_others(
         asked = await built(running, nodes=["features.6"], backend="openvino")
         assert [record.runtime is None for record in (*records, asked)] == [False] * 4
         monkeypatch.setattr("service.engine.backends.upgrades.BUSY_SECONDS", 0.0)
-        monkeypatch.setattr("service.engine.memory.eviction.BUSY_SECONDS", 0.0)
+        monkeypatch.setattr("service.engine.lifecycle.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])
         assert [record.runtime is None for record in (*records, asked)] == [True, True, False, False]

@@ -13,7 +13,7 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
 from service.engine.backends.upgrades import WORTH_A_COPY
-from service.engine.memory import variants
+from service.engine.lifecycle import variants
 from tests.service.engine.fake_backends import Broken, Held
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
 
