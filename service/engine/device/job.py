@@ -18,6 +18,7 @@ from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
 from service.engine.rows.edits import Edits
 from service.engine.rows.regions import Regions
+from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime
 from service.problems import OutOfMemory, Overflow, Ragged
 
@@ -173,6 +174,7 @@ class Item:
         rows: their indices in the request.
         inputs: one tensor ``[len(rows), ...]`` per model input, or uint8 pixels for
             :meth:`fxcore.images.decoding.Decoder.batch`, on the CPU.
+        shape: the planned shape of a row; uint8 pixels have another one until they are a batch.
         row_bytes: predicted bytes of one row on the device while it is computed; greater than zero.
         since: when it was queued, on the clock of ``time.monotonic()``.
         row_flops: FLOPs of one row; 0 if they are unknown.
@@ -181,6 +183,7 @@ class Item:
     job: Job
     rows: range
     inputs: tuple[Tensor, ...]
+    shape: RowShape
     row_bytes: int
     since: float = field(default_factory=time.monotonic)
     row_flops: int = 0
@@ -188,12 +191,12 @@ class Item:
     @property
     def runtime(self) -> Runtime:
         """The runtime that computes the rows: the job's, or its variant for their size."""
-        return self.job.runtime.at(tuple(tuple(tensor.shape[1:]) for tensor in self.inputs))
+        return self.job.runtime.at(self.shape)
 
     @property
     def key(self) -> Hashable:
         """The key that items must share to be in one batch."""
-        return self.job.runtime, tuple((tuple(t.shape[1:]), t.dtype) for t in self.inputs)
+        return self.job.runtime, self.shape, tuple(tensor.dtype for tensor in self.inputs)
 
     def split(self, rows: int) -> tuple[Item, Item]:
         """Split into the first ``rows`` rows and the rest."""

@@ -101,4 +101,4 @@ class Decoding:
     def _item(self, rows: range, shape: RowShape, tensors: tuple[Tensor, ...]) -> Item:
         self._job.queued = time.monotonic()
         size = self._sizes[shape]
-        return Item(self._job, rows, tensors, size.bytes, row_flops=size.flops)
+        return Item(self._job, rows, tensors, shape, size.bytes, row_flops=size.flops)

@@ -27,6 +27,10 @@ def job(record: ExtractorRecord, rows: int, row_seconds: float | None = 0.0) -> 
     return Job(record.runtime, FeatureOptions(), rows)
 
 
+def item(of: Job, rows: range, values: torch.Tensor, row_bytes: int = 1, *since: float) -> Item:
+    return Item(of, rows, (values,), (tuple(values.shape[1:]),), row_bytes, *since)
+
+
 async def test_a_result_that_cannot_be_assembled_fails_alone(
     engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +46,7 @@ async def test_a_result_that_cannot_be_assembled_fails_alone(
         whole, lost = job(record, 2), job(record, 2)
         monkeypatch.setattr(lost, "deliver", none_left)
         rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
-        running._queue.put([Item(of, range(i, i + 1), (tensors(mark)["x"],), 1) for of, i, mark in rows])
+        running._queue.put([item(of, range(i, i + 1), tensors(mark)["x"]) for of, i, mark in rows])
         response = await whole.result()
         with pytest.raises(OutOfMemory):
             await lost.result()
@@ -95,7 +99,7 @@ async def test_results_do_not_wait_for_cancelled_work(engine: MakeEngine) -> Non
         watched = Watched(record)
         watched.open.clear()
         kept, dropped = job(record, 1), job(record, 1)
-        running._queue.put([Item(of, range(1), (tensors(1)["x"],), 1) for of in (kept, dropped)])
+        running._queue.put([item(of, range(1), tensors(1)["x"]) for of in (kept, dropped)])
         await watched.begun()
         leaving = asyncio.create_task(dropped.result())
         await asyncio.sleep(0)
@@ -161,7 +165,7 @@ async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running)
     queue = Queue(1, 1)
-    queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+    queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
     queue.run_idle(lambda: "patient", max_wait=PATIENCE)
     overdue = queue.run_idle(lambda: "overdue", max_wait=-1.0)
     work = queue.take()
@@ -177,7 +181,7 @@ async def test_a_batch_has_its_turn_between_overdue_tasks(engine: MakeEngine) ->
     for _ in range(3):
         queue.run_idle(lambda: None, max_wait=-1.0)
     for _ in range(2):
-        queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+        queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
     assert [type(queue.take()) for _ in range(5)] == [BackgroundTask, list, BackgroundTask, list, BackgroundTask]
 
 
@@ -188,7 +192,7 @@ async def test_a_batch_has_its_turn_after_a_task_that_ran_alone(engine: MakeEngi
     queue.run_idle(lambda: None, max_wait=PATIENCE)
     taken_alone = queue.take()
     queue.run_idle(lambda: None, max_wait=-1.0)
-    queue.put([Item(job(record, 1), range(1), (tensors(1)["x"],), 1)])
+    queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
     assert [type(taken_alone), type(queue.take()), type(queue.take())] == [BackgroundTask, list, BackgroundTask]
 
 
@@ -208,7 +212,7 @@ async def test_many_shapes_do_not_hold_up_one(engine: MakeEngine) -> None:
 
     def put(one: Job, since: float, *widths: int) -> None:
         rows = [torch.zeros(1, 3, 32, width) for width in widths]
-        queue.put([Item(one, range(i, i + 1), (row,), 1, since) for i, row in enumerate(rows)])
+        queue.put([item(one, range(i, i + 1), row, 1, since) for i, row in enumerate(rows)])
 
     def turn() -> None:
         batch = taken(queue)
@@ -236,7 +240,7 @@ async def test_batches_of_slow_models_are_small(engine: MakeEngine, row_seconds:
     async with engine() as running:
         record = await built(running)
         queue, many = Queue(8, 10**9), job(record, 8, row_seconds)
-        queue.put([Item(many, range(8), (torch.zeros(8, 3, 32, 32),), 1)])
+        queue.put([item(many, range(8), torch.zeros(8, 3, 32, 32))])
         assert sum(len(item.rows) for item in taken(queue)) == rows
         assert (await running.features(record, tensors(1))).images == 1
         assert 0 < record.runtime.seconds_per_byte < 30
@@ -249,7 +253,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
         taken = row_size(record.runtime, ((3, 0, 0),)).bytes
         assert taken > 0
         both = job(record, 2)
-        running._queue.put([Item(both, range(2), (torch.zeros(2, 3, 0, 0),), taken)])
+        running._queue.put([item(both, range(2), torch.zeros(2, 3, 0, 0), taken)])
         assert (await asyncio.wait_for(both.result(), PATIENCE))["x"].shape == (2, 3, 0, 0)
 
 
@@ -263,10 +267,10 @@ async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: st
     async with engine(max_batch=2) as running:
         record, other = await built(running), await built(running, nodes=["features.3"])
         first, second, third = job(record, 1), job(record, 3), job(other, 1)
-        one, three = (Item(of, range(of.rows), (tensors(*range(of.rows))["x"],), 1) for of in (first, second))
+        one, three = (item(of, range(of.rows), tensors(*range(of.rows))["x"]) for of in (first, second))
         setattr(three, broken, {"row_bytes": 0, "split": none_left}[broken])
         thread = running._worker._thread
-        running._queue.put([one, three, Item(third, range(1), (tensors(1)["x"],), 1)])
+        running._queue.put([one, three, item(third, range(1), tensors(1)["x"])])
         for lost in (first, second):  # the first was in the batch already
             with pytest.raises(error):
                 await asyncio.wait_for(lost.result(), PATIENCE)
