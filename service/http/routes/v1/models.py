@@ -5,6 +5,7 @@ No weights are loaded. The name of the weights determines details of a model's s
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -223,7 +224,9 @@ async def show_graph(
     size = None if height is None or width is None else (height, width)
     modules = graph_formats.parse_expanded(expanded, chosen, depth)
     structure = entry.structure(weights)
-    key = (model, structure, size, chosen, depth, None if modules is None else tuple(modules))
+    # A list of modules may have 64 kB, and the cache counts only its values.
+    opened = None if modules is None else hashlib.sha256(",".join(modules).encode()).digest()
+    key = (model, structure, size, chosen, depth, opened)
     content = state.graphs.get(key)
     if content is None:
         content = await state.in_thread(
