@@ -9,8 +9,14 @@ from collections.abc import Sequence
 
 from service.problems import NotAcceptable
 
-# Browsers send about 150 characters. A much longer header is meant to block the event loop.
-_LONGEST_ACCEPT = 2048
+LONGEST = 2048
+"""Maximum characters of a header that are parsed: browsers send about 150. A much longer one is meant to block the
+event loop."""
+
+
+def essence(content_type: str | None) -> str:
+    """Return the media type of a Content-Type in lower case, without its parameters."""
+    return (content_type or "").partition(";")[0].strip().lower()
 
 
 def media_type(content_type: str | None) -> tuple[str, dict[str, str]]:
@@ -42,7 +48,7 @@ def choose(accept: str | None, offered: Sequence[str]) -> str:
     """
     if accept is None or not accept.strip():
         return offered[0]
-    ranges = [_range(part) for part in _split_outside_quotes(accept[:_LONGEST_ACCEPT], ",") if part.strip()]
+    ranges = [_range(part) for part in _split_outside_quotes(accept[:LONGEST], ",") if part.strip()]
     best, best_quality = None, 0.0
     for candidate in offered:
         quality = _quality(candidate, ranges)

@@ -106,7 +106,7 @@ def multipart_body(data: bytes) -> None:
             yield data[start : start + step]
 
     try:
-        files = asyncio.run(multipart.read(pieces(), {"boundary": "b"}))
+        files = asyncio.run(multipart.read(pieces(), "b"))
     except Problem:
         return
     assert sum(map(len, files)) <= len(data)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice, product
 from string import ascii_lowercase
 
+from service.codecs.requests import bodies
+from service.problems import Problem
 from tests.service.conftest import Client
 
 NAMES = ["".join(letters) for letters in islice(product(ascii_lowercase, repeat=3), 14_000)]
@@ -15,6 +21,30 @@ NAMES = ["".join(letters) for letters in islice(product(ascii_lowercase, repeat=
 def size_of(key: object) -> int:
     """Return the bytes of a key and, if it is a tuple, of its items."""
     return sys.getsizeof(key) + sum(map(size_of, key if isinstance(key, tuple) else ()))
+
+
+@contextmanager
+def kept() -> Iterator[list[int]]:
+    """Measure the bytes that the block leaves in memory."""
+    result: list[int] = []
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield result
+        gc.collect()
+        result.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+
+
+def test_content_types() -> None:
+    parameters = [f"{name}=" for name in NAMES]
+    with kept() as left:
+        for long in (parameters, parameters[:400]):
+            for number in range(32):
+                with suppress(Problem):
+                    bodies.check(f"image/jpeg; {'; '.join(long)}; n={number}", "identity" + " " * 10_000 * (number % 2))
+    assert left[0] < 64 * 4096
 
 
 def test_modules_to_open_that_do_not_exist(client: Client) -> None:

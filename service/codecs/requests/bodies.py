@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fxcore.edits import Edit
-from service.codecs.negotiation import media_type
+from service.codecs.negotiation import LONGEST, media_type
 from service.codecs.requests import image_text, multipart, regions
 from service.codecs.tensors import npy, safetensors
 from service.problems import InvalidRequest, UnsupportedMediaType
@@ -59,20 +59,21 @@ _REMEMBERED = 256
 
 
 @functools.lru_cache(_REMEMBERED)
-def check(
-    content_type: str | None, content_encoding: str | None, taken: tuple[str, ...] = TAKEN
-) -> tuple[str, Mapping[str, str]]:
-    """Return a body's media type and its parameters, from its headers alone.
+def check(content_type: str | None, content_encoding: str | None, taken: tuple[str, ...] = TAKEN) -> tuple[str, str]:
+    """Return a body's media type and its boundary, which may be empty, from its headers alone.
 
     Raises:
         Problem: 415, which lists the accepted types, ``taken``.
     """
-    encoding = (content_encoding or "").strip().lower()
-    kind, parameters = media_type(content_type)
-    known = kind in taken or ("image/*" in taken and kind.startswith("image/") and len(kind) > len("image/"))
-    if known and encoding in ("", "identity"):
-        return kind, parameters
-    what = f"Content-Encoding {encoding[:40]!r}" if known else f"a body of type {kind[:100] or '(none given)'!r}"
+    if len(content_type or "") + len(content_encoding or "") > LONGEST:
+        what = f"a Content-Type and Content-Encoding of more than {LONGEST:,} characters"
+    else:
+        encoding = (content_encoding or "").strip().lower()
+        kind, parameters = media_type(content_type)
+        known = kind in taken or ("image/*" in taken and kind.startswith("image/") and len(kind) > len("image/"))
+        if known and encoding in ("", "identity"):
+            return kind, parameters.get("boundary", "")
+        what = f"Content-Encoding {encoding[:40]!r}" if known else f"a body of type {kind[:100] or '(none given)'!r}"
     raise UnsupportedMediaType(
         f"{what} is not supported; send one of {', '.join(taken)}, unencoded",
         available=list(taken),
@@ -108,12 +109,12 @@ class Body:
         return await run_in_pool(parse, self.chunks, first_input)
 
 
-async def receive(request: Request, kind: str, parameters: Mapping[str, str], received: Callable[[], object]) -> Body:
+async def receive(request: Request, kind: str, boundary: str, received: Callable[[], object]) -> Body:
     """Receive a whole body.
 
     Args:
         request: the request.
-        kind, parameters: the result of :func:`check`.
+        kind, boundary: the result of :func:`check`.
         received: called once the client has sent everything.
 
     Raises:
@@ -121,7 +122,7 @@ async def receive(request: Request, kind: str, parameters: Mapping[str, str], re
         ClientDisconnect: the client disconnected before it had sent everything.
     """
     if kind == "multipart/form-data":
-        chunks = await multipart.read(request.stream(), parameters)
+        chunks = await multipart.read(request.stream(), boundary)
     else:
         chunks = [chunk async for chunk in request.stream()]
     received()

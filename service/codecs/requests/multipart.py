@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
@@ -69,18 +69,17 @@ class _Files:
         return piece
 
 
-async def read(chunks: AsyncIterator[bytes], parameters: Mapping[str, str]) -> list[bytes]:
+async def read(chunks: AsyncIterator[bytes], boundary: str) -> list[bytes]:
     """Return the contents of all file fields, in the order sent.
 
     Args:
         chunks: the body as it arrives.
-        parameters: parameters of the Content-Type; ``boundary`` is required.
+        boundary: that of the Content-Type.
 
     Raises:
         Problem: 422 ``invalid-request``: no boundary, a malformed or unfinished body, a field that is not a file, too
             many parts, or no parts.
     """
-    boundary = parameters.get("boundary", "")
     if not 0 < len(boundary) <= 70:
         raise InvalidRequest("multipart/form-data needs a boundary of 1 to 70 characters in its Content-Type")
     found = _Files()

@@ -13,7 +13,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from service.codecs.negotiation import media_type
+from service.codecs.negotiation import essence
 from service.codecs.requests import bodies
 from service.http.scope import header, joined_header
 from service.problems import InvalidRequest, Problem
@@ -43,7 +43,7 @@ def _check_json(request: Request) -> None:
     Raises:
         UnsupportedMediaType: it is not.
     """
-    kind, _ = media_type(header(request.scope, b"content-type"))
+    kind = essence(header(request.scope, b"content-type"))
     if kind.startswith("application/") and kind.endswith("+json"):
         kind = "application/json"
     bodies.check(kind, joined_header(request.scope, b"content-encoding"), ("application/json",))

@@ -128,7 +128,7 @@ async def parse(kind: str, data: bytes, rng: random.Random) -> None:
             for start in range(0, len(data), step):
                 yield data[start : start + step]
 
-        await multipart.read(chunks(), {"boundary": "b"})
+        await multipart.read(chunks(), "b")
     elif kind.startswith("v2"):
         header = None
         if kind == "v2 after JSON":

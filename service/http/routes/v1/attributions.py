@@ -106,12 +106,12 @@ async def _respond(
     timeout: float | None,
 ) -> Response:
     encoding = joined_header(request.scope, b"content-encoding")
-    kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
+    kind, boundary = bodies.check(header(request.scope, b"content-type"), encoding)
     reservation, engine = reservation_of(request.scope), state.engine
     engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         spec, named = await find()
-        body = await bodies.receive(request, kind, parameters, deadline.body_read)
+        body = await bodies.receive(request, kind, boundary, deadline.body_read)
         front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
         await engine.runtimes.load(front)
         part = (await engine.runtimes.load(back)).extractor.part

@@ -202,11 +202,11 @@ async def _respond(
 ) -> Response:
     """Serve a request of either route within its deadline."""
     encoding = joined_header(request.scope, b"content-encoding")
-    kind, parameters = bodies.check(header(request.scope, b"content-type"), encoding)
+    kind, boundary = bodies.check(header(request.scope, b"content-type"), encoding)
     reservation = reservation_of(request.scope)
     state.engine.admission.check(reservation.client)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
-        receive = partial(bodies.receive, request, kind, parameters, deadline.body_read)
+        receive = partial(bodies.receive, request, kind, boundary, deadline.body_read)
         body = sent = None
         if kind == json.MEDIA_TYPE:  # only these have regions and edits, which are checked before a build
             body = await receive()

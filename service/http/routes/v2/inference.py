@@ -13,7 +13,7 @@ from fxcore.models.entry import ModelEntry
 from service import problems
 from service.choices import pooling
 from service.codecs import compression, v2
-from service.codecs.negotiation import media_type
+from service.codecs.negotiation import essence
 from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
@@ -24,7 +24,7 @@ from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
-from service.http.scope import caller_of, joined_header, reservation_of
+from service.http.scope import caller_of, header, joined_header, reservation_of
 from service.http.state import State, state_of
 from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v1.features import listed_tokens
@@ -83,8 +83,8 @@ async def _respond(request: Request, name: str, version: str, timeout: float | N
         state.engine.admission.check(reservation_of(request.scope).client)
         data = await _read(request)
         deadline.body_read()
-        kind, _ = media_type(request.headers.get("content-type"))
-        sent = v2.Body(data, request.headers.get("inference-header-content-length"), encoding, kind)
+        kind = essence(header(request.scope, b"content-type"))
+        sent = v2.Body(data, header(request.scope, b"inference-header-content-length"), encoding, kind)
         tensors = await metadata.inputs_of(state, caller, target)
         limit_bytes = state.settings.max_body_bytes
         if sent.small:

@@ -3,8 +3,7 @@ import asyncio
 import httpx
 import pytest
 
-from service.codecs.negotiation import media_type
-from service.codecs.requests import multipart
+from service.codecs.requests import bodies, multipart
 from service.problems import Problem
 from service.schemas.v1.features import MAX_IMAGES
 
@@ -15,7 +14,7 @@ def read(body, content_type, step=None):
         for start in range(0, len(body), size):
             yield body[start : start + size]
 
-    return asyncio.run(multipart.read(chunks(), media_type(content_type)[1]))
+    return asyncio.run(multipart.read(chunks(), bodies.check(content_type, None)[1]))
 
 
 def made(files):

@@ -97,6 +97,9 @@ def _post(path, status, kind, **options):
         _post(
             ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "application/octet-stream"}
         ),
+        _post(
+            ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={"content-type": "image/png" + ";" * 2040}
+        ),
         _post(ONE_STEP, 415, "unsupported-media-type", data={"a": "b"}),
         _post(ONE_STEP, 415, "unsupported-media-type", content=b"x", headers={**JPEG, "content-encoding": "gzip"}),
         _post(ONE_STEP, 406, "not-acceptable", content=b"x", headers={**JPEG, "accept": "text/html"}),
