@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from service.codecs import heatmap
-from service.codecs.negotiation import choose
+from service.codecs.negotiation import LONGEST, choose
 from service.codecs.tensors import json, npy, safetensors
 from service.problems import NotAcceptable
 
@@ -23,9 +23,8 @@ OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDI
 _REMEMBERED = 256
 
 
-@functools.lru_cache(_REMEMBERED)
 def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool) -> str:
-    """Return the media type of the response. Cached, because clients send the same header with every request.
+    """Return the media type of the response.
 
     Args:
         accept: the Accept header, or None.
@@ -35,6 +34,11 @@ def negotiate(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool)
     Raises:
         NotAcceptable: with the reason and the possible types.
     """
+    return _negotiated(None if accept is None else accept[:LONGEST], dtypes, reduced)
+
+
+@functools.lru_cache(_REMEMBERED)  # clients send the same header with every request
+def _negotiated(accept: str | None, dtypes: tuple[str | None, ...], reduced: bool) -> str:
     impossible: dict[str, str] = {}
     if "bfloat16" in dtypes:
         reason = "NumPy has no bfloat16: add dtype=float32 or dtype=float16 to the query"

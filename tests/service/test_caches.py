@@ -10,7 +10,12 @@ from contextlib import contextmanager, suppress
 from itertools import islice, product
 from string import ascii_lowercase
 
+import torch
+
+from service.codecs import responses
 from service.codecs.requests import bodies
+from service.codecs.tensors import safetensors
+from service.engine.description import nodes_text
 from service.problems import Problem
 from tests.service.conftest import Client
 
@@ -45,6 +50,23 @@ def test_content_types() -> None:
                 with suppress(Problem):
                     bodies.check(f"image/jpeg; {'; '.join(long)}; n={number}", "identity" + " " * 10_000 * (number % 2))
     assert left[0] < 64 * 4096
+
+
+def test_accepted_types() -> None:
+    with kept() as left:
+        for number in range(32):
+            responses.negotiate(f"*/*, {number}/{', '.join(NAMES)}", ("float32",), False)
+    assert left[0] < 32 * 4096
+
+
+def test_headers_of_responses() -> None:
+    """Of an extractor with the most and longest keys, for images of many sizes."""
+    keys = [name.ljust(256, "🜁") for name in NAMES[:1024]]
+    metadata = {"nodes": nodes_text(dict.fromkeys(keys, keys[0]))}
+    with kept() as left:
+        for height in range(64):
+            safetensors.write(dict.fromkeys(keys, torch.zeros(0, height, 1)), metadata)
+    assert left[0] < 32 * 1024**2
 
 
 def test_modules_to_open_that_do_not_exist(client: Client) -> None:

@@ -6,7 +6,6 @@ the request's body and of the response.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fxcore.tensors import raw_bytes
+from service.byte_cache import ByteCache
 from service.codecs.tensors import shapes
 from service.codecs.tensors.datatypes import SAFETENSORS_NAMES
 from service.problems import BadTensor, Problem
@@ -26,26 +26,33 @@ MEDIA_TYPE = "application/x-safetensors"
 MAX_HEADER_BYTES = 1024**2
 MAX_TENSORS = 256
 
-_REMEMBERED_HEADS = 64
-
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+
+
+_Entries = tuple[tuple[str, torch.dtype, torch.Size], ...]
+_Metadata = tuple[tuple[str, str], ...]
+
+# Headers of responses, which are the same for images of one size. A key takes up to three times the bytes of its header
+# and a kilobyte. The largest header has two megabytes.
+_heads: ByteCache[tuple[_Entries, _Metadata], tuple[bytes, list[str]]] = ByteCache(
+    16 * 1024**2, lambda found: 1024 + 4 * len(found[0])
+)
 
 
 def write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
     """Return the parts of a file with ``tensors``: one header, then each tensor's own memory, not copied."""
     entries = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
-    head, order = _head(entries, tuple(metadata.items()))
+    key = entries, tuple(metadata.items())
+    found = _heads.get(key)
+    if found is None:
+        found = _head(*key)
+        _heads.put(key, found)
+    head, order = found
     return [head, *(raw_bytes(tensors[key]) for key in order)]
 
 
-@functools.lru_cache(_REMEMBERED_HEADS)
-def _head(
-    tensors: tuple[tuple[str, torch.dtype, torch.Size], ...], metadata: tuple[tuple[str, str], ...]
-) -> tuple[bytes, list[str]]:
-    """Return the header, and the order of the tensors' memory.
-
-    Cached, because it is the same for images of one size.
-    """
+def _head(tensors: _Entries, metadata: _Metadata) -> tuple[bytes, list[str]]:
+    """Return the header, and the order of the tensors' memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for key, dtype, shape in tensors:
         header[key] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape)}
