@@ -134,6 +134,7 @@ async def _infer(
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)
     if packed is not None:
+        reservation_of(request.scope).claim(sum(map(len, parts)))  # features barely compress
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}

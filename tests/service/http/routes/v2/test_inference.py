@@ -178,6 +178,27 @@ def test_compression(tiny, sent, asked):
     assert [o["name"] for o in response.json()["outputs"]] == ["a", "b"]
 
 
+def test_a_compressed_response_is_claimed(make_client):
+    """It is made while the uncompressed one, of nine megabytes, is in memory."""
+    small = make_client(max_inflight_bytes=16_000_000)
+    x = np.zeros((1, 3, 384, 384), np.float32)
+    size = {"binary_data_size": x.nbytes}
+    request = binary(
+        {
+            "inputs": [x_input(shape=list(x.shape), parameters=size)],
+            "outputs": [{"name": "features.0", "parameters": {"binary_data": True}}],
+            "parameters": {"weights": "random"},
+        },
+        x.tobytes(),
+    )
+    path = "/v2/models/squeezenet1_1/infer"
+    assert len(small.post(path, **request).content) > 9_000_000
+    request["headers"]["Accept-Encoding"] = "gzip"
+    assert small.post(path, **request).status_code == 413
+    ample = make_client(max_inflight_bytes=24_000_000)
+    assert ample.post(path, **request).headers["content-encoding"] == "gzip"
+
+
 def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
     request = binary({"inputs": [x_input()]}, RAW)
     lines = [("accept-encoding", "gzip"), ("accept-encoding", "deflate")]
