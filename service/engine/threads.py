@@ -198,10 +198,10 @@ class Threads:
     so it must not wait for the decoding of admitted requests.
 
     **Work**: ``encoders`` parse bodies and write responses, in milliseconds; ``builders`` trace and build, in seconds.
-    Four pools serve slow GET requests: ``lookups`` trace and draw; ``listings`` encode thousands of extractors, one
-    list at a time; ``pictures`` read from a disk or a bucket and decode, one at a time; ``exports`` take minutes and
-    hold a second copy of the weights, one at a time. These four have a low priority, which a thread cannot raise again,
-    so none of them can be shared with encoding.
+    Four pools serve slow GET requests: ``lookups`` trace and draw; ``listings`` encode thousands of extractors or
+    models, one list at a time; ``pictures`` read from a disk or a bucket and decode, one at a time; ``exports`` take
+    minutes and hold a second copy of the weights, one at a time. These four have a low priority, which a thread cannot
+    raise again, so none of them can be shared with encoding.
 
     **IO**: ``chores`` are short and rare, such as writing metrics and reading verdicts; :func:`asyncio.to_thread` runs
     them. ``downloads`` take minutes and almost no CPU; cached models do not wait for them. The shared store has its own

@@ -90,18 +90,16 @@ class State:
         )
 
     def models(self, source: Source | None = None) -> list[ModelEntry]:
-        """List the models served, without timm's unless ``source`` is timm."""
-        return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
+        """List the models served, without timm's unless ``source`` is timm.
 
-    async def timm_models(self, caller: Caller) -> list[ModelEntry]:
-        """List the models of timm that are served. The first call imports timm, which takes seconds.
+        The first call for timm's imports timm, which takes seconds.
 
         Raises:
-            Unsupported: timm is not installed.
+            Unsupported: ``source`` is timm, and timm is not installed.
         """
-        if not may_serve(PREFIX, self.settings.models):
+        if source == "timm" and not may_serve(PREFIX, self.settings.models):
             return []
-        return self.models("timm") if imported() else await self.in_thread(caller, lambda: self.models("timm"))
+        return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
 
     async def model(self, caller: Caller, name: str) -> ModelEntry:
         """Look up a model.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from itertools import chain
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
+from fxcore.extractor import OutputInfo
 from service import problems
 from service.choices import GraphFormat
 from service.engine import ExtractorRecord
@@ -25,7 +25,7 @@ from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.schemas.problems import problem
 from service.schemas.specs import ExtractorSpec
-from service.schemas.v1.extractors import ExtractorDetail, ExtractorList, OutputDetail
+from service.schemas.v1.extractors import ExtractorDetail, ExtractorList
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
 
@@ -100,7 +100,7 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
             {"name": spec.name, "node": spec.node, "layout": spec.layout or None, "shape": spec.shape}
             for spec in description.inputs
         ],
-        "outputs": [OutputDetail.model_validate(asdict(output)).model_dump() for output in record.outputs],
+        "outputs": [_output(info) for info in record.outputs],
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "sizes": [
@@ -117,6 +117,14 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "note": description.note,
         "problem": problem(failed) if failed is not None else None,
     }
+
+
+def _output(info: OutputInfo) -> dict[str, Any]:
+    """Describe an output as :class:`service.schemas.v1.extractors.OutputDetail`, without validating it again: there may
+    be a thousand."""
+    described = {**vars(info), "prefix": {"count": info.prefix.count, "class_token": info.prefix.class_token}}
+    del described["queries"]
+    return described
 
 
 def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:

@@ -83,26 +83,31 @@ async def list_models(
     """List the models served, by name. timm's, over a thousand, are only counted unless `source=timm` is given."""
     loaded = {model for model, _ in state.engine.models.loaded_weights()}
     with_timm = source == "timm" or (source is None and installed())
-    timm_models = await state.timm_models(caller) if with_timm else []
-    entries = [
-        entry
-        for entry in (timm_models if source == "timm" else state.models(source))
-        if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
-    ]
-    found = [
-        {
-            "name": entry.name,
-            "task": entry.task,
-            "weights": list(entry.weights),
-            "default_weights": entry.default_weights,
-            "loaded": entry.name in loaded,
-        }
-        for entry in entries
-    ]
-    # Also in OpenAI's shape, for its clients.
-    data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)} for entry in entries]
-    counted = {"models": len(timm_models), "list": "/v1/models?source=timm"} if with_timm else None
-    return _json(orjson.dumps({"models": found, "timm": counted, "object": "list", "data": data}))
+
+    def find() -> bytes:
+        timm_models = state.models("timm") if with_timm else []
+        entries = [
+            entry
+            for entry in (timm_models if source == "timm" else state.models(source))
+            if (task is None or entry.task == task) and (q is None or q.lower() in entry.name.lower())
+        ]
+        found = [
+            {
+                "name": entry.name,
+                "task": entry.task,
+                "weights": list(entry.weights),
+                "default_weights": entry.default_weights,
+                "loaded": entry.name in loaded,
+            }
+            for entry in entries
+        ]
+        # Also in OpenAI's shape, for its clients.
+        data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)} for entry in entries]
+        counted = {"models": len(timm_models), "list": "/v1/models?source=timm"} if with_timm else None
+        return orjson.dumps({"models": found, "timm": counted, "object": "list", "data": data})
+
+    async with state.listings.place(caller) as run:
+        return _json(await run(find))
 
 
 @router.get(

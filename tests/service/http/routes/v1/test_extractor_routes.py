@@ -3,9 +3,14 @@ import gzip
 import itertools
 import json
 import math
+import sys
+from dataclasses import asdict
 
 import pytest
 
+from service.engine import ExtractorRecord
+from service.http.routes.v1.extractors import describe
+from service.schemas.v1.extractors import OutputDetail
 from tests.service.conftest import checked
 
 NUMBER = itertools.count()
@@ -54,6 +59,32 @@ def test_make_show_list_and_delete(client, name):
     for path in (name, detail["id"]):
         assert client.get(f"/v1/extractors/{path}").json()["type"] == "/problems/unknown-extractor"
         assert client.delete(f"/v1/extractors/{path}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("model", "node"), [("timm.test_vit", "norm"), ("swin_t", "features.1.1.attn.attention"), ("resnet18", "layer3")]
+)
+def test_outputs_are_described_as_documented(client, model, node):
+    """With the fields of the schema alone, in tokens and windows as well."""
+    transforms = ["attention_maps"] if "attention" in node else []
+    body = {"model": model, "weights": "random", "return_nodes": [node], "transforms": transforms}
+    made = client.post("/v1/extractors?wait=60", json=body).json()
+    [info] = client.app.state.fxserve.engine.records.get(made["id"]).outputs
+    assert made["outputs"] == [OutputDetail.model_validate(asdict(info)).model_dump(mode="json")]
+
+
+def test_an_output_is_described_in_few_calls(client):
+    """On the event loop, and an extractor may have a thousand."""
+    made = client.post("/v1/extractors?wait=60", json=spec()).json()
+    record = client.app.state.fxserve.engine.records.get(made["id"])
+    large = ExtractorRecord(record.description, outputs=record.outputs * 50)
+    calls = []
+    sys.setprofile(lambda *call: calls.append(call[1]))
+    try:
+        describe(large)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 10 * len(large.outputs)
 
 
 def test_the_same_spec_is_the_same_extractor(client):

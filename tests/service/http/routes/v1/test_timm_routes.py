@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import threading
@@ -32,6 +33,24 @@ def test_they_are_counted_and_listed_by_source(client):
     assert {m["name"] for m in listed} == {f"timm.{name}" for name in timm.list_models() if "dinov2" in name}
     assert next(m for m in listed if m["name"] == "timm.vit_small_patch14_dinov2")["weights"] == ["lvd142m"]
     assert client.get("/v1/models?source=torchvision&q=resnet18").json()["timm"] is None
+
+
+def test_they_are_listed_beside_the_event_loop(client):
+    """Which answers others meanwhile."""
+    assert client.get("/v1/models?source=timm").status_code == 200  # which imports timm
+    free = threading.Event()
+
+    async def others():
+        listing = asyncio.create_task(client.http.get("/v1/models?source=timm"))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (await client.http.get("/healthz")).status_code == 200
+        waited = not listing.done()
+        free.set()
+        return waited, len((await listing).json()["models"])
+
+    client.app.state.fxserve.engine.threads.listings.submit(free.wait, 120)
+    assert client.run(others()) == (True, len(timm.list_models()))
 
 
 @pytest.mark.exhaustive
