@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from fxcore.models.entry import ModelEntry
 from service import problems
@@ -14,8 +14,8 @@ from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version
 from service.http.routing.declared import declares
-from service.http.scope import Caller, Calling
-from service.http.state import Shared, State
+from service.http.scope import Calling
+from service.http.state import Shared
 from service.schemas.v2 import Live, ModelMetadata, ModelReady, Ready, ServerMetadata
 
 router = APIRouter(prefix="/v2", tags=[TAG])
@@ -25,18 +25,16 @@ _VERSION = version("fxserve")
 _Target = ExtractorRecord | ModelEntry
 
 
-async def _find(state: Shared, caller: Calling, name: Name) -> _Target:
-    return await metadata.find(state, caller, name)
+async def _find(request: Request, state: Shared, caller: Calling, name: Name) -> _Target:
+    return await metadata.find(state, caller, name, request.path_params.get("version", metadata.VERSION))
 
 
-async def _find_version(state: Shared, caller: Calling, name: Name, version: Version) -> _Target:
-    return await metadata.find(state, caller, name, version)
+async def _version(version: Version) -> None:
+    """Document the version in the path, which :func:`_find` reads."""
 
 
 Found = Annotated[_Target, Depends(_find)]
-FoundVersion = Annotated[_Target, Depends(_find_version)]
-_metadata = declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
-_readiness = declares("read", problems.UnknownModel, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
+_VERSIONED = [Depends(_version)]
 
 
 @router.get("", response_model=ServerMetadata)
@@ -66,35 +64,11 @@ async def server_ready(state: Shared) -> Ready:
     return Ready(ready=True)
 
 
+@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata, dependencies=_VERSIONED)
 @router.get("/models/{name}", response_model=ModelMetadata)
-@_metadata
+@declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
 async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
     """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
-    return await _describe(state, caller, name, target)
-
-
-@router.get("/models/{name}/versions/{version}", response_model=ModelMetadata)
-@_metadata
-async def version_metadata(state: Shared, caller: Calling, name: Name, target: FoundVersion) -> Response:
-    """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
-    return await _describe(state, caller, name, target)
-
-
-@router.get("/models/{name}/ready", response_model=ModelReady)
-@_readiness
-async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
-    """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
-    return _ready(state, name, target)
-
-
-@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady)
-@_readiness
-async def version_ready(state: Shared, name: Name, target: FoundVersion) -> ModelReady:
-    """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
-    return _ready(state, name, target)
-
-
-async def _describe(state: State, caller: Caller, name: str, target: _Target) -> Response:
     key = name, target.id if isinstance(target, ExtractorRecord) else None
     content = state.metadata.get(key)
     if content is None:
@@ -107,7 +81,11 @@ async def _describe(state: State, caller: Caller, name: str, target: _Target) ->
     return Response(content, media_type="application/json")
 
 
-def _ready(state: State, name: str, target: _Target) -> ModelReady:
+@router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady, dependencies=_VERSIONED)
+@router.get("/models/{name}/ready", response_model=ModelReady)
+@declares("read", problems.UnknownModel, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
+async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
+    """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
     [entry] = metadata.entries(state, [target])
     if entry.state != "READY":
         raise problems.NotReady(f"{name}: {entry.reason}")

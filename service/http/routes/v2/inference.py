@@ -57,24 +57,11 @@ _OF_NAME = Parameters(AnyQuery, name=Name)
 _OF_VERSION = Parameters(AnyQuery, name=Name, version=Version)
 
 
-_declares = declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, body="images")
-
-
-@_declares
+@declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, body="images")
 async def infer(request: Request) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    _, timeout = _OF_NAME.parse(request)
-    return await _respond(request, request.path_params["name"], metadata.VERSION, timeout)
-
-
-@_declares
-async def infer_version(request: Request) -> Response:
-    """Compute outputs for encoded images, or for the model's own input."""
-    _, timeout = _OF_VERSION.parse(request)
-    return await _respond(request, request.path_params["name"], request.path_params["version"], timeout)
-
-
-async def _respond(request: Request, name: str, version: str, timeout: float | None) -> Response:
+    _, timeout = _OF_NAME.parse(request)  # any text may be a version
+    name, version = request.path_params["name"], request.path_params.get("version", metadata.VERSION)
     state, caller = state_of(request), caller_of(request.scope)
     with Deadline(request, state.request_seconds(timeout)) as deadline:
         target = await metadata.find(state, caller, name, version)
@@ -243,5 +230,5 @@ async def _read(request: Request) -> bytearray:
 
 routes = [
     HotRoute("/v2/models/{name}/infer", infer, _OF_NAME, TAG, _BODY, _RESPONSE),
-    HotRoute("/v2/models/{name}/versions/{version}/infer", infer_version, _OF_VERSION, TAG, _BODY, _RESPONSE),
+    HotRoute("/v2/models/{name}/versions/{version}/infer", infer, _OF_VERSION, TAG, _BODY, _RESPONSE),
 ]

@@ -22,6 +22,13 @@ def test_every_parameter_has_an_example(document):
                 assert {"example", "examples"} & shown, f"{method} {path}: {parameter['name']}"
 
 
+def test_every_part_of_a_path_is_a_parameter(document):
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            names = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"]
+            assert names == re.findall(r"{(\w+)}", path), f"{method} {path}"
+
+
 def operations(document):
     """All but the V2 protocol's and OpenAI's, which say errors their own way."""
     for path, methods in document["paths"].items():

@@ -297,6 +297,15 @@ def test_unknown_pools_are_refused_with_those_known(tiny, pool):
     )
 
 
+@pytest.mark.parametrize("path", ["", "/ready"])
+def test_the_only_version_is_the_same_as_none(tiny, path):
+    whole = tiny.get(f"/v2/models/tiny{path}")
+    assert whole.status_code == 200
+    assert tiny.get(f"/v2/models/tiny/versions/1{path}").json() == whole.json()
+    other = tiny.get(f"/v2/models/tiny/versions/2{path}")
+    assert (other.status_code, other.json()) == (404, {"error": "tiny has no version '2', only 1"})
+
+
 def test_other_statuses(tiny):
     assert tiny.post(INFER, content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
     load = {"content": gzip.compress(b"{}"), "headers": {"Content-Encoding": "gzip"}}
