@@ -13,6 +13,7 @@ import torch
 
 from fxcore.errors import FxError
 from service.client import AsyncClient, AsyncExtractor, exceptions
+from service.codecs.requests import image_text
 from service.engine import FeatureOptions
 from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import (
@@ -183,6 +184,8 @@ class RemoteRunner:
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         options = {name: value for name, value in self._options.named().items() if value is not None}
+        if regions is not None and self._options.pool == "mask":  # the client takes a string for the path of a file
+            regions = [[image_text.decode_one(m) if isinstance(m, str) else m for m in masks] for masks in regions]
         deadline = time.monotonic() + _SERVER_TIMEOUT
         delay = 0.5
         while True:

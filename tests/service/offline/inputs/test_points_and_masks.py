@@ -28,8 +28,9 @@ from tests.service.offline.conftest import SETTINGS, job, png
 POINTS = [[40, 32], [30.5, 12.25]]  # in pixels of images of 80 x 64
 
 
-def asked(out: Path, file: Path, *inputs: Path, pool: str) -> Job:
-    return job(out, *inputs, pool=pool, regions=str(file), spec={"model": "resnet18", "return_nodes": {"C4": "C4"}})
+def asked(out: Path, file: Path, *inputs: Path, pool: str, **changed: Any) -> Job:
+    spec = {"model": "resnet18", "return_nodes": {"C4": "C4"}}
+    return job(out, *inputs, pool=pool, regions=str(file), spec=spec, **changed)
 
 
 def found_in(out: Path, column: str) -> dict[str, list[tuple[Any, Any]]]:
