@@ -104,8 +104,10 @@ class Batches:
             regions = None if found[0][0].regions is None else [source.regions or () for source, _ in found]
             rows = await self._runner.features([data for _, data in found], regions)
             return Result(_paths([source for source, _ in found]), [rows], errors)
+        except Unreadable as error:  # only for a batch of one image
+            return Result([], [], [*errors, (found[0][0].path, error.detail)])
         except Exception as error:
-            if not is_image_error(error) and not isinstance(error, Unreadable):
+            if not is_image_error(error):
                 raise
         # One or more images failed the batch: compute each separately.
         separate = await asyncio.gather(*(self._run_one(*one) for one in found))
