@@ -69,7 +69,7 @@ class EngineConfig:
             FxError: this node cannot run the engine, or build the extractor.
         """
         try:
-            runner = LocalRunner(self.settings(), self.options, self.images, self.backend)
+            runner = LocalRunner(self.settings(), self.options, lambda: self.images, self.backend)
         except (ValueError, RuntimeError) as error:  # such as a device that this node lacks
             raise FxError(f"node {platform.node()} of the cluster: {summarize(error)}") from error
         await runner.start(self.spec)

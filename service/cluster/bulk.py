@@ -37,7 +37,7 @@ from service.offline.outputs import shards
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.run import add_images, check_reduce, check_regions, count, prepare
+from service.offline.run import add_images, check_inputs, check_reduce, check_regions, count, prepare
 from service.offline.runners.runner import ExtractorInfo, Rows
 from service.offline.statistics.reducer import Reduction
 from service.offline.statistics.statistics import Statistics
@@ -162,14 +162,15 @@ def _started(job: Job, settings: Settings, out: Folder) -> tuple[_Actors, Extrac
         FxError: the job is not possible.
     """
     before = SpecFile.read(out)
+    check_inputs(job)
     check_regions(job)
     check_reduce(job)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, most = _room(cores, settings.device)
     backend = before.backend if before else None
-    engine = EngineConfig(
-        given_settings(settings, cores), job.spec, job.options, backend, images=count(job.inputs) // most
-    )
+    open_choice = settings.lowering and job.spec.backend == "auto" and backend is None
+    images = count(job.inputs) // most if open_choice else 0
+    engine = EngineConfig(given_settings(settings, cores), job.spec, job.options, backend, images)
     info, probe = ray.get(ray.remote(num_cpus=cores, num_gpus=gpus)(describe).remote(engine))
     if not info.one_size and not job.options.one_shape:
         raise FxError(

@@ -259,11 +259,11 @@ class Engine:
         """Measure time and memory of each node of an extractor, between requests."""
         return await profiled(runtime, self._queue)
 
-    async def settle(self, runtime: Runtime, images: int | None = None) -> None:
+    async def settle(self, runtime: Runtime, images: Callable[[], int] | None = None) -> None:
         """Wait until ``runtime`` runs on the fastest backend found for it.
 
         Args:
-            images: number of images to compute; skip a search that would take longer than it saves.
+            images: counts the images to compute; skip a search that would take longer than it saves.
         """
         if images is not None and not await self._upgrades.pays(runtime, images):
             return

@@ -105,8 +105,8 @@ class Summary:
 def extract(job: Job, settings: Settings, report: Report = lambda images, done, unreadable: None) -> Summary:
     """Run ``job``, or resume an earlier run of it.
 
-    In the main thread, SIGTERM ends it like Ctrl-C, with all finished work kept; a second one, or one while it counts
-    the images, ends the process at once.
+    In the main thread, SIGTERM ends it like Ctrl-C, with all finished work kept; a second one, or one before the first
+    image is found, ends the process at once.
 
     Raises:
         FxError: the job is not possible, or the output folder holds something else or cannot be written.
@@ -155,13 +155,15 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
         _exit_on_sigterm()  # there is nothing to keep yet
     out = Folder(job.out)
     before = SpecFile.read(out)
+    check_inputs(job)
     check_regions(job)
     check_reduce(job)
     runner: Runner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
     else:
-        runner = LocalRunner(settings, job.options, count(job.inputs), before.backend if before else None)
+        backend = before.backend if before else None
+        runner = LocalRunner(settings, job.options, lambda: count(job.inputs), backend)
     if handle_sigterm:
         _cancel_on_sigterm()
     try:
@@ -215,6 +217,15 @@ def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, 
     add_images(job, sources.find(job.inputs, skipped), index)
     write_error_lines(folder.path, index.errors(), "wb")
     return skipped
+
+
+def check_inputs(job: Job) -> None:
+    """Look for the job's first image before anything is built.
+
+    Raises:
+        FxError: an input does not exist or cannot be accessed.
+    """
+    next(sources.find(job.inputs), None)
 
 
 def check_regions(job: Job) -> None:

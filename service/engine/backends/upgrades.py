@@ -111,10 +111,13 @@ class Upgrades:
         else:
             self._full_until = now + _FULL_SECONDS
 
-    async def pays(self, runtime: Runtime, images: int) -> bool:
-        """Return whether a search saves time in a run over ``images`` images.
+    async def pays(self, runtime: Runtime, images: Callable[[], int]) -> bool:
+        """Return whether a search saves time in a run.
 
         It does if an earlier search found a faster backend, or if eager needs more than :data:`WORTH_SECONDS`.
+
+        Args:
+            images: counts the images of the run, which may take long. Called in a thread, and only if it matters.
         """
         tools, description, eager = self.tools, runtime.description, runtime.run
         faster = faster_backends(description, tools.device)
@@ -126,9 +129,10 @@ class Upgrades:
         rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, tools.device)
         reference = Reference(eager, rows, description.spec.precision)
         try:
-            return images * await tools.trials.seconds_per_row(reference, eager) > WORTH_SECONDS
+            seconds = await tools.trials.seconds_per_row(reference, eager)
         except (PassFailed, NotReady):  # NotReady: too little memory
             return False
+        return seconds * await asyncio.to_thread(images) > WORTH_SECONDS
 
     def improve(self, runtime: Runtime) -> asyncio.Task[None] | None:
         """Request a search for a faster backend, unless there is none or ``runtime`` is retired.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from fxcore.errors import FxError
@@ -45,13 +45,15 @@ class LocalRunner:
     Args:
         settings: settings of the engine. Server settings, such as limits and the store of extractors, are ignored.
         options: how to pool and cast the outputs.
-        images: number of images of the run; a faster backend is searched for if that saves time.
+        images: counts the images of the run; a faster backend is searched for if that saves time.
         served_by: the backend that computed earlier rows; ``auto`` then means that one.
     """
 
     concurrency = 64
 
-    def __init__(self, settings: Settings, options: FeatureOptions, images: int, served_by: str | None) -> None:
+    def __init__(
+        self, settings: Settings, options: FeatureOptions, images: Callable[[], int], served_by: str | None
+    ) -> None:
         fields = Settings.model_fields
         changed: dict[str, Any] = {
             name: fields[name].get_default(call_default_factory=True)

@@ -23,16 +23,12 @@ import pytest
 import torch
 from torchvision.models import squeezenet1_1
 
-from fxcore.backends import BACKENDS
 from fxcore.errors import FxError
 from fxcore.images.decoding import Decoder
-from service.engine.runtime.candidate import Candidate
 from service.offline import extract
 from service.offline.outputs.index import Index
-from service.settings import Settings
 from tests.e2e.forked import Forked
 from tests.service.cli.running import fxserve
-from tests.service.engine.fake_backends import Broken
 from tests.service.offline.conftest import SETTINGS, assert_right, job, places, png, rows
 
 
@@ -141,7 +137,7 @@ def test_a_run_that_is_terminated_keeps_its_finished_work(
 
 
 @pytest.mark.exhaustive
-def test_sigterm_ends_a_run_that_still_counts_its_images(tmp_path: Path) -> None:
+def test_sigterm_ends_a_run_that_still_looks_for_its_first_image(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         run = begin(f"http://127.0.0.1:{silent.getsockname()[1]}/photos/*", tmp_path / "out")
@@ -261,25 +257,6 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     extract(job(out, root), SETTINGS)
     (root / "009.png").write_bytes(png(9))
     return root, out
-
-
-@pytest.mark.exhaustive
-def test_a_faster_backend_is_looked_for_if_that_saves_time(
-    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images, settings = folder(3), SETTINGS.model_copy(update={"lowering": True, "cache_dir": tmp_path / "cache"})
-
-    def backend(name: str, settings: Settings = settings) -> str:
-        extract(job(tmp_path / name, images), settings)
-        return str(json.loads((tmp_path / name / "spec.json").read_text())["backend"])
-
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
-    monkeypatch.setattr("service.offline.run._MAX_COUNTED", 4)
-    assert backend("few") == "eager"
-    monkeypatch.setattr("service.offline.run._MAX_COUNTED", 3)
-    assert backend("many") == "openvino"
-    assert backend("not at all", SETTINGS) == "eager"
 
 
 @pytest.mark.parametrize(
