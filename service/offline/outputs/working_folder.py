@@ -12,8 +12,12 @@ from service.offline.atomic import UNFINISHED, remove
 from service.offline.folder import Folder
 from service.offline.outputs import index, shards
 
-_INDEX_SECONDS = 30.0
-"""Seconds between uploads of the index to a bucket: a killed run loses at most about this much work."""
+_MIN_SECONDS, _MAX_SECONDS = 30.0, 300.0
+"""Seconds between uploads of the index to a bucket: a killed run loses about this much work."""
+
+_MAX_SHARE = 0.05
+"""Maximum share of the time spent on these uploads, up to :data:`_MAX_SECONDS` between them: the index grows with the
+images."""
 
 
 class WorkingFolder:
@@ -36,7 +40,7 @@ class WorkingFolder:
         self._out = out
         self._scratch = tempfile.TemporaryDirectory(prefix="fxserve-") if out.disk is None else None
         self.path = out.disk or Path(self._scratch.name if self._scratch else "")
-        self._uploaded = time.monotonic()
+        self._upload_at = time.monotonic() + _MIN_SECONDS
         if self._scratch:
             out.get(index.FILE, self.path / index.FILE)
 
@@ -61,9 +65,11 @@ class WorkingFolder:
 
     def publish_index(self) -> None:
         """Upload the index, for a bucket, if the last upload was long enough ago."""
-        if self._scratch is not None and time.monotonic() - self._uploaded > _INDEX_SECONDS:
+        began = time.monotonic()
+        if self._scratch is not None and began >= self._upload_at:
             self._out.put(self.path / index.FILE)
-            self._uploaded = time.monotonic()
+            ended = time.monotonic()
+            self._upload_at = ended + min(max(_MIN_SECONDS, (ended - began) / _MAX_SHARE), _MAX_SECONDS)
 
     def discard(self) -> None:
         """Remove the folder and its content; for a bucket, nothing is uploaded."""
