@@ -74,10 +74,10 @@ class Assembly:
         for key, (name, part) in tensor_views(content).items():
             if key == indices:  # indices within the request
                 part = part + image
-            if len(part) == self._rows:
-                self._arrays[key] = name, part
-                continue
             with self._lock:
+                if len(part) == self._rows:
+                    self._arrays[key] = name, part
+                    continue
                 if key not in self._arrays:
                     self._arrays[key] = name, np.empty((self._rows, *part.shape[1:]), part.dtype)
             whole = self._arrays[key][1]

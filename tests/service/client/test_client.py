@@ -10,7 +10,6 @@ import sys
 import httpx
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from service.client import Client, exceptions, flows
@@ -22,6 +21,7 @@ from service.client.tensors import Assembly
 from service.problems import Problem
 from service.schemas.problem_examples import EXAMPLES
 from service.schemas.v1.features import MAX_REGIONS
+from tests.service.client.test_tensors import content
 
 MB = 1024**2
 
@@ -33,52 +33,10 @@ def test_importing_it_imports_neither_torch_nor_a_server(module):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def content(**arrays):
-    return np.frombuffer(bytearray(safetensors.numpy.save(arrays)), np.uint8)
-
-
-def test_a_single_response_is_not_copied():
-    received = content(a=np.arange(6, dtype=np.float32).reshape(2, 3))
-    assembly = Assembly(2)
-    assembly.put(0, received)
-    array, tensor = assembly.arrays()["a"], assembly.tensors()["a"]
-    assert np.array_equal(array, [[0, 1, 2], [3, 4, 5]])
-    assert np.shares_memory(array, received)
-    array[0, 0] = 7
-    assert tensor[0, 0] == 7
-
-
-def test_several_responses_arrive_in_any_order():
-    assembly = Assembly(3)
-    assembly.put(2, content(a=np.array([[2.0]], np.float16)))
-    assembly.put(0, content(a=np.array([[0.0], [1.0]], np.float16)))
-    assert assembly.arrays()["a"].tolist() == [[0], [1], [2]]
-
-
-def test_maps_of_different_sizes_become_a_list():
-    assembly = Assembly(4)
-    assembly.put(1, content(a=np.array([[1.0, 2.0]])))
-    assembly.put(2, content(a=np.array([[3.0], [4.0]])))
-    assembly.put(0, content(a=np.array([[0.0, 0.0]])))
-    arrays, tensors = assembly.arrays()["a"], assembly.tensors()["a"]
-    assert [row.tolist() for row in arrays] == [[0, 0], [1, 2], [3], [4]]
-    assert [row.tolist() for row in tensors] == [[0, 0], [1, 2], [3], [4]]
-
-
 def test_images_of_unknown_sizes_go_one_by_one_where_that_matters():
     images = [b"a", b"b", np.zeros((2, 4, 4, 3), np.uint8)]
     assert [part.rows for part in split_call(images, 16, 10**6, True)] == [1, 1, 2]
     assert [part.rows for part in split_call(images, 16, 10**6)] == [2, 2]
-
-
-def test_bfloat16_is_widened_for_numpy():
-    value = torch.tensor([1.5, -2.25]).bfloat16()
-    header = json.dumps({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [0, 4]}}).encode().ljust(72)
-    bits = value.view(torch.int16).numpy().tobytes()
-    assembly = Assembly(2)
-    assembly.put(0, np.frombuffer(bytearray(len(header).to_bytes(8, "little") + header + bits), np.uint8))
-    assert assembly.arrays()["a"].tolist() == [1.5, -2.25]
-    assert torch.equal(assembly.tensors()["a"], value)
 
 
 def refusal(status, slug="", retry_after=None, **extra):
