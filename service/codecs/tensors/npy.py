@@ -6,8 +6,9 @@ import functools
 import io
 import math
 import zipfile
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -36,16 +37,24 @@ def write(tensor: Tensor) -> list[bytes | memoryview]:
 
 
 def write_npz(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """Return an npz file. ``numpy.savez`` is not used because it does not accept a key ``file``."""
+    """Return an npz file."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for key, tensor in tensors.items():
+    write_archive(buffer, {key: write(tensor) for key, tensor in tensors.items()})
+    return [buffer.getbuffer()]
+
+
+def write_archive(file: Path | IO[bytes], arrays: Mapping[str, Sequence[bytes | memoryview]]) -> None:
+    """Write an npz file, given the parts of its npy files by key.
+
+    ``numpy.savez`` is not used because it does not accept a key ``file``.
+    """
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for key, parts in arrays.items():
             with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as entry:
-                for part in write(tensor):
+                for part in parts:
                     view = memoryview(part)
                     for start in range(0, len(view), _STEP):
                         entry.write(view[start : start + _STEP])
-    return [buffer.getbuffer()]
 
 
 def read(body: bytearray) -> Tensor:

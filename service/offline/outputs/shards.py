@@ -1,14 +1,13 @@
-"""Shards: feature files in four formats, written atomically."""
+"""Shards: feature files in four formats."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import re
-import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -17,73 +16,58 @@ from torch import Tensor
 
 from fxcore.errors import FxError
 from service.codecs.tensors import npy, safetensors
-from service.offline.atomic import write_whole
 
 PATH = "path"
 """Key of the image paths in a shard, next to the outputs."""
 
 
-class ShardFormat(ABC):
+Write = Callable[[Path, Mapping[str, Tensor], Sequence[str], Mapping[str, str]], None]
+"""Writes to a file: rows, key → ``[n, ...]``; the paths of their ``n`` images; and metadata."""
+
+
+class ShardFormat(NamedTuple):
     """A file format for rows of features.
 
     Attributes:
         suffix: suffix of its files.
+        write: writes a file.
         library: the optional package it needs, if any.
         bfloat16: whether it supports bfloat16, which NumPy lacks.
     """
 
     suffix: str
+    write: Write
     library: str | None = None
-    bfloat16 = False
-
-    @abstractmethod
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
-        """Write ``rows`` (key → ``[n, ...]``), the paths of their ``n`` images, and metadata."""
+    bfloat16: bool = False
 
 
-class Safetensors(ShardFormat):
+def _safetensors(file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
     """Paths are a JSON list in the metadata."""
-
-    suffix = ".safetensors"
-    bfloat16 = True
-
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
-        with file.open("wb") as stream:
-            stream.writelines(safetensors.write(rows, {**metadata, PATH: orjson.dumps(list(paths)).decode()}))
+    with file.open("wb") as stream:
+        stream.writelines(safetensors.write(rows, {**metadata, PATH: orjson.dumps(list(paths)).decode()}))
 
 
-class Npz(ShardFormat):
-    """Paths are an array of strings. ``numpy.savez`` is not used because it does not accept a key called ``file``."""
-
-    suffix = ".npz"
-
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
-        arrays = {PATH: np.array(paths, dtype=np.str_), **{key: values.numpy() for key, values in rows.items()}}
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            for key, array in arrays.items():
-                with archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, array, allow_pickle=False)
+def _npz(file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
+    """Paths are an array of strings; there is no metadata."""
+    names = io.BytesIO()
+    np.lib.format.write_array(names, np.array(paths, dtype=np.str_), allow_pickle=False)
+    npy.write_archive(file, {PATH: [names.getbuffer()], **{key: npy.write(values) for key, values in rows.items()}})
 
 
-class Parquet(ShardFormat):
+def _parquet(file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
     """A column of paths and one per output, of numbers or of tensors of fixed shape.
 
     Readers other than Arrow see such tensors as lists.
     """
+    import pyarrow
+    import pyarrow.parquet
 
-    suffix = ".parquet"
-    library = "pyarrow"
-
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        columns: dict[str, Any] = {PATH: pyarrow.array(paths, pyarrow.string())}
-        for key, values in rows.items():
-            columns[key] = arrow_column(values)
-        table = pyarrow.table(columns).replace_schema_metadata(dict(metadata))
-        # Floating-point values rarely repeat: dictionaries and compression would take time and save nothing.
-        pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=[PATH])
+    columns: dict[str, Any] = {PATH: pyarrow.array(paths, pyarrow.string())}
+    for key, values in rows.items():
+        columns[key] = arrow_column(values)
+    table = pyarrow.table(columns).replace_schema_metadata(dict(metadata))
+    # Floating-point values rarely repeat: dictionaries and compression would take time and save nothing.
+    pyarrow.parquet.write_table(table, file, compression="none", use_dictionary=[PATH])
 
 
 def arrow_column(values: Tensor) -> Any:
@@ -97,26 +81,21 @@ def arrow_column(values: Tensor) -> Any:
     return pyarrow.FixedShapeTensorArray.from_numpy_ndarray(values.numpy())
 
 
-class Zarr(ShardFormat):
+def _zarr(file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
     """A group with an array per output; paths are in its attributes."""
+    import zarr
 
-    suffix = ".zarr"
-    library = "zarr"
-
-    def write(self, file: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]) -> None:
-        import zarr
-
-        group = zarr.open_group(str(file), mode="w")
-        group.attrs.update({**metadata, PATH: list(paths)})
-        for key, values in rows.items():
-            group.create_array(key, data=values.numpy(), compressors=None)
+    group = zarr.open_group(str(file), mode="w")
+    group.attrs.update({**metadata, PATH: list(paths)})
+    for key, values in rows.items():
+        group.create_array(key, data=values.numpy(), compressors=None)
 
 
 FORMATS: dict[str, ShardFormat] = {
-    "safetensors": Safetensors(),
-    "npz": Npz(),
-    "parquet": Parquet(),
-    "zarr": Zarr(),
+    "safetensors": ShardFormat(".safetensors", _safetensors, bfloat16=True),
+    "npz": ShardFormat(".npz", _npz),
+    "parquet": ShardFormat(".parquet", _parquet, library="pyarrow"),
+    "zarr": ShardFormat(".zarr", _zarr, library="zarr"),
 }
 
 
@@ -147,17 +126,6 @@ def shard_format(name: str, keys: Sequence[str], dtypes: Sequence[torch.dtype]) 
                     f"--format zarr takes {key!r} for a folder; give that output another name, or use another format"
                 )
     return chosen
-
-
-def write_shard(
-    chosen: ShardFormat, target: Path, rows: Mapping[str, Tensor], paths: Sequence[str], metadata: Mapping[str, str]
-) -> None:
-    """Write a shard atomically; see :func:`write_whole`.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_whole(target, lambda file: chosen.write(file, rows, paths, metadata))
 
 
 def shard_name(number: int, suffix: str) -> str:

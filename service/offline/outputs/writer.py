@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fxcore.memory import give_back
 from service.engine.threads import compute_with
+from service.offline.atomic import write_whole
 from service.offline.failures import write_errors
 from service.offline.outputs.index import Index
-from service.offline.outputs.shards import ShardFormat, shard_name, shard_number, write_shard
+from service.offline.outputs.shards import ShardFormat, shard_name, shard_number
 from service.offline.outputs.working_folder import WorkingFolder
 
 _ERRORS = "errors.jsonl"
@@ -145,7 +146,8 @@ class Writer:
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
         with write_errors(self._folder):
             if paths:
-                write_shard(self._format, self._folder.path / name, rows, paths, self._metadata)
+                target, write = self._folder.path / name, self._format.write
+                write_whole(target, lambda file: write(file, rows, paths, self._metadata))
                 self._folder.publish(name)
             self._index.commit(name, paths, errors)
             self._folder.publish_index()

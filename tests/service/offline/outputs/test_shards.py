@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 
 from fxcore.errors import FxError
+from service.offline.atomic import write_whole
 from service.offline.folder import Folder
-from service.offline.outputs.shards import FORMATS, shard_format, write_shard
+from service.offline.outputs.shards import FORMATS, shard_format
 from service.offline.outputs.working_folder import WorkingFolder
 
 ROWS = {
@@ -30,8 +31,7 @@ ABOUT = {"model": "resnet18", "nodes": '{"map": "layer1"}'}
 
 def write(name: str, folder: Path) -> Path:
     target = folder / f"shard-000000{FORMATS[name].suffix}"
-    write_shard(shard_format(name, list(ROWS), [v.dtype for v in ROWS.values()]), target, ROWS, PATHS, ABOUT)
-    assert [file.name for file in folder.iterdir()] == [target.name]
+    shard_format(name, list(ROWS), [v.dtype for v in ROWS.values()]).write(target, ROWS, PATHS, ABOUT)
     return target
 
 
@@ -90,9 +90,11 @@ def test_unsupported_dtypes_of_a_format_are_refused_before_any_compute() -> None
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     no_memory = {"a": torch.zeros(1), "b": torch.zeros(1).to_sparse()}
-    for shard_type in FORMATS.values():
+    for chosen in FORMATS.values():
         with pytest.raises((RuntimeError, TypeError)):
-            write_shard(shard_type, tmp_path / f"shard-000000{shard_type.suffix}", no_memory, ["x"], {})
+            write_whole(
+                tmp_path / f"shard{chosen.suffix}", lambda file, write=chosen.write: write(file, no_memory, ["x"], {})
+            )
     assert not list(tmp_path.iterdir())
 
 
