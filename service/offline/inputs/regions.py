@@ -104,22 +104,20 @@ def _checked(given: Any, pool: RegionPooling, place: str) -> Regions:
     Raises:
         FxError: they are invalid.
     """
-    column = KINDS[pool].field
     listed = given if isinstance(given, list) else [given]
     if pool == "mask":
         listed = [_mask(one) for one in listed]
-    else:
-        numbers = 4 if pool == "roi" else 2
-        for one in listed:
-            right = isinstance(one, list) and len(one) == numbers and all(type(n) in (int, float) for n in one)
-            if not right or not all(map(math.isfinite, one)):
-                raise _wrong(place, column, given)
-        listed = [[float(value) for value in one] for one in listed]
-    try:
-        body_regions.given(pool, [listed])
-    except Problem as error:
-        raise FxError(f"{place}: {error.detail.removeprefix('image 0: ')}") from error
-    return listed
+        try:
+            body_regions.given(pool, [listed])
+        except Problem as error:
+            raise FxError(f"{place}: {error.detail.removeprefix('image 0: ')}") from error
+        return listed
+    numbers = 4 if pool == "roi" else 2
+    for one in listed:
+        right = isinstance(one, list) and len(one) == numbers and all(type(n) in (int, float) for n in one)
+        if not right or not all(map(math.isfinite, one)):
+            raise _wrong(place, KINDS[pool].field, given)
+    return [[float(value) for value in one] for one in listed]
 
 
 def _mask(mask: Any) -> Any:
