@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +13,7 @@ from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preproc
 from service.client import flows
 from service.client.base import MAX_ROWS, BaseClient, BaseExtractor, attribution_query, feature_query, token_indices
 from service.client.images import Part
-from service.client.responses import Receiver
+from service.client.responses import Receiver, Response
 
 Result = TypeVar("Result")
 
@@ -34,11 +34,11 @@ class AsyncClient(BaseClient):
             q: only models whose name contains this.
             source: only models from this source; timm's are listed only with ``timm``, and ``own`` are the operator's.
         """
-        return await self._run(flows.models(task, q, source, self.retry_policy))
+        return await flows.models(self, task, q, source)
 
     async def model(self, model: str) -> dict[str, Any]:
         """Describe one model: its weights, inputs, preprocessing and levels."""
-        return await self._run(flows.model(model, self.retry_policy))
+        return await flows.model(self, model)
 
     async def nodes(
         self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
@@ -49,7 +49,7 @@ class AsyncClient(BaseClient):
             weights: as in :meth:`extractor`; they determine the model's structure and are not loaded.
             transforms: also list the nodes that this transform adds.
         """
-        return await self._run(flows.nodes(model, weights, transforms, self.retry_policy))
+        return await flows.nodes(self, model, weights, transforms)
 
     async def extractor(
         self,
@@ -79,16 +79,16 @@ class AsyncClient(BaseClient):
             fit=fit,
             inputs=inputs,
         )
-        return AsyncExtractor(self, await self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
+        return AsyncExtractor(self, await flows.create_extractor(self, spec, wait), spec)
 
     async def extractors(self) -> list[AsyncExtractor]:
         """List the server's extractors."""
-        found = await self._run(flows.extractors(self.retry_policy))
+        found = await flows.extractors(self)
         return [AsyncExtractor(self, description, None) for description in found]
 
     async def find(self, id_or_name: str) -> AsyncExtractor:
         """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
-        return AsyncExtractor(self, await self._run(flows.extractor(id_or_name, self.retry_policy)), None)
+        return AsyncExtractor(self, await flows.extractor(self, id_or_name), None)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -102,29 +102,8 @@ class AsyncClient(BaseClient):
     ) -> None:
         await self.close()
 
-    async def _run(self, flow: flows.Flow[Result]) -> Result:
-        """Perform the steps of ``flow`` and return its result."""
-        result: Any = None
-        while True:
-            try:
-                step = flow.throw(result) if isinstance(result, httpx.TransportError) else flow.send(result)
-            except StopIteration as end:
-                value: Result = end.value
-                return value
-            try:
-                result = await self._perform(step)
-            except httpx.TransportError as error:
-                result = error
-
-    async def _perform(self, step: flows.Step) -> Any:
-        if isinstance(step, flows.Sleep):
-            return await asyncio.sleep(step.seconds)
-        if isinstance(step, flows.Call):
-            return await asyncio.to_thread(step.function)
-        request = self._http.build_request(
-            step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
-        )
-        response = await self._http.send(request, stream=True)
+    async def _send(self, request: flows.Request) -> Response:
+        response = await self._http.send(self._http.build_request(**vars(request)), stream=True)
         try:
             receiver = Receiver(response)
             async for chunk in response.aiter_raw():
@@ -133,13 +112,19 @@ class AsyncClient(BaseClient):
             await response.aclose()
         return receiver.response()
 
-    async def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.to_thread(function)
+
+    async def _run_all(self, all_flows: Sequence[flows.Flow]) -> None:
         """Run flows concurrently; the first error cancels the others."""
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def run(flow: flows.Flow[None]) -> None:
+        async def run(flow: flows.Flow) -> None:
             async with slots:
-                await self._run(flow)
+                await flow()
 
         running = [asyncio.ensure_future(run(flow)) for flow in all_flows]
         try:
@@ -205,10 +190,10 @@ class AsyncExtractor(BaseExtractor):
     async def _call(
         self, parts: Sequence[Part], query: Mapping[str, str], as_torch: bool, resource: str = "features"
     ) -> dict[str, Any]:
-        all_flows, assembly = flows.call(self.ref, parts, query, self._client.retry_policy, resource)
+        all_flows, assembly = flows.call(self._client, self.ref, parts, query, resource)
         await self._client._run_all(all_flows)
         return assembly.tensors() if as_torch else assembly.arrays()
 
     async def delete(self) -> None:
         """Delete the extractor on the server. Calling it afterwards recreates it if its spec is known."""
-        await self._client._run(flows.delete(flows.extractor_path(self.id), self._client.retry_policy))
+        await flows.delete(self._client, flows.extractor_path(self.id))

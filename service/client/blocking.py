@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -15,9 +15,19 @@ from service.choices import Attribution, Backend, Dtype, Fit, Precision, Preproc
 from service.client import flows
 from service.client.base import MAX_ROWS, BaseClient, BaseExtractor, attribution_query, feature_query, token_indices
 from service.client.images import Part
-from service.client.responses import Receiver
+from service.client.responses import Receiver, Response
 
 Result = TypeVar("Result")
+
+
+def _run(flow: Coroutine[Any, Any, Result]) -> Result:
+    """Run a flow, which never suspends because the client's methods block."""
+    try:
+        flow.send(None)
+    except StopIteration as end:
+        value: Result = end.value
+        return value
+    raise AssertionError("unreachable")
 
 
 class Client(BaseClient):
@@ -37,11 +47,11 @@ class Client(BaseClient):
             q: only models whose name contains this.
             source: only models from this source; timm's are listed only with ``timm``, and ``own`` are the operator's.
         """
-        return self._run(flows.models(task, q, source, self.retry_policy))
+        return _run(flows.models(self, task, q, source))
 
     def model(self, model: str) -> dict[str, Any]:
         """Describe one model: its weights, inputs, preprocessing and levels."""
-        return self._run(flows.model(model, self.retry_policy))
+        return _run(flows.model(self, model))
 
     def nodes(
         self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
@@ -52,7 +62,7 @@ class Client(BaseClient):
             weights: as in :meth:`extractor`; they determine the model's structure and are not loaded.
             transforms: also list the nodes that this transform adds.
         """
-        return self._run(flows.nodes(model, weights, transforms, self.retry_policy))
+        return _run(flows.nodes(self, model, weights, transforms))
 
     def extractor(
         self,
@@ -103,16 +113,16 @@ class Client(BaseClient):
             fit=fit,
             inputs=inputs,
         )
-        return Extractor(self, self._run(flows.create_extractor(spec, wait, self.retry_policy)), spec)
+        return Extractor(self, _run(flows.create_extractor(self, spec, wait)), spec)
 
     def extractors(self) -> list[Extractor]:
         """List the server's extractors."""
-        found = self._run(flows.extractors(self.retry_policy))
+        found = _run(flows.extractors(self))
         return [Extractor(self, description, None) for description in found]
 
     def find(self, id_or_name: str) -> Extractor:
         """Look up an extractor by id or name. Without its spec, it cannot be recreated if the server forgets it."""
-        return Extractor(self, self._run(flows.extractor(id_or_name, self.retry_policy)), None)
+        return Extractor(self, _run(flows.extractor(self, id_or_name)), None)
 
     def close(self) -> None:
         """Close the connections."""
@@ -126,33 +136,12 @@ class Client(BaseClient):
     ) -> None:
         self.close()
 
-    def _run(self, flow: flows.Flow[Result]) -> Result:
-        """Perform the steps of ``flow`` and return its result."""
-        result: Any = None
-        while True:
-            try:
-                step = flow.throw(result) if isinstance(result, httpx.TransportError) else flow.send(result)
-            except StopIteration as end:
-                value: Result = end.value
-                return value
-            try:
-                result = self._perform(step)
-            except httpx.TransportError as error:
-                result = error
-
-    def _perform(self, step: flows.Step) -> Any:
-        if isinstance(step, flows.Sleep):
-            return time.sleep(step.seconds)
-        if isinstance(step, flows.Call):
-            return step.function()
+    async def _send(self, request: flows.Request) -> Response:
         # A forked process has the sockets of its parent, on which both would read each other's responses.
         if self._process != os.getpid() and not self._http.is_closed:
             self._connect()
         http = self._http
-        request = http.build_request(
-            step.method, step.path, params=step.query, headers=step.headers, content=step.body, timeout=step.timeout
-        )
-        response = http.send(request, stream=True)
+        response = http.send(http.build_request(**vars(request)), stream=True)
         try:
             receiver = Receiver(response)
             for chunk in response.iter_raw():
@@ -161,13 +150,19 @@ class Client(BaseClient):
             response.close()
         return receiver.response()
 
-    def _run_all(self, all_flows: Sequence[flows.Flow[None]]) -> None:
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        return function()
+
+    def _run_all(self, all_flows: Sequence[flows.Flow]) -> None:
         """Run flows concurrently; the first error cancels the others."""
         if len(all_flows) == 1:
-            self._run(all_flows[0])
+            _run(all_flows[0]())
             return
         pool = ThreadPoolExecutor(min(self.concurrency, len(all_flows)), "fxserve-client")
-        running = [pool.submit(self._run, flow) for flow in all_flows]
+        running = [pool.submit(lambda flow: _run(flow()), flow) for flow in all_flows]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
@@ -290,10 +285,10 @@ class Extractor(BaseExtractor):
     def _call(
         self, parts: Sequence[Part], query: Mapping[str, str], as_torch: bool, resource: str = "features"
     ) -> dict[str, Any]:
-        all_flows, assembly = flows.call(self.ref, parts, query, self._client.retry_policy, resource)
+        all_flows, assembly = flows.call(self._client, self.ref, parts, query, resource)
         self._client._run_all(all_flows)
         return assembly.tensors() if as_torch else assembly.arrays()
 
     def delete(self) -> None:
         """Delete the extractor on the server. Calling it afterwards recreates it if its spec is known."""
-        self._client._run(flows.delete(flows.extractor_path(self.id), self._client.retry_policy))
+        _run(flows.delete(self._client, flows.extractor_path(self.id)))

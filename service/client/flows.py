@@ -1,16 +1,13 @@
-"""The logic shared by both clients, without I/O: generators that yield one step after another.
-
-A flow yields a :class:`Send`, a :class:`Sleep` or a :class:`Call`, receives the step's result or exception, and returns
-its own result. The clients differ only in how they perform the steps.
-"""
+"""The logic shared by both clients: coroutines that do their I/O through methods of the client."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -31,6 +28,9 @@ from service.schemas.regions import KINDS
 
 Result = TypeVar("Result")
 
+Flow = Callable[[], Coroutine[Any, Any, None]]
+"""Returns the coroutine of a part of a call."""
+
 DEFAULT_WAIT = 300.0
 """Seconds to wait for an extractor; its weights may have to be downloaded first."""
 
@@ -49,33 +49,15 @@ OUTPUTS = {kind.field: kind.output for kind in KINDS.values()}
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send a request; the result is a :class:`Response`."""
+class Request:
+    """The arguments of :meth:`httpx.Client.build_request`."""
 
     method: str
-    path: str
-    query: Mapping[str, str | int] = field(default_factory=dict)
+    url: str
+    params: Mapping[str, str | int] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    body: bytes | None = None
+    content: bytes | None = None
     timeout: float = 60.0
-
-
-@dataclass(frozen=True)
-class Sleep:
-    """Sleep for some seconds."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """Call a slow function; the result is its return value."""
-
-    function: Callable[[], Any]
-
-
-Step = Send | Sleep | Call
-Flow = Generator[Step, Any, Result]
 
 
 @dataclass(frozen=True)
@@ -91,76 +73,85 @@ class RetryPolicy:
     retries: int
 
 
-def exchange(send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
+class AnyClient(Protocol):
+    """Either client. The methods of the synchronous one block and never suspend."""
+
+    retry_policy: RetryPolicy
+
+    async def _send(self, request: Request) -> Response: ...
+
+    async def _sleep(self, seconds: float) -> None: ...
+
+    async def _call(self, function: Callable[[], Result]) -> Result: ...
+
+
+async def exchange(client: AnyClient, request: Request, retry_policy: RetryPolicy) -> Response:
     """Send a request, and retry it after ``Retry-After`` when the server is busy.
 
     Raises:
         Problem: the server rejected it.
         TimedOut, ConnectionFailed: the server did not answer.
     """
+    sent = f"{request.method} {request.url}"
     deadline = time.monotonic() + retry_policy.timeout
     for attempt in range(retry_policy.retries + 1):
         left = max(0.001, deadline - time.monotonic())
-        headers = {**send.headers, "X-Request-Timeout": f"{left:.3f}"}
+        headers = {**request.headers, "X-Request-Timeout": f"{left:.3f}"}
         try:
-            response: Response = yield Send(
-                send.method, send.path, send.query, headers, send.body, left + _TIMEOUT_MARGIN
-            )
+            response = await client._send(replace(request, headers=headers, timeout=left + _TIMEOUT_MARGIN))
         except httpx.TimeoutException as error:
-            raise TimedOut(f"{send.method} {send.path} was not answered within {retry_policy.timeout:g} s") from error
+            raise TimedOut(f"{sent} was not answered within {retry_policy.timeout:g} s") from error
         except httpx.TransportError as error:
-            raise ConnectionFailed(f"{send.method} {send.path}: {error or type(error).__name__}") from error
+            raise ConnectionFailed(f"{sent}: {error or type(error).__name__}") from error
         if response.status < 300:
             return response
         problem = problem_in(response)
         delay = retry_after(response)
         if delay is None or attempt == retry_policy.retries or time.monotonic() + delay >= deadline:
             raise problem
-        yield Sleep(delay)
+        await client._sleep(delay)
     raise AssertionError("unreachable")
 
 
-def fetch(
-    path: str, field: str, retry_policy: RetryPolicy, query: Mapping[str, str | int] | None = None
-) -> Flow[dict[str, Any]]:
+async def fetch(
+    client: AnyClient, path: str, field: str, query: Mapping[str, str | int] | None = None
+) -> dict[str, Any]:
     """GET ``path`` and decode its JSON, an object with ``field``."""
-    return json_object((yield from exchange(Send("GET", path, query or {}), retry_policy)), field)
+    return json_object(await exchange(client, Request("GET", path, query or {}), client.retry_policy), field)
 
 
-def models(
-    task: str | None, q: str | None, source: str | None, retry_policy: RetryPolicy
-) -> Flow[list[dict[str, Any]]]:
+async def models(client: AnyClient, task: str | None, q: str | None, source: str | None) -> list[dict[str, Any]]:
     """List the models served, optionally only those for ``task``, with ``q`` in their name, or from ``source``."""
     query = {key: value for key, value in (("task", task), ("q", q), ("source", source)) if value is not None}
-    found: list[dict[str, Any]] = (yield from fetch("/v1/models", "models", retry_policy, query))["models"]
+    found: list[dict[str, Any]] = (await fetch(client, "/v1/models", "models", query))["models"]
     return found
 
 
-def model(name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+async def model(client: AnyClient, name: str) -> dict[str, Any]:
     """Describe one model."""
-    return (yield from fetch(model_path(name), "name", retry_policy))
+    return await fetch(client, model_path(name), "name")
 
 
-def nodes(name: str, weights: str, transforms: str | None, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+async def nodes(client: AnyClient, name: str, weights: str, transforms: str | None) -> dict[str, Any]:
     """List the nodes of a model with ``weights``, including those that ``transforms`` adds."""
     query = {"weights": weights, **({"transforms": transforms} if transforms is not None else {})}
-    return (yield from fetch(model_path(name, "nodes"), "eval_nodes", retry_policy, query))
+    return await fetch(client, model_path(name, "nodes"), "eval_nodes", query)
 
 
-def extractors(retry_policy: RetryPolicy) -> Flow[list[dict[str, Any]]]:
+async def extractors(client: AnyClient) -> list[dict[str, Any]]:
     """Describe all extractors."""
-    found: list[dict[str, Any]] = (yield from fetch("/v1/extractors", "extractors", retry_policy))["extractors"]
+    found: list[dict[str, Any]] = (await fetch(client, "/v1/extractors", "extractors"))["extractors"]
     return found
 
 
-def extractor(id_or_name: str, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+async def extractor(client: AnyClient, id_or_name: str) -> dict[str, Any]:
     """Describe one extractor."""
-    return (yield from fetch(extractor_path(id_or_name), "fingerprint", retry_policy))
+    return await fetch(client, extractor_path(id_or_name), "fingerprint")
 
 
-def delete(path: str, retry_policy: RetryPolicy) -> Flow[None]:
+async def delete(client: AnyClient, path: str) -> None:
     """DELETE ``path``."""
-    yield from exchange(Send("DELETE", path), retry_policy)
+    await exchange(client, Request("DELETE", path), client.retry_policy)
 
 
 def model_path(model: str, *rest: str) -> str:
@@ -179,21 +170,21 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def create_extractor(spec: Mapping[str, Any], wait: float, retry_policy: RetryPolicy) -> Flow[dict[str, Any]]:
+async def create_extractor(client: AnyClient, spec: Mapping[str, Any], wait: float) -> dict[str, Any]:
     """Create an extractor and return its description once it is ready.
 
     Raises:
         Problem: the server cannot build it.
         TimedOut: it is not ready after ``wait`` seconds.
     """
-    body = json.dumps(spec).encode()
+    body, policy = json.dumps(spec).encode(), client.retry_policy
     deadline = time.monotonic() + wait
     while True:
         left = max(0.0, deadline - time.monotonic())
         poll = min(left, _MAX_POLL_SECONDS)
-        send = Send("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
+        request = Request("POST", "/v1/extractors", {"wait": f"{poll:.3f}"}, {"Content-Type": "application/json"}, body)
         # The server begins to wait once it has resolved the nodes, for which it may have to trace the model.
-        response = yield from exchange(send, RetryPolicy(retry_policy.timeout + poll, retry_policy.retries))
+        response = await exchange(client, request, RetryPolicy(policy.timeout + poll, policy.retries))
         description = json_object(response, "state")
         if description["state"] == "ready":
             return description
@@ -216,29 +207,29 @@ class ExtractorRef:
     spec: Mapping[str, Any] | None
 
 
-def extract(
+async def extract(
+    client: AnyClient,
     ref: ExtractorRef,
     part: Part,
     query: Mapping[str, str],
     assembly: tensors.Assembly,
-    retry_policy: RetryPolicy,
     resource: str = "features",
-) -> Flow[None]:
+) -> None:
     """Request the features (or another ``resource``) of ``part`` and put them into ``assembly``.
 
     The request is split if the server rejects it as too large.
 
-    An extractor unknown to the server is recreated, within ``retry_policy.timeout`` seconds.
+    An extractor unknown to the server is recreated, within the timeout of a request.
 
     Raises:
         Problem: the server rejected the request.
         ExtractorChanged: the recreated extractor differs from the original.
     """
-    body, content_type = yield Call(part.body)
+    body, content_type = await client._call(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
-    send = Send("POST", extractor_path(ref.id, resource), query, headers, body)
+    request = Request("POST", extractor_path(ref.id, resource), query, headers, body)
     try:
-        response = yield from _send_rebuilding(ref, send, retry_policy)
+        response = await _send_rebuilding(client, ref, request)
     except ImageProblem as problem:
         if "index" in problem.extra or part.rows == 1:
             problem.shift_index(part.start)
@@ -252,36 +243,32 @@ def extract(
         if response.headers.get("content-type") != tensors.MEDIA_TYPE:
             raise unexpected(response, "safetensors")
         indices = None if part.regions is None else OUTPUTS[part.regions.field]
-        yield Call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
+        await client._call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
         return
-    del body, send
+    del body, request
     for smaller in part.split(rows):
-        yield from extract(ref, smaller, query, assembly, retry_policy, resource)
+        await extract(client, ref, smaller, query, assembly, resource)
 
 
 def call(
-    ref: ExtractorRef,
-    parts: Sequence[Part],
-    query: Mapping[str, str],
-    retry_policy: RetryPolicy,
-    resource: str = "features",
-) -> tuple[list[Flow[None]], tensors.Assembly]:
+    client: AnyClient, ref: ExtractorRef, parts: Sequence[Part], query: Mapping[str, str], resource: str = "features"
+) -> tuple[list[Flow], tensors.Assembly]:
     """Return the flows of a call, one per part, and the assembly that they fill; see :func:`extract`."""
     assembly = tensors.Assembly(parts[-1].row_end)
-    return [extract(ref, part, query, assembly, retry_policy, resource) for part in parts], assembly
+    return [partial(extract, client, ref, part, query, assembly, resource) for part in parts], assembly
 
 
-def _send_rebuilding(ref: ExtractorRef, send: Send, retry_policy: RetryPolicy) -> Flow[Response]:
+async def _send_rebuilding(client: AnyClient, ref: ExtractorRef, request: Request) -> Response:
     """Send a request to an extractor, recreating the extractor whenever the server does not know it."""
     rebuilds = 0
     while True:
         try:
-            return (yield from exchange(send, retry_policy))
+            return await exchange(client, request, client.retry_policy)
         except UnknownExtractor:
             if ref.spec is None or rebuilds == _MAX_REBUILDS:
                 raise
         rebuilds += 1
-        created = yield from create_extractor(ref.spec, retry_policy.timeout, retry_policy)
+        created = await create_extractor(client, ref.spec, client.retry_policy.timeout)
         if (created["id"], created["fingerprint"]) != (ref.id, ref.fingerprint):
             raise ExtractorChanged(
                 f"the server lost extractor {ref.id}, and its spec now builds one with different weights or a "

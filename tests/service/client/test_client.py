@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 from service.client import Client, exceptions, flows
 from service.client.base import BaseExtractor, token_indices
-from service.client.flows import Call, ExtractorRef, RetryPolicy, Send, Sleep
+from service.client.flows import ExtractorRef, Request, RetryPolicy
 from service.client.images import split_call
 from service.client.responses import Response
 from service.client.tensors import Assembly
@@ -55,29 +56,43 @@ def features(**arrays):
 REF = ExtractorRef("x", "f", {"model": "resnet18", "return_nodes": ["C5"]})
 
 
-def steps(flow, responses):
-    """The steps that a flow takes, given these answers to what it sends, and its result or error."""
-    taken, responses, result = [], list(responses), None
+class Answered:
+    """A client that gets these responses."""
+
+    def __init__(self, responses, retry_policy):
+        self.responses, self.retry_policy = list(responses), retry_policy
+        self.steps = []
+
+    async def _send(self, request):
+        self.steps.append(request)
+        return self.responses.pop(0)
+
+    async def _sleep(self, seconds):
+        self.steps.append(seconds)
+
+    async def _call(self, function):
+        return function()
+
+
+ONCE = RetryPolicy(60, 0)
+
+
+def steps(flow, responses, *arguments, policy=ONCE):
+    """The requests and the seconds of waiting of a flow that gets these responses, and its result or error."""
+    client = Answered(responses, policy)
     try:
-        while True:
-            step = flow.send(result)
-            taken.append(step)
-            result = responses.pop(0) if isinstance(step, Send) else None
-            if isinstance(step, Call):
-                result = step.function()
-    except StopIteration as end:
-        return taken, end.value
+        return client.steps, asyncio.run(flow(client, *arguments))
     except exceptions.FxserveError as error:
-        return taken, error
+        return client.steps, error
 
 
 def test_it_retries_after_retry_after():
     responses = [refusal(429, "admission-full", "2"), refusal(503, "not-ready", "3"), OK]
-    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 5)), responses)
+    taken, result = steps(flows.exchange, responses, Request("GET", "/"), RetryPolicy(60, 5))
     assert result is OK
-    assert [type(step) for step in taken] == [Send, Sleep, Send, Sleep, Send]
-    assert 2 <= taken[1].seconds <= 2.5
-    assert 3 <= taken[3].seconds <= 3.75
+    assert [type(step) for step in taken] == [Request, float, Request, float, Request]
+    assert 2 <= taken[1] <= 2.5
+    assert 3 <= taken[3] <= 3.75
 
 
 @pytest.mark.parametrize(
@@ -91,21 +106,21 @@ def test_it_retries_after_retry_after():
     ],
 )
 def test_it_stops_retrying(response, retry_policy, sent):
-    taken, error = steps(flows.exchange(Send("GET", "/"), retry_policy), [response] * 9)
+    taken, error = steps(flows.exchange, [response] * 9, Request("GET", "/"), retry_policy)
     assert isinstance(error, exceptions.Problem)
-    assert sum(isinstance(step, Send) for step in taken) == sent
+    assert sum(isinstance(step, Request) for step in taken) == sent
 
 
 def test_the_timeout_is_sent_to_the_server():
-    taken, _ = steps(flows.exchange(Send("GET", "/"), RetryPolicy(7, 0)), [OK])
+    taken, _ = steps(flows.exchange, [OK], Request("GET", "/"), RetryPolicy(7, 0))
     assert 6.9 < float(taken[0].headers["X-Request-Timeout"]) <= 7
     assert taken[0].timeout > 7
 
 
 @pytest.mark.parametrize("value", ["Wed, 21 Oct 2015 07:28:00 GMT", "soon", "-1", ""])
 def test_odd_retry_after(value):
-    taken, _ = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [refusal(429, retry_after=value), OK])
-    assert [step.seconds for step in taken if isinstance(step, Sleep)] == ([0.0] if "2015" in value else [])
+    taken, _ = steps(flows.exchange, [refusal(429, retry_after=value), OK], Request("GET", "/"), RetryPolicy(9, 1))
+    assert [step for step in taken if isinstance(step, float)] == ([0.0] if "2015" in value else [])
 
 
 def test_every_problem_is_of_the_class_of_its_status():
@@ -134,14 +149,14 @@ def test_every_class_of_one_problem_is_a_problem_of_the_server():
 
 def test_error_responses_that_are_no_problem_documents():
     page = Response(502, httpx.Headers(), np.frombuffer(b"<h1>Bad Gateway</h1>", np.uint8))
-    _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(9, 1)), [page])
+    _, error = steps(flows.exchange, [page], Request("GET", "/"), RetryPolicy(9, 1))
     assert isinstance(error, exceptions.ServerError)
     assert "Bad Gateway" in str(error)
 
 
 def test_a_redirect_is_an_error_that_names_the_server():
     moved = Response(301, httpx.Headers({"location": "https://features.example/v1/models"}), np.empty(0, np.uint8))
-    taken, error = steps(flows.exchange(Send("DELETE", "/"), RetryPolicy(9, 1)), [moved])
+    taken, error = steps(flows.exchange, [moved], Request("DELETE", "/"), RetryPolicy(9, 1))
     assert isinstance(error, exceptions.Problem)
     assert "https://features.example" in str(error)
     assert len(taken) == 1
@@ -151,10 +166,10 @@ def test_a_redirect_is_an_error_that_names_the_server():
 def test_a_gateway_may_have_a_status_of_its_own(status):
     document = json.dumps({"status": status, "message": "slow down"}).encode()
     busy = Response(429, httpx.Headers({"retry-after": "1"}), np.frombuffer(document, np.uint8))
-    taken, result = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 1)), [busy, OK])
+    taken, result = steps(flows.exchange, [busy, OK], Request("GET", "/"), RetryPolicy(60, 1))
     assert result is OK
-    assert [type(step) for step in taken] == [Send, Sleep, Send]
-    _, error = steps(flows.exchange(Send("GET", "/"), RetryPolicy(60, 0)), [busy])
+    assert [type(step) for step in taken] == [Request, float, Request]
+    _, error = steps(flows.exchange, [busy], Request("GET", "/"), RetryPolicy(60, 0))
     assert (type(error), error.status) == (exceptions.Busy, 429)
 
 
@@ -211,7 +226,7 @@ def test_names_are_strings():
 
 def test_a_page_of_another_server_is_no_response():
     page = Response(200, httpx.Headers({"content-type": "text/html"}), np.frombuffer(b"<h1>Sign in</h1>", np.uint8))
-    _, error = steps(flows.model("resnet18", RetryPolicy(9, 1)), [page])
+    _, error = steps(flows.model, [page], "resnet18")
     for found in (error, asked(REF, [page])[1]):
         assert isinstance(found, exceptions.ConnectionFailed)
         assert "is it fxserve" in str(found)
@@ -222,25 +237,24 @@ def test_a_page_of_another_server_is_no_response():
 def test_the_json_of_another_server_is_no_response(body):
     """The second is what servers of language models answer for the list of their models."""
     answer = Response(200, httpx.Headers(), np.frombuffer(body, np.uint8))
-    retry_policy = RetryPolicy(9, 1)
-    for flow in (
-        flows.models(None, None, None, retry_policy),
-        flows.model("resnet18", retry_policy),
-        flows.nodes("resnet18", "DEFAULT", None, retry_policy),
-        flows.extractors(retry_policy),
-        flows.extractor("x", retry_policy),
-        flows.create_extractor(REF.spec, 9, retry_policy),
+    for flow, *arguments in (
+        (flows.models, None, None, None),
+        (flows.model, "resnet18"),
+        (flows.nodes, "resnet18", "DEFAULT", None),
+        (flows.extractors,),
+        (flows.extractor, "x"),
+        (flows.create_extractor, REF.spec, 9),
     ):
-        _, error = steps(flow, [answer])
+        _, error = steps(flow, [answer], *arguments)
         assert isinstance(error, exceptions.ConnectionFailed)
         assert "is it fxserve" in str(error)
 
 
 def test_the_server_has_its_time_to_answer_besides_the_time_that_a_build_is_waited_for():
     """It resolves the nodes before it waits, which takes seconds for a model that it has not traced."""
-    taken, description = steps(flows.create_extractor(REF.spec, 300, RetryPolicy(5, 0)), [described()])
+    taken, description = steps(flows.create_extractor, [described()], REF.spec, 300, policy=RetryPolicy(5, 0))
     assert description["state"] == "ready"
-    assert taken[0].timeout >= float(taken[0].query["wait"]) + 5
+    assert taken[0].timeout >= float(taken[0].params["wait"]) + 5
 
 
 @pytest.mark.parametrize(
@@ -259,8 +273,8 @@ def test_what_is_too_large_is_sent_in_smaller_requests():
     responses = [too_large] + [
         features(a=np.arange(first, min(first + 2, 8), dtype=np.float32)) for first in range(0, 8, 2)
     ]
-    taken, _ = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), responses)
-    assert sum(isinstance(step, Send) for step in taken) == 5
+    taken, _ = steps(flows.extract, responses, REF, part, {}, assembly)
+    assert sum(isinstance(step, Request) for step in taken) == 5
     assert assembly.arrays()["a"].tolist() == list(range(8))
 
 
@@ -268,11 +282,11 @@ def test_regions_that_are_too_many_together_are_sent_in_smaller_requests():
     [part] = split_call([bytes([n]) for n in range(4)], 16, MB)
     assembly = Assembly(4)
     responses = [refusal(422, "bad-mask"), features(a=np.arange(2)), features(a=np.arange(2, 4))]
-    taken, error = steps(flows.extract(REF, part, {}, assembly, RetryPolicy(60, 0)), responses)
+    taken, error = steps(flows.extract, responses, REF, part, {}, assembly)
     assert error is None
-    assert sum(isinstance(step, Send) for step in taken) == 3
+    assert sum(isinstance(step, Request) for step in taken) == 3
     assert assembly.arrays()["a"].tolist() == [0, 1, 2, 3]
-    _, error = steps(flows.extract(REF, part, {}, Assembly(4), RetryPolicy(60, 0)), [refusal(422, "bad-mask", index=2)])
+    _, error = steps(flows.extract, [refusal(422, "bad-mask", index=2)], REF, part, {}, Assembly(4))
     assert isinstance(error, exceptions.BadMask)
     assert error.index == 2
 
@@ -289,8 +303,8 @@ def asked(ref, responses):
     """Path and body of what is sent for one image, and what comes of it in the end."""
     [part] = split_call([b"image"], 1, MB)
     assembly = Assembly(1)
-    taken, error = steps(flows.extract(ref, part, {}, assembly, RetryPolicy(60, 5)), responses)
-    return [(step.path, step.body) for step in taken if isinstance(step, Send)], error or assembly.arrays()
+    taken, error = steps(flows.extract, responses, ref, part, {}, assembly, policy=RetryPolicy(60, 5))
+    return [(step.url, step.content) for step in taken if isinstance(step, Request)], error or assembly.arrays()
 
 
 def test_what_the_server_does_not_know_is_made_again():
@@ -315,12 +329,11 @@ def test_what_is_made_again_is_the_same_or_an_error(other):
 
 def test_the_index_of_a_bad_image_is_that_of_the_call():
     [_, part] = split_call([b"a", b"b", b"c"], 2, MB)
-    flow = flows.extract(REF, part, {}, Assembly(3), RetryPolicy(60, 0))
-    flow.send(flow.send(None).function())
     problem = refusal(422, "bad-image", index=0, detail="image 0: these 1 bytes are not an image")
-    with pytest.raises(exceptions.BadImage, match=r"^image 2: these") as caught:
-        flow.send(problem)
-    assert caught.value.index == 2
+    _, error = steps(flows.extract, [problem], REF, part, {}, Assembly(3))
+    assert isinstance(error, exceptions.BadImage)
+    assert str(error).startswith("image 2: these")
+    assert error.index == 2
 
 
 def test_the_images_of_edits_are_those_of_each_request():
