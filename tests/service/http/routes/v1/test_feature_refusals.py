@@ -287,7 +287,7 @@ def test_while_draining(make_client, photos):
     assert int(response.headers["retry-after"]) >= 1
     assert client.get("/readyz").status_code == 503
     assert client.get("/healthz").status_code == 200
-    assert client.get("/v1/models?source=torchvision").status_code == 200
+    assert client.get("/v1/transforms").status_code == 200
     assert client.get("/v1/models/alexnet/nodes").json()["type"] == "/problems/draining"  # its threads have ended
     assert client.post("/v1/extractors").json()["type"] == "/problems/draining"
     assert client.delete("/v1/extractors/r50").json()["type"] == "/problems/draining"
