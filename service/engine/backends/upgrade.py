@@ -219,7 +219,8 @@ class Upgrade:
         description = runtime.description
         try:
             # Not in one of the pools, whose tasks take longer than this.
-            await asyncio.to_thread(self._check_time)
+            if description.spec.image_size is not None:
+                await asyncio.to_thread(self._check_time)
             rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
             await self._tools.trials.compare_one(own, Reference(original, rows, description.spec.precision), eager)
             own.state, own.reason = CandidateState.SERVING, None

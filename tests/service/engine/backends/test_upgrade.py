@@ -39,6 +39,7 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         record = await built(running, backend="auto")
         assert (record.backend, record.runtime.wanted.is_set()) == ("eager", False)
         before = await running.features(record, jpegs)
+        await record.runtime.checked.wait()
         await asyncio.sleep(0)
         checks = record.checks
         assert checks is not None
