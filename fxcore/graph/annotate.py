@@ -137,7 +137,8 @@ def annotate(
             node.meta["rows"] = _rows(value.shape, many.get(node))
         _note_many(node, value, numbers.get(node), _BATCH)
 
-    with torch.no_grad():  # not inference mode, whose tensors have no version counters
+    # Tensors of inference mode, which the caller may be in, have no version counters.
+    with torch.inference_mode(False), torch.no_grad():
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device, dtype))
     _mark_mixed(module.graph)
@@ -165,7 +166,7 @@ def observe(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     >>> [n.meta["mutates"] for n in model.graph.nodes]
     [[], [], [0], []]
     """
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         _Recorder(module, _note_value).run(*clones(inputs))
 
 
@@ -180,7 +181,7 @@ def observe_many(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         node.meta[GROWS] = _doubled(node.meta["value"], value)
 
     try:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             _Recorder(module, note).run(*map_tensors(lambda t: torch.cat([t, t]) if t.ndim else t, list(inputs)))
     except Exception:
         for node in module.graph.nodes:
@@ -216,7 +217,7 @@ def count_flops(
     """
     flops: dict[fx.Node, int] = {}
     counted = 0
-    with torch.no_grad(), FlopCounter() as counter:
+    with torch.inference_mode(False), torch.no_grad(), FlopCounter() as counter:
 
         def difference(node: fx.Node, value: Any) -> None:
             nonlocal counted

@@ -348,7 +348,8 @@ def record(
             # ``self.pos[:, :n]``, but a proxy can.
             tracer.proxy_buffer_attributes = failed is not None
             try:
-                with tracer.factories:
+                # Constants must not be inference tensors, which autograd cannot keep.
+                with torch.inference_mode(False), tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
                 for name, value in before.assigned():
                     if isinstance(value, fx.Proxy) or tracer.proxy_buffer_attributes:

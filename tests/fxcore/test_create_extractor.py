@@ -110,6 +110,32 @@ def test_the_module_stays_as_it_is() -> None:
     assert all(part.training for part in model.modules())
 
 
+def written(x: Tensor) -> Tensor:
+    return x.relu_() + 1
+
+
+def test_an_extractor_made_in_inference_mode() -> None:
+    """It sees what a function kept whole writes, and its constants can be kept for a backward pass."""
+
+    class Writing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return written(self.conv(x)) * torch.arange(8.0)
+
+    torch.manual_seed(0)
+    model, x = Writing().eval(), torch.randn(2, 3, 8, 8)
+    with torch.inference_mode():
+        extractor = fxcore.create_extractor(model, ["conv", "mul"], x.clone(), leaf_functions=[written])
+    found = extractor(x)
+    torch.testing.assert_close(found["conv"], nn.functional.conv2d(x, model.conv.weight, model.conv.bias))
+    assert torch.equal(found["mul"], model(x))
+    found["mul"].sum().backward()
+    assert model.conv.weight.grad is not None
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

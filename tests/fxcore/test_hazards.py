@@ -106,8 +106,10 @@ class Model(nn.Module):
         return value
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("kind", WRITES)
-def test_no_value_depends_on_what_overwrites_it(kind: str, own_entry: OwnEntry) -> None:
+def test_no_value_depends_on_what_overwrites_it(kind: str, inference: bool, own_entry: OwnEntry) -> None:
+    """Whether or not the graph is made in inference mode."""
     torch.manual_seed(0)
     model = Model(WRITES[kind]).eval()
     model.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
@@ -120,7 +122,8 @@ def test_no_value_depends_on_what_overwrites_it(kind: str, own_entry: OwnEntry) 
         for module in model.modules():  # as load_model leaves it
             if getattr(module, "inplace", False):
                 module.inplace = False
-        graph = trace_graph(entry)
+        with torch.inference_mode(inference):
+            graph = trace_graph(entry)
         for nodes in (["conv", "norm", "last"], ["norm"], ["norm", graph.eval_nodes[-1]], ["last", "norm"]):
             values = build_extractor(graph, model, graph.resolve(nodes)).module(x)
             for node in nodes:
