@@ -139,11 +139,13 @@ def narrowed(
     passed = [] if own else ["self"]
     parameters = [*inspect.signature(function).parameters.values()][len(passed) :]
     positions = {p.name: rest.pop(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
-    passed += [n if n in taken else f"positions[{n!r}]" for n in positions]
+    passed += [n if n in taken else f"_fxcore_positions[{n!r}]" for n in positions]
     passed += [f"{n}={n}" for n in taken if n not in positions]
-    scope: dict[str, Any] = {"function": function, "positions": positions, "fixed": rest}
+    # The names begin with _fxcore since those of arguments hide them.
+    scope: dict[str, Any] = {"_fxcore_function": function, "_fxcore_positions": positions, "_fxcore_fixed": rest}
     # torch.fx reads the names of the inputs from the code object.
-    exec(f"def narrow(self, {', '.join(taken)}): return function({', '.join(passed)}, **fixed)", scope)
+    call = f"_fxcore_function({', '.join(passed)}, **_fxcore_fixed)"
+    exec(f"def narrow(self, {', '.join(taken)}): return {call}", scope)
     made.__class__ = type(type(model).__name__, (type(model),), {name: scope["narrow"]})
     return made
 

@@ -43,7 +43,8 @@ def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
     """
     made, inner = shallow_copy(root), shallow_copy(root)
     made.__dict__.pop("forward", None)
-    made.__class__ = type(type(root).__name__, (type(root),), {"forward": forward_to("inner", root, inner=inner)})
+    forward = forward_to("_fxcore_inner", root, _fxcore_inner=inner)
+    made.__class__ = type(type(root).__name__, (type(root),), {"forward": forward})
     return made, inner
 
 
@@ -51,7 +52,7 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
     """Return a method with the parameters of ``root`` that calls the expression ``called`` with them.
 
     Args:
-        names: names that the expression may use in addition to ``self``.
+        names: names that the expression may use in addition to ``self``, unlike those of any parameter.
     """
     parameters = _parameters(root)
     kinds = inspect.Parameter
@@ -65,10 +66,10 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
         keyword_only = keyword_only or kind in (kinds.KEYWORD_ONLY, kinds.VAR_POSITIONAL)
         given = ""
         if parameter.default is not parameter.empty:
-            defaults[name], given = parameter.default, f"=defaults[{name!r}]"
+            defaults[name], given = parameter.default, f"=_fxcore_defaults[{name!r}]"
         taken.append(stars.get(kind, "") + name + given)
         passed.append(f"{name}={name}" if kind is kinds.KEYWORD_ONLY else stars.get(kind, "") + name)
-    scope: dict[str, Any] = {**names, "defaults": defaults}
+    scope: dict[str, Any] = {**names, "_fxcore_defaults": defaults}
     # torch.fx reads the names of the inputs from the code object.
     exec(f"def forward({', '.join(taken)}): return {called}({', '.join(passed)})", scope)
     made: Callable[..., Any] = scope["forward"]

@@ -251,6 +251,21 @@ def test_any_inputs_by_position_and_by_name(captioner: Captioner) -> None:
     assert torch.equal(bare(IDS, IMAGE)["out"], captioner(IDS, IMAGE))
 
 
+@pytest.mark.parametrize("first", ["moving, k=2", "moving, k=2, /"])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", ["fixed", "function", "positions", "inner", "defaults", "narrow", "forward", "call"])
+def test_arguments_with_any_name(name: str, hooked: bool, first: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"def forward(self, {first}, {name}=None): return self.mix(moving) * k - self.mix({name})", scope)
+    model = type("Registration", (nn.Module,), scope)()
+    model.mix = nn.Linear(4, 4)
+    if hooked:
+        model.register_forward_hook(lambda module, inputs, output: output * 3)
+    x, y = torch.rand(2, 3, 4)
+    found = fxcore.create_extractor(model, {"sub": "out"}, {"moving": x, name: y})(x, y)["out"]
+    assert torch.equal(found * 3 if hooked else found, model(x, 2, y))
+
+
 def test_gradients_reach_the_modules_own_parameters(captioner: Captioner) -> None:
     extractor = fxcore.create_extractor(captioner, ["words"], (IDS, IMAGE))
     extractor(IDS, IMAGE)["words"].sum().backward()
