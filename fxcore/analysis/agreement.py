@@ -79,7 +79,6 @@ def check_graph(
         targets = {node.name: str(node.target) for node in traced.graph.nodes if node.op == "call_module"}
     scripted = {path for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)}
     targets = {node: path for node, path in targets.items() if path not in scripted}  # these take no hooks
-    uncertain = _uncertain(traced)
     name = type(module).__name__
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
     with _deterministic(), _memory_set(traced):
@@ -89,15 +88,17 @@ def check_graph(
             # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
         first: str | None = None
+        random = _Draws(traced)
 
         def compare(node: fx.Node, value: Any) -> None:
             """Compare the outputs of modules with ``seen``, and remove the compared samples."""
             nonlocal first
+            random.note(node)
             if node.op == "call_module" and node.name in targets:
                 expected = seen[targets[node.name]]
                 for tensor in tensors_in(value):
                     sample = expected.pop(0) if expected else None
-                    agrees = sample is not None and (node in uncertain or sample.agrees(Sample.of(tensor)))
+                    agrees = sample is not None and (node in random.nodes or sample.agrees(Sample.of(tensor)))
                     if not agrees and first is None:
                         first = public_name(node)
 
@@ -107,7 +108,7 @@ def check_graph(
             raise GraphDiffers(f"the graph of {name} cannot run where the module can: {summarize(error)}") from error
     first = first or next((path for path, left in seen.items() if left), None)
     if first is None:
-        first = _differing_output(traced, expected, found, uncertain)
+        first = _differing_output(traced, expected, found, random.nodes)
     if first is not None:
         raise GraphDiffers(
             f"the graph of {name} computes other values than the module, first in {first}: a branch, a context such as "
@@ -178,26 +179,13 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     >>> compare_rows(trace(lambda x: x - x.mean(0)), (torch.randn(2, 3),))
     Rows(apart=['sub'], dependent='sub')
     """
-    uncertain = _uncertain(traced)
     batches = (inputs, [x[_FIVE] for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
-    runs = [Interpreter(traced) for _ in batches]
-    for run, given in zip(runs, batches, strict=True):
-        run.args_iter = iter(clones(given))
     state: dict[fx.Node, str] = {}
     with _deterministic(), _memory_set(traced):
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                break
-            values = []
-            for run in runs:
-                run.env[node] = run.run_node(node)
-                values.append(run.env[node])
-            if node not in uncertain and isinstance(values[0], Tensor):
-                batch, five, *alone = values
+        for node, (batch, five, *alone) in _in_step(traced, batches):
+            if isinstance(batch, Tensor):
                 found = _relation(batch, *alone), _relation(five, *(alone[row] for row in _FIVE))
                 state[node] = max(found, key=_RELATIONS.index)
-            for run in runs:
-                _drop_unused(run, node)
     apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
     results = {state[node] for node in traced.graph.output_node().all_input_nodes if node in state}
     differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
@@ -218,28 +206,45 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
     >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
     True
     """
-    uncertain = _uncertain(traced)
-    runs = [Interpreter(traced) for _ in range(2)]
-    for run in runs:
-        run.args_iter = iter(clones(inputs))
     with _deterministic(), _memory_set(traced):
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                break
-            for run in runs:
-                run.env[node] = run.run_node(node)
-            pairs = zip(*(tensors_in(run.env[node]) for run in runs), strict=True)
-            if node not in uncertain and not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
+        for node, values in _in_step(traced, (inputs, inputs)):
+            pairs = zip(*map(tensors_in, values), strict=True)
+            if not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
                 return public_name(node)
-            for run in runs:
-                _drop_unused(run, node)
     return None
 
 
-def _drop_unused(run: Interpreter, node: fx.Node) -> None:
-    """Drop the values that no node after ``node`` reads."""
-    for done in run.user_to_last_uses.get(node, ()):
-        run.env.pop(done, None)
+def draws(traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether ``traced`` computes with random numbers when it runs on ``inputs``.
+
+    >>> from fxcore import trace
+    >>> draws(trace(lambda x: x + torch.rand_like(x)), [torch.ones(2)]), draws(trace(lambda x: x + 1), [torch.ones(2)])
+    (True, False)
+    """
+    with _deterministic():
+        found = _Draws(traced)
+        Watcher(traced, lambda node, _: found.note(node)).run(*clones(inputs))
+    return bool(found.nodes)
+
+
+def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
+    """Run ``traced`` on all ``batches`` at once, node by node, and yield each node with its values, except for random
+    ones."""
+    runs = [Interpreter(traced) for _ in batches]
+    for run, given in zip(runs, batches, strict=True):
+        run.args_iter = iter(clones(given))
+    random = _Draws(traced)
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            return
+        for run in runs:
+            run.env[node] = run.run_node(node)
+        random.note(node)
+        if node not in random.nodes:
+            yield node, [run.env[node] for run in runs]
+        for run in runs:  # drop the values that no later node reads
+            for done in run.user_to_last_uses.get(node, ()):
+                run.env.pop(done, None)
 
 
 def _relation(batch: Tensor, *alone: Any) -> str:
@@ -301,15 +306,29 @@ def _tensors(value: Any) -> dict[str, Tensor]:
     return {key: item for key, item in flat(value).items() if isinstance(item, Tensor)}
 
 
-def _uncertain(traced: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes whose values depend on random numbers."""
-    found: set[fx.Node] = set()
-    for node in traced.graph.nodes:
-        drawn = FROZEN in node.meta and node.meta[FROZEN].random
-        drawn |= is_random(traced, node) and not is_uninitialized(node)
-        if drawn or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+class _Draws:
+    """The nodes that have run whose values depend on random numbers.
+
+    Functions and modules that are kept whole are recognised by the generators that they draw from.
+    """
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.nodes: set[fx.Node] = set()
+        self._traced = traced
+        self._generators = _generator_states()
+
+    def note(self, node: fx.Node) -> None:
+        """Add ``node``, which was the last to run, if its values depend on random numbers."""
+        before, self._generators = self._generators, _generator_states()
+        drawn = self._generators != before or (FROZEN in node.meta and node.meta[FROZEN].random)
+        drawn |= is_random(self._traced, node) and not is_uninitialized(node)
+        if drawn or not self.nodes.isdisjoint(node.all_input_nodes):
+            self.nodes.add(node)
+
+
+def _generator_states() -> list[bytes]:
+    generators = (torch.default_generator, *torch.cuda.default_generators)
+    return [generator.get_state().numpy().tobytes() for generator in generators]
 
 
 @contextlib.contextmanager

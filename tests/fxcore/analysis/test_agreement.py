@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, get_model, trace
-from fxcore.analysis.agreement import GraphDiffers, check_graph, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows, draws
 from fxcore.errors import FxError
 
 
@@ -100,6 +100,39 @@ def test_values_after_a_function_that_draws_nothing_are_compared(function: Calla
 def test_random_values_are_not_compared(draw: Callable[[Tensor], Tensor]) -> None:
     model, x = Net(lambda x: x + draw(x)).eval(), torch.randn(3, 5, 4)
     assert create_extractor(model, ["last"], x)(x)["last"].shape == (3, 5, 4)
+
+
+def with_noise(x: Tensor) -> Tensor:
+    return x + torch.randn(x.shape)
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return with_noise(x)
+
+
+@pytest.mark.parametrize("noise", [with_noise, Noise()], ids=["function", "module"])
+def test_parts_kept_whole_may_draw(noise: Callable[[Tensor], Tensor]) -> None:
+    """As the warning about frozen draws advises."""
+    kept: dict[str, Any] = {"leaf_functions": [with_noise], "leaf_modules": [Noise]}
+    model, x = Net(noise).eval(), torch.randn(2, 5, 4)
+    extractor = create_extractor(model, ["first", "last"], x, **kept)
+    one, other = extractor(x), extractor(x)
+    assert torch.equal(one["first"], other["first"])
+    assert not torch.equal(one["last"], other["last"])
+    traced = trace(model, **kept)
+    assert draws(traced, [x])
+    assert changing_node(traced, [x]) is None
+    assert compare_rows(traced, [x]) == Rows()
+
+
+def test_what_runs_beside_a_part_that_draws_is_compared() -> None:
+    class Beside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.unseen(x), self.last(with_try(self.first(x)))])
+
+    with pytest.raises(GraphDiffers, match="first in last"):
+        create_extractor(Beside(with_noise).eval(), ["last"], torch.randn(2, 5, 4), leaf_functions=[with_noise])
 
 
 @dataclass

@@ -116,8 +116,13 @@ def test_a_graph_that_differs_is_refused() -> None:
         run_check(dataclasses.replace(typed, batch=False))
 
 
-def test_a_model_that_draws_random_numbers_is_served() -> None:
-    entry = entry_of(lambda: Net(lambda x: nn.functional.dropout(x, training=True).mT))
+def with_noise(x: Tensor) -> Tensor:
+    return (x + torch.randn(x.shape)).mT
+
+
+@pytest.mark.parametrize("draw", [lambda x: nn.functional.dropout(x, training=True).mT, with_noise])
+def test_a_model_that_draws_random_numbers_is_served(draw: Callable[[Tensor], Tensor]) -> None:
+    entry = entry_of(lambda: Net(draw), leaf_functions=[with_noise])
     assert run_check(entry) == entry
 
 
