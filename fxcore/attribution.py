@@ -49,14 +49,18 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         target: index of the result, or one for each image, integers ``[n]``; None for the largest of each image.
 
     Raises:
-        BadTarget: the result is not ``[n, k]``, has no value ``target``, or no gradient reaches the values, e.g.
-            because of quantized layers.
+        BadTarget: the result is not ``[n, k]``, has no value ``target``, the values have no gradients, as integers, or
+            no gradient reaches them, e.g. because of quantized layers.
 
     >>> found = gradients(lambda x: {"y": x @ torch.tensor([[1.0, 2.0], [3.0, 5.0]])}, [torch.ones(1, 2)], 0)
     >>> found.targets, found.values
     (tensor([1]), tensor([[2., 5.]]))
     """
-    with torch.enable_grad():
+    if not values[at].is_floating_point() and not values[at].is_complex():
+        raise BadTarget(
+            f"values of dtype {values[at].dtype} have no gradients; choose a node with floating-point values"
+        )
+    with torch.inference_mode(False), torch.enable_grad():
         # Autograd cannot keep values that were computed in inference mode.
         given = [value.clone() if value.is_inference() else value.detach() for value in values]
         given[at] = given[at].clone().requires_grad_()

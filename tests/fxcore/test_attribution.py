@@ -163,3 +163,15 @@ def test_what_has_no_gradient_is_refused(kept: bool) -> None:
     layer = nn.Linear(3, 2).requires_grad_(kept)
     with pytest.raises(BadTarget, match="no gradient of the result"):
         gradients(lambda x: {"y": layer(x.int().float())}, [torch.ones(1, 3)], 0)
+
+
+def test_gradients_in_inference_mode() -> None:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+    with torch.inference_mode():
+        found = gradients(lambda x: {"y": x @ weight}, [torch.ones(1, 2)], 0, 0)
+    assert torch.equal(found.values, weight[:, 0][None])
+
+
+def test_integers_have_no_gradients() -> None:
+    with pytest.raises(BadTarget, match=r"int64 have no gradients"):
+        gradients(lambda x: {"y": x.float()}, [torch.ones(1, 2, dtype=torch.int64)], 0, 0)
