@@ -379,26 +379,15 @@ def record(
 
 
 def private(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of ``model`` to trace in the mode ``training``, sharing its parameters.
-
-    Raises:
-        NotTraceable: ``model`` is in the other mode and cannot be copied.
-    """
+    """Return a copy of ``model`` to trace in the mode ``training``, sharing its tensors and other attributes."""
     check_python(model)
-    try:
-        alike = all(part.training == training for part in model.modules())
-        made = private_copy(model) if alike else shared_copy(model).train(training)
-        unwrap_parts(made)
-        return made
-    except Exception as error:
-        mode = "train" if training else "eval"
-        name = type(model).__name__
-        raise NotTraceable.because(
-            f"{name} is not in {mode} mode and cannot be copied ({summarize(error)})",
-            f"call .{mode}() on it first",
-            kind="mode",
-            module=name,
-        ) from error
+    alike = all(part.training == training for part in model.modules())
+    scripted = [] if alike else [part for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
+    made = private_copy(model, {part: shared_copy(part) for part in scripted})  # it shares these with the model
+    if not alike:
+        made.train(training)
+    unwrap_parts(made)
+    return made
 
 
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:
