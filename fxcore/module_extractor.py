@@ -38,9 +38,9 @@ def create_extractor(
 ) -> fx.GraphModule:
     """Create an extractor for any module: a graph module in eval mode that returns the values of chosen nodes.
 
-    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, but no
-    modules, so it stays in eval mode when training goes on. In-place operations are replaced by out-of-place ones, so
-    that no value depends on which others are extracted.
+    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, and
+    follows changes of their values, but no modules, so it stays in eval mode when training goes on. In-place operations
+    are replaced by out-of-place ones, so that no value depends on which others are extracted.
 
     Args:
         module: any module, or a graph module from :func:`~fxcore.tracing.tracer.trace`. Wrappers (compiled modules,

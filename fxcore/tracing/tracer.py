@@ -7,6 +7,7 @@ cannot be traced can become leaves automatically.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 import threading
@@ -23,7 +24,7 @@ from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
-from fxcore.tracing.constants import FROZEN, FactoryRecorder, StateWrite
+from fxcore.tracing.constants import COMPUTED, FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.leaves import kept_whole
@@ -60,6 +61,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         factories: records the origins of constants; the caller must enter it for the trace.
         originals: functions to record in place of others; see :func:`fxcore.tracing.leaves.kept_whole`.
         paths: paths for modules that stand for parts of the traced module, such as those that its hooks refer to.
+        live: give no names to operations on buffers alone, which are recorded if ``proxy_buffer_attributes``.
 
     Attributes:
         failure: the error that ended the trace, and the path of the innermost module that raised it.
@@ -73,6 +75,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         factories: FactoryRecorder | None = None,
         originals: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
         paths: Mapping[nn.Module, str] | None = None,
+        live: bool = False,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces wrapped objects in every module's namespace, for all threads. Wrapped functions still work
@@ -86,6 +89,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.factories = factories or FactoryRecorder()
         self._originals = originals or {}
         self._paths = paths or {}
+        self._live = live
         self._thread = threading.get_ident()
         self._latest: dict[str, int] = {}  # latest number suffix by name without suffix
 
@@ -123,8 +127,11 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     def create_arg(self, a: Any) -> Any:
         argument = super().create_arg(a)
-        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.origin_of(a)):
-            argument.meta[FROZEN] = made
+        if isinstance(a, Tensor) and isinstance(argument, fx.Node):
+            if made := self.factories.origin_of(a):
+                argument.meta[FROZEN] = made
+            if self.factories.is_computed(a):
+                argument.meta[COMPUTED] = True
         return argument
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
@@ -133,7 +140,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         elif kind == "call_method" and target in TENSOR_METHODS:
             kind, target = "call_function", TENSOR_METHODS[target]
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
+        if name := self.node_to_qualname[proxy.node]:
+            proxy.node.meta[PATH] = name
         proxy.node.meta[MODULE] = self.current_module_qualname
         if (base := mutated_argument(proxy.node, {})) is not None:
             self._check_write(base)
@@ -152,11 +160,13 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             raise StateWrite(name)
 
     def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
-        """Return torchvision's name for ``node``.
+        """Return torchvision's name for ``node``; empty for what torchvision does not record.
 
         torchvision's own method matches each earlier name by a regular expression, half of the trace time of a large
         model.
         """
+        if self._live and self._of_buffers(node):
+            return ""
         name = module_qualname
         if node.op != "call_module":
             name = f"{name}.{node}" if name else str(node)
@@ -168,6 +178,13 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if number is not None:
             self._latest[base] = number
         return name
+
+    def _of_buffers(self, node: fx.Node) -> bool:
+        """Return whether ``node`` is a buffer or computed from buffers and constants alone, all without names."""
+        if node.op == "get_attr":
+            return not isinstance(_untraced(self.root, str(node.target)), nn.Parameter)
+        inputs = node.all_input_nodes if node.op in ("call_function", "call_method") else []
+        return bool(inputs) and all(PATH not in n.meta for n in inputs)
 
 
 def _untraced(root: nn.Module, path: str) -> Tensor:
@@ -213,9 +230,12 @@ def trace(
 
     Tensors that ``root`` creates without inputs become constants of the graph, see
     :func:`fxcore.tracing.constants.frozen`; a :class:`fxcore.tracing.constants.FrozenDraw` warning reports random ones.
+    Operations on buffers alone are recorded in eval mode as nodes without names, so that the graph follows changes of
+    the buffers' values. If Python code needs these values, as in ``int(self.count)``, results become constants instead.
 
     Returns:
-        A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output``.
+        A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output`` and operations on
+        buffers alone, which have no name in torchvision.
 
     Raises:
         NotTraceable: tracing failed; the error names the module and line, and what to do. Also raised if a part of the
@@ -275,14 +295,16 @@ def trace(
     """
     if isinstance(root, nn.Module):
         root = enclosed_if_whole(unwrapped(root), training)
-    model = private(root, training) if isinstance(root, nn.Module) else root
-    graph, holder = record(
-        model,
-        leaf_modules=leaf_modules,
-        leaf_functions=leaf_functions,
-        concrete_args=concrete_args,
-        original=root if isinstance(root, nn.Module) else None,
-    )
+    leaves: Any = {"leaf_modules": leaf_modules, "leaf_functions": leaf_functions}
+    if isinstance(root, nn.Module):
+        graph, holder = record(private(root, training), **leaves, concrete_args=concrete_args, original=root)
+        if not training and any(COMPUTED in node.meta for node in graph.nodes):
+            with contextlib.suppress(NotTraceable):  # a size or a branch that depends on a buffer's values
+                live = record(private(root, training), **leaves, concrete_args=concrete_args, original=root, live=True)
+                if _operations(live[0]) == _operations(graph):
+                    graph, holder = live
+    else:
+        graph, holder = record(root, **leaves, concrete_args=concrete_args)
     name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
     try:
         made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
@@ -315,11 +337,14 @@ def record(
     leaf_functions: Sequence[Callable[..., Any]] = (),
     concrete_args: Mapping[str, Any] | None = None,
     original: nn.Module | None = None,
+    live: bool = False,
 ) -> tuple[fx.Graph, nn.Module]:
     """Trace a private module in its current mode, or a function; see :func:`trace`.
 
     Args:
         original: the module that ``root`` is a copy of; hooks and closures may refer to the original's parts.
+        live: record operations on buffers alone, as nodes without names, rather than store their results. Nothing is
+            said about random draws.
 
     Returns:
         The graph, and the module that it refers to: ``root`` itself, or a copy with the same parts if ``root`` has
@@ -334,19 +359,17 @@ def record(
     check_patterns(root, patterns)
     concrete = check_arguments(root, concrete_args)
     untraceable: dict[str, str] = {}
-    constants: set[str] = set()
-    failed: tuple[Exception, str] | None = None
-    while True:
+
+    def attempt(proxies: bool) -> tuple[fx.Graph, Tracer]:
+        """Trace once, with buffers as proxies or as tensors."""
         with _TRACE_LOCK, kept_whole(leaf_functions, root) as originals:
-            before = Attributes(root if isinstance(root, nn.Module) else nn.Module())
+            before, constants = Attributes(root if isinstance(root, nn.Module) else nn.Module()), set[str]()
             traced, paths = root, {module: path for path, module in (original or nn.Module()).named_modules()}
             if isinstance(root, nn.Module) and called_otherwise(root):
                 traced, inner = entry(root)
                 paths |= {root: "", inner: ""}
-            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
-            # Only after a failure, because it adds nodes: a tensor cannot be indexed by a traced size, as in
-            # ``self.pos[:, :n]``, but a proxy can.
-            tracer.proxy_buffer_attributes = failed is not None
+            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths, live)
+            tracer.proxy_buffer_attributes = proxies or live
             try:
                 # Constants must not be inference tensors, which autograd cannot keep.
                 with torch.inference_mode(False), tracer.factories:
@@ -354,28 +377,61 @@ def record(
                 for name, value in before.assigned():
                     if isinstance(value, fx.Proxy) or tracer.proxy_buffer_attributes:
                         raise StateWrite(name)
-                constants = {str(node.target) for node in graph.find_nodes(op="get_attr")}
-                break
+                constants |= {str(node.target) for node in graph.find_nodes(op="get_attr")}
+                return graph, tracer
             except Exception as error:
                 before.remove_hooks()
                 path = tracer.failure[1] if tracer.failure and tracer.failure[0] is error else ""
-                held = any(True for _ in root.buffers()) if isinstance(root, nn.Module) else False
-                if failed is None and held and not isinstance(error, StateWrite):
-                    failed = error, path
-                    continue
-                (error, path), failed = failed or (error, path), None
-                explained = explain(error, root, path)
-                if AUTO not in given or not path or path in untraceable:
-                    raise explained from error
-                untraceable[path] = explained.problem
+                raise _Failed(error, path) from error
             finally:
                 before.restore(constants)  # traced values have no meaning outside the graph
+
+    held = isinstance(root, nn.Module) and any(True for _ in root.buffers())
+    while True:
+        try:
+            graph, tracer = _traced(attempt, held and not live)
+            break
+        except _Failed as failed:
+            explained = explain(failed.error, root, failed.path)
+            if AUTO not in given or not failed.path or failed.path in untraceable:
+                raise explained from failed.error
+            untraceable[failed.path] = explained.problem
     check_names(graph, root)
     rename_self(graph)
     _drop_arguments(graph, concrete)
     settle_writes(graph, tracer.root)
-    tracer.factories.warn(shown_name(root))
+    if not live:
+        tracer.factories.warn(shown_name(root))
     return graph, tracer.root
+
+
+class _Failed(Exception):
+    """A trace ended with ``error``, raised by the module at ``path``."""
+
+    def __init__(self, error: Exception, path: str) -> None:
+        super().__init__(error, path)
+        self.error, self.path = error, path
+
+
+def _traced(attempt: Callable[[bool], tuple[fx.Graph, Tracer]], held: bool) -> tuple[fx.Graph, Tracer]:
+    """Trace with buffers as tensors, and if that fails and there are any, as proxies.
+
+    A tensor cannot be indexed by a traced size, as in ``self.pos[:, :n]``, but a proxy can. It adds nodes.
+
+    Raises:
+        _Failed: both failed; this is the first failure.
+    """
+    try:
+        return attempt(False)
+    except _Failed as first:
+        if held and not isinstance(first.error, StateWrite):
+            with contextlib.suppress(_Failed):
+                return attempt(True)
+        raise
+
+
+def _operations(graph: fx.Graph) -> list[tuple[str, Any, str]]:
+    return [(node.op, node.target, node.meta[PATH]) for node in graph.nodes if PATH in node.meta]
 
 
 def private(model: nn.Module, training: bool) -> nn.Module:

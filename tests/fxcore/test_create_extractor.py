@@ -24,6 +24,7 @@ import fxcore
 from fxcore.errors import BadArgument, BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
 from fxcore.exports import CannotExport, export, export_folder
 from fxcore.graph.cut import OpenCut
+from fxcore.tracing.names import names
 
 
 def hooked(module: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -68,8 +69,8 @@ IDS, IMAGE = torch.arange(10).view(2, 5), torch.rand(2, 3, 8, 8, generator=torch
 )
 def test_the_values_of_torchvisions_extractor(build: Any) -> None:
     model, x = build().eval(), torch.rand(2, 3, 64, 64)
-    names = get_graph_node_names(model)[1]
-    for name in [names[1], names[len(names) // 2], names[-1]]:
+    paths = get_graph_node_names(model)[1]
+    for name in [paths[1], paths[len(paths) // 2], paths[-1]]:
         expected = create_feature_extractor(model, [name])(x)[name]
         found = fxcore.create_extractor(model, {name: "key"}, x)(x)
         assert list(found) == ["key"]
@@ -223,6 +224,78 @@ def test_training_that_goes_on_does_not_change_it(make: Callable[[nn.Module], nn
     extractor.train()
     assert not model.eval().get_submodule("1").training
     assert extractor.get_submodule("1").training
+
+
+class Normed(nn.Module):
+    """Computes with buffers: by themselves, through a view, and with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x - self.mean.view(1, -1))
+        x = x / (self.variance + 1e-5).sqrt()
+        return x + self.mix.bias * self.variance
+
+
+class Codebook(nn.Module):
+    """Looks up the nearest code, as VQ-VAEs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.register_buffer("codes", torch.randn(16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        codes = torch.cat([self.codes, torch.zeros(1, 6)])
+        distance = x.pow(2).sum(1, keepdim=True) - 2 * x @ codes.t() + codes.pow(2).sum(1)
+        return nn.functional.embedding(distance.argmin(1), codes) + x.mean()
+
+
+class Chosen(Codebook):
+    """Python needs the value of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * int(self.count)
+
+
+@pytest.mark.parametrize("kind", [Normed, Codebook])
+@pytest.mark.parametrize("change", ["load_state_dict", "training", "average"])
+def test_weights_that_change_change_it(kind: Callable[[], nn.Module], change: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(32, 6)
+    expected_names = get_graph_node_names(model)[1]
+    assert names(fxcore.trace(model).graph) == expected_names
+    last = expected_names[-1]
+    extractor = fxcore.create_extractor(model, [last], x)
+    late = fxcore.create_extractor(model, [last], x, inputs=["mix"])
+    before = model(x)
+    if change == "load_state_dict":
+        model.load_state_dict({name: torch.rand_like(value) * 3 for name, value in model.state_dict().items()})
+    elif change == "training":
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        extractor(x)[last].square().mean().backward()
+        optimizer.step()
+    else:
+        for buffer in model.buffers():
+            buffer.lerp_(torch.rand_like(buffer) * 3, 0.5)
+    assert not torch.equal(model(x), before)
+    torch.testing.assert_close(extractor(x)[last], model(x))
+    torch.testing.assert_close(late(hooked(model, "mix", x))[last], model(x))
+
+
+def test_a_buffer_whose_value_python_needs() -> None:
+    model, x = Chosen().eval(), torch.randn(32, 6)
+    [last] = get_graph_node_names(model)[1][-1:]
+    assert torch.equal(fxcore.create_extractor(model, [last], x)(x)[last], model(x))
 
 
 def test_a_graph_in_train_mode_is_refused_and_left_alone() -> None:
