@@ -20,7 +20,7 @@ from fxcore.errors import NotTraceable
 from fxcore.graph.model_graph import ModelGraph, trace_graph
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.names import names
-from fxcore.tracing.tracer import Tracer
+from fxcore.tracing.node_tracer import Tracer
 from tests.fxcore.conftest import OwnEntry
 
 
