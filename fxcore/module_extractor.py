@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter
 from typing import Any
@@ -20,7 +21,7 @@ from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.interpreter import Inputs, bound, positional
-from fxcore.tracing.names import PATH, shown_name
+from fxcore.tracing.names import NO_GRAD, PATH, shown_name
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
 from fxcore.tracing.unchanged import Unchanged
@@ -41,6 +42,10 @@ def create_extractor(
     ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, and
     follows changes of their values, but no modules, so it stays in eval mode when training goes on. In-place operations
     are replaced by out-of-place ones, so that no value depends on which others are extracted.
+
+    Gradients are the module's, also where it computes without them, as under ``torch.no_grad()``. But a graph records
+    neither the backward of an ``autograd.Function`` nor backward hooks of modules that are traced into, and no context
+    that turns autocast off; keep modules with these whole with ``leaf_modules``.
 
     Args:
         module: any module, or a graph module from :func:`~fxcore.tracing.tracer.trace`. Wrappers (compiled modules,
@@ -102,6 +107,7 @@ def create_extractor(
             observe(traced, given)
         except Exception as error:
             raise BadTensor(f"{shown_name(module)} cannot take these example inputs: {summarize(error)}") from error
+        _keep_gradients_of_written(traced.graph)
         named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
         names = NodeNames(
             shown_name(module),
@@ -128,9 +134,10 @@ def create_extractor(
     else:
         part = pruned(pure.graph, wanted.values())
     part.graph.output({key: part.kept[node] for key, node in wanted.items()})
+    _detach(part.graph)
     for node in part.graph.nodes:
         value = node.meta.pop("value", None)
-        for key in ("memory", "carries", "mutates", MANY, GROWS):
+        for key in (NO_GRAD, "memory", "carries", "mutates", MANY, GROWS):
             node.meta.pop(key, None)
         if isinstance(value, Tensor) and value.layout is torch.strided:
             node.meta["tensor_meta"] = metadata(value)
@@ -138,6 +145,29 @@ def create_extractor(
     result.meta.update(traced.meta)
     set_mode(result, training=False)
     return result
+
+
+def _keep_gradients_of_written(graph: fx.Graph) -> None:
+    """Unmark nodes that write without gradients to values that have some, and so leave these as they are."""
+    for node in graph.nodes:
+        written = (node.all_input_nodes[i] for i in node.meta["mutates"])
+        if any(NO_GRAD not in other.meta for other in written):
+            node.meta.pop(NO_GRAD, None)
+
+
+def _detach(graph: fx.Graph) -> None:
+    """Detach values that the module computes without gradients where they are used with gradients, or returned."""
+    for node in list(graph.nodes):
+        value, source = node.meta.get("value"), node.args[0] if node.target is operator.getitem else None
+        if isinstance(source, fx.Node) and NO_GRAD in source.meta and not isinstance(source.meta.get("value"), Tensor):
+            node.meta[NO_GRAD] = True  # one of several results
+        if NO_GRAD not in node.meta or node.op == "placeholder" or not isinstance(value, Tensor):
+            continue
+        if not all(NO_GRAD in user.meta for user in node.users):
+            with graph.inserting_after(node):
+                made = graph.call_method("detach", (node,))
+            made.meta = {"value": value, NO_GRAD: True}
+            node.replace_all_uses_with(made, lambda user: NO_GRAD not in user.meta)
 
 
 class NotAModule(FxError):

@@ -16,6 +16,8 @@ PATH = "path"
 MODULE = "module"
 #: key in ``node.meta`` of the reason why a module cannot be traced into and became a leaf
 UNTRACEABLE = "untraceable"
+#: key in ``node.meta`` of values that the model computes without gradients, as under ``torch.no_grad()``
+NO_GRAD = "no_grad"
 
 # torch.fx writes names into string literals as they are.
 _UNESCAPED = frozenset('"\\\n\r')

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.tracing.constants import COMPUTED, FROZEN, FactoryRecorder, StateWrite
-from fxcore.tracing.names import MODULE, PATH, UNTRACEABLE
+from fxcore.tracing.names import MODULE, NO_GRAD, PATH, UNTRACEABLE
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
 from fxcore.tracing.writes import mutated_argument, viewed
 
@@ -114,8 +114,12 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if name := self.node_to_qualname[proxy.node]:
             proxy.node.meta[PATH] = name
         proxy.node.meta[MODULE] = self.current_module_qualname
-        if (base := mutated_argument(proxy.node, {})) is not None:
+        base = mutated_argument(proxy.node, {})
+        if base is not None:
             self._check_write(base)
+        # A write without gradients leaves those of its target as they are; a parameter may be read elsewhere too.
+        if not torch.is_grad_enabled() and kind != "get_attr" and (base is None or NO_GRAD in base.meta):
+            proxy.node.meta[NO_GRAD] = True
         if kind == "call_module" and target in self.untraceable:
             proxy.node.meta[UNTRACEABLE] = self.untraceable[target]
         return cast(fx.Proxy, proxy)

@@ -212,7 +212,7 @@ def record(
             tracer.proxy_buffer_attributes = proxies or live
             try:
                 # Constants must not be inference tensors, which autograd cannot keep.
-                with torch.inference_mode(False), tracer.factories:
+                with torch.inference_mode(False), torch.enable_grad(), tracer.factories:
                     graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
                 for name, value in before.assigned():
                     if isinstance(value, fx.Proxy) or tracer.proxy_buffer_attributes:

@@ -339,10 +339,67 @@ def test_arguments_with_any_name(name: str, hooked: bool, first: str) -> None:
     assert torch.equal(found * 3 if hooked else found, model(x, 2, y))
 
 
-def test_gradients_reach_the_modules_own_parameters(captioner: Captioner) -> None:
-    extractor = fxcore.create_extractor(captioner, ["words"], (IDS, IMAGE))
-    extractor(IDS, IMAGE)["words"].sum().backward()
-    assert captioner.words.weight.grad is not None
+class Trunk(nn.Module):
+    """Computes its first part with or without gradients, writes in place, and splits."""
+
+    def __init__(self, gradients: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(4, 6), nn.Linear(6, 4), nn.ReLU(inplace=True)
+        self.gradients = gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.gradients):
+            y = self.first(x)
+            y += 1
+            y = self.act(y)
+            one, other = y.chunk(2, 1)
+            largest, _ = y.max(1, keepdim=True)
+        return self.last(torch.cat([one, other.exp()], 1)) * largest + self.first.bias[:4] * x
+
+
+class WithoutGradientsInside(Trunk):
+    @torch.no_grad()
+    def looked_up(self, x: Tensor) -> Tensor:
+        return self.first(x).softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.looked_up(x) * self.first(x))
+
+
+class WritesWithoutGradients(Trunk):
+    """Adds in place to a value that has gradients, which keeps them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            y += 1
+        return self.last(y)
+
+
+@pytest.mark.parametrize("made_without", [False, True])
+@pytest.mark.parametrize(
+    "build", [lambda: Trunk(gradients=True), Trunk, WithoutGradientsInside, WritesWithoutGradients]
+)
+def test_gradients_are_the_modules(build: Callable[[], nn.Module], made_without: bool) -> None:
+    torch.manual_seed(0)
+    model, x = build().eval(), torch.randn(3, 4, requires_grad=True)
+    with torch.set_grad_enabled(not made_without):
+        [last] = get_graph_node_names(model)[1][-1:]
+        extractor = fxcore.create_extractor(model, [last], x.detach())
+    inputs = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), inputs, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(extractor(x)[last].square().sum(), inputs, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_values_computed_without_gradients_have_none() -> None:
+    model, x = Trunk().eval(), torch.randn(3, 4)
+    traced = fxcore.trace(model)
+    for extractor in (fxcore.create_extractor(m, ["first", "mul"], x) for m in (model, traced)):
+        found = extractor(x)
+        assert not found["first"].requires_grad
+        assert found["mul"].requires_grad
+        assert torch.equal(found["first"], model.first(x))
 
 
 def test_a_traced_module_with_parts_kept_whole() -> None:
