@@ -15,7 +15,7 @@ from torchvision.models.feature_extraction import NodePathTracer
 
 from fxcore.tracing.constants import COMPUTED, FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.names import MODULE, NO_GRAD, PATH, UNTRACEABLE
-from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy
+from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy, TracedAutocast
 from fxcore.tracing.writes import mutated_argument, viewed
 
 
@@ -62,6 +62,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self._paths = paths or {}
         self._live = live
         self._thread = threading.get_ident()
+        self._autocast: dict[str, torch.dtype | None] = {}
         self._latest: dict[str, int] = {}  # latest number suffix by name without suffix
 
     def is_leaf_module(self, m: nn.Module, module_qualname: str) -> bool:
@@ -77,9 +78,16 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         path = self._paths.get(mod)
         return path if path is not None else str(super().path_of_module(mod))
 
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        tensors = (*root.parameters(), *root.buffers()) if isinstance(root, nn.Module) else ()
+        kinds = {tensor.device.type for tensor in tensors} - {"meta"} or {"cpu"}
+        self._autocast = {kind: _autocast(kind) for kind in kinds}
+        return cast(fx.Graph, super().trace(root, concrete_args))
+
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
+        self._check_autocast()  # the module that calls this one turned it on
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception as error:
@@ -106,6 +114,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         return argument
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
+        if kind in ("call_function", "call_method"):
+            self._check_autocast()
         if kind == "call_function":
             target = self._originals.get(target, target)
         elif kind == "call_method" and target in TENSOR_METHODS:
@@ -123,6 +133,15 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if kind == "call_module" and target in self.untraceable:
             proxy.node.meta[UNTRACEABLE] = self.untraceable[target]
         return cast(fx.Proxy, proxy)
+
+    def _check_autocast(self) -> None:
+        """Reject operations under an autocast that the model turned on for one of its devices.
+
+        Raises:
+            TracedAutocast: it did.
+        """
+        if any(_autocast(kind) not in (before, None) for kind, before in self._autocast.items()):
+            raise TracedAutocast("turns autocast on")
 
     def _check_write(self, base: fx.Node) -> None:
         """Reject writes to the memory of ``base`` if it is a parameter or buffer, since later calls would see them.
@@ -160,6 +179,11 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             return not isinstance(_untraced(self.root, str(node.target)), nn.Parameter)
         inputs = node.all_input_nodes if node.op in ("call_function", "call_method") else []
         return bool(inputs) and all(PATH not in n.meta for n in inputs)
+
+
+def _autocast(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast for a kind of device; None if it is off."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _untraced(root: nn.Module, path: str) -> Tensor:

@@ -32,6 +32,10 @@ class TracedKey(TypeError):
     """The model looks a traced value up in a dictionary or set, which would need to compare its value."""
 
 
+class TracedAutocast(RuntimeError):
+    """The model turns autocast on, which a graph cannot record."""
+
+
 class RecordingProxy(fx.Proxy):
     """A proxy that records in-place operators as ``operator.iadd`` and so on, and ``x[i] = y`` as ``setitem``."""
 

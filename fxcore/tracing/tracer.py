@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -213,7 +213,7 @@ def record(
             try:
                 # Constants must not be inference tensors, which autograd cannot keep.
                 with torch.inference_mode(False), torch.enable_grad(), tracer.factories:
-                    graph = cast(fx.Graph, tracer.trace(traced, concrete or None))
+                    graph = tracer.trace(traced, concrete or None)
                 for name, value in before.assigned():
                     if isinstance(value, fx.Proxy) or tracer.proxy_buffer_attributes:
                         raise StateWrite(name)

@@ -402,6 +402,30 @@ def test_values_computed_without_gradients_have_none() -> None:
         assert torch.equal(found["first"], model.first(x))
 
 
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, found: Tensor) -> Tensor:  # type: ignore[override]
+        return found
+
+
+class Estimator(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = StraightThrough.apply(x)  # type: ignore[no-untyped-call]
+        return made
+
+
+def test_parts_kept_whole_keep_their_backward() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Estimator(), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    extractor = fxcore.create_extractor(model, ["2"], x.detach(), leaf_modules=[Estimator])
+    [expected], [found] = (torch.autograd.grad(y.sum(), [x]) for y in (model(x), extractor(x)["2"]))
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_traced_module_with_parts_kept_whole() -> None:
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

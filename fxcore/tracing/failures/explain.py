@@ -20,7 +20,7 @@ from torch import fx, nn
 from fxcore.errors import NotTraceable
 from fxcore.tracing.constants import StateWrite
 from fxcore.tracing.names import shown_name
-from fxcore.tracing.proxies import TracedKey, TracedWrite
+from fxcore.tracing.proxies import TracedAutocast, TracedKey, TracedWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _FXCORE = Path(__file__).parents[1]
@@ -51,8 +51,8 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """Return the error to raise for a failed trace.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
-    ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``other``), ``module``
-    (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
+    ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``context``, ``other``),
+    ``module`` (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
 
     Args:
         error: the exception raised by the tracer.
@@ -92,6 +92,12 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
             "write",
             f"{shown} writes to {error.name}, which the model keeps between calls, and a graph cannot record that",
             "compute a new tensor instead",
+        )
+    if isinstance(error, TracedAutocast):
+        return _Reason(
+            "context",
+            f"{shown} runs under an autocast that the model turns on, which a graph cannot record",
+            "turn autocast on around the calls of the graph instead",
         )
     if "cannot be used as inputs to control flow" in message:
         return _control_flow(shown, code, statement, spot)
