@@ -21,6 +21,7 @@ from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import clones, map_tensors, storage_ids, tensors_in
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Watcher, on_device
+from fxcore.tracing.names import operation_name
 from fxcore.tracing.reachable import with_ancestors
 
 _BATCH = 13
@@ -35,6 +36,7 @@ GROWS = "grows"
 none, or several. Set by :func:`observe_many`."""
 
 _JOINING = (torch.cat, torch.concat, torch.concatenate, torch.vstack, torch.tile, "repeat", "tile")
+_MERGING = ("view", "reshape", "flatten")
 
 
 class _Recorder(Watcher):
@@ -141,7 +143,7 @@ def annotate(
     with torch.inference_mode(False), torch.no_grad():
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device, dtype))
-    _mark_mixed(module.graph)
+    _mark_mixed(module)
     for node in module.graph.nodes:  # computed values would take as much memory as all activations
         value = node.meta["value"]
         if isinstance(value, Tensor) and not value.is_meta and not value.is_quantized:
@@ -271,18 +273,23 @@ def _inputs(shapes: Sequence[tuple[int, ...]], batch: int, device: torch.device,
     return [torch.zeros(batch, *shape, device=device, dtype=dtype) for shape in shapes]
 
 
-def _mark_mixed(graph: fx.Graph) -> None:
+def _mark_mixed(module: fx.GraphModule) -> None:
     """Set ``rows`` to 0 for values whose rows of one image are not contiguous, e.g. concatenated along the batch."""
     mixed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.meta.get("rows", 0) > 1 and (_joins_batches(node) or not mixed.isdisjoint(node.all_input_nodes)):
+    for node in module.graph.nodes:
+        if node.meta.get("rows", 0) > 1 and (_mixes_rows(module, node) or not mixed.isdisjoint(node.all_input_nodes)):
             mixed.add(node)
             node.meta["rows"] = 0
 
 
-def _joins_batches(node: fx.Node) -> bool:
-    """Return whether ``node`` concatenates or repeats whole batches."""
-    return node.target in _JOINING and node.meta["rows"] > max(n.meta.get("rows", 0) for n in node.all_input_nodes)
+def _mixes_rows(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether ``node`` joins or repeats whole batches, or merges a batch behind another dimension into rows."""
+    before = max((n.meta.get("rows", 0) for n in node.all_input_nodes), default=0)
+    if node.op == "call_module":
+        return before == 0 and isinstance(module.get_submodule(str(node.target)), nn.Flatten)
+    if operation_name(node) in _MERGING:
+        return before == 0
+    return node.target in _JOINING and node.meta["rows"] > before
 
 
 def _rows(one: torch.Size, many: torch.Size | None) -> int:

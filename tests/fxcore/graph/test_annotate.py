@@ -25,9 +25,22 @@ class Doubled(nn.Module):
         return both.unflatten(0, (2, -1)).mean(0)
 
 
+class Stacked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x, x])
+
+
 @pytest.mark.parametrize(
     "joined",
-    [lambda x: torch.cat([x, x.flip(-1)]), lambda x: torch.cat((x, x), dim=0), lambda x: x.repeat(2, 1, 1, 1)],
+    [
+        lambda x: torch.cat([x, x.flip(-1)]),
+        lambda x: torch.cat((x, x), dim=0),
+        lambda x: x.repeat(2, 1, 1, 1),
+        lambda x: torch.stack([x, x.flip(-1)]).flatten(0, 1),
+        lambda x: x.unsqueeze(0).expand(2, -1, -1, -1, -1).reshape(-1, 3, 8, 8),
+        lambda x: x[:, None].transpose(0, 1).expand(2, -1, -1, -1, -1).contiguous().view(-1, 3, 8, 8),
+        nn.Sequential(Stacked(), nn.Flatten(0, 1)),
+    ],
 )
 def test_images_after_all_others_are_no_rows_of_one(joined: Callable[[Tensor], Tensor]) -> None:
     module = fx.symbolic_trace(Doubled(joined).eval()).to("meta")
@@ -41,6 +54,7 @@ def test_images_after_all_others_are_no_rows_of_one(joined: Callable[[Tensor], T
     [
         lambda x: torch.cat([x[:, None], x[:, None]], dim=1).flatten(0, 1),
         lambda x: x.repeat_interleave(2, 0),
+        lambda x: torch.stack([x, x], 1).reshape(-1, 3, 8, 8),
         lambda x: torch.cat([x, x], dim=-1).unflatten(-1, (2, 8)).movedim(3, 1).flatten(0, 1).repeat(1, 1, 1, 1),
     ],
 )
