@@ -14,12 +14,10 @@ from PIL import features
 
 from fxcore.errors import BadArgument, BadImage, ImageTooLarge
 from fxcore.images.formats import avif, jpeg2000, webp
-from fxcore.images.formats.bmp_runs import BmpRuns  # noqa: F401  registers itself with Pillow
 from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.kinds import described
 from fxcore.images.formats.opening import opened, over_limit, recognized
 from fxcore.images.formats.orientation import orientation
-from fxcore.images.formats.ppm_levels import PpmLevels  # noqa: F401  registers itself with Pillow
 from fxcore.quiet import quiet
 
 _HAS_AVIF = "avif" in features.modules and features.check("avif")

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import PIL.BmpImagePlugin  # registers its own decoder; must be imported before ours is registered
-import PIL.Image
 import PIL.ImageFile
 
 
 class BmpRuns(PIL.ImageFile.PyDecoder):
-    """A decoder with the same result as Pillow's ``BmpRleDecoder``, in time linear in the file and the image.
-
-    It is registered for the whole process when this module is imported.
-    """
+    """A decoder with the same result as Pillow's ``BmpRleDecoder``, in time linear in the file and the image."""
 
     _pulls_fd = True
 
@@ -62,6 +57,3 @@ class BmpRuns(PIL.ImageFile.PyDecoder):
                 at += (first + at) % 2
         self.set_as_raw(bytes(pixels), "L" if self.mode in ("1", "L") else "P", (0, self.args[-1]))
         return -1, 0
-
-
-PIL.Image.register_decoder("bmp_rle", BmpRuns)

@@ -1,4 +1,7 @@
-"""Open files with Pillow, without its pixel limit and warnings, which are left to the host process."""
+"""Open files with Pillow, without its pixel limit and warnings, which are left to the host process.
+
+Our own decoders are registered under names of their own, so that the host's images keep Pillow's.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import PIL.Image
 from PIL.ImageFile import ImageFile
 
 from fxcore.errors import ImageTooLarge
+from fxcore.images.formats.bmp_runs import BmpRuns
+from fxcore.images.formats.ppm_levels import PpmLevels
 from fxcore.quiet import quiet
 
 _OTHER_FORMAT = (SyntaxError, IndexError, TypeError, struct.error)
@@ -23,6 +28,12 @@ _OLDEST_HEADER = 12
 
 _WEAK = 2
 """Length of signatures that are too short to rule out a coincidence."""
+
+_OWN_DECODERS = {"bmp_rle": "fxcore_bmp_rle", "ppm": "fxcore_ppm"}
+"""Our decoders' names by those of Pillow's that they replace."""
+
+PIL.Image.register_decoder("fxcore_bmp_rle", BmpRuns)
+PIL.Image.register_decoder("fxcore_ppm", PpmLevels)
 
 
 def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
@@ -41,9 +52,13 @@ def opened(data: bytes, formats: Sequence[str]) -> ImageFile:
             if not _accepts(format, data):
                 continue
             try:
-                return PIL.Image.OPEN[format][0](io.BytesIO(data), "")
+                image = PIL.Image.OPEN[format][0](io.BytesIO(data), "")
             except _OTHER_FORMAT:
                 continue
+            if image.tile and image.tile[0][0] in _OWN_DECODERS:
+                [(decoder, *rest)] = image.tile
+                image.tile = [(_OWN_DECODERS[decoder], *rest)]  # type: ignore[list-item]  # Pillow 10 has plain tuples
+            return image
     raise PIL.UnidentifiedImageError(f"not a file of the formats {', '.join(formats)}")
 
 

@@ -10,16 +10,12 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import PIL.ImageFile
-import PIL.PpmImagePlugin  # registers its own decoder; must be imported before ours is registered
 
 _AT_ONCE = 2**20
 
 
 class PpmLevels(PIL.ImageFile.PyDecoder):
-    """A decoder with the same result as Pillow's ``PpmDecoder``.
-
-    It is registered for the whole process when this module is imported.
-    """
+    """A decoder with the same result as Pillow's ``PpmDecoder``."""
 
     _pulls_fd = True
 
@@ -37,6 +33,3 @@ class PpmLevels(PIL.ImageFile.PyDecoder):
             block[:] = scaled[np.frombuffer(self.fd.read(len(block) * kind.itemsize), kind, len(block))]
         self.set_as_raw(pixels.data, raw_mode)  # type: ignore[arg-type]  # any buffer will do
         return -1, 0
-
-
-PIL.Image.register_decoder("ppm", PpmLevels)

@@ -1,4 +1,4 @@
-"""Pillow's limit of pixels and the filters of warnings are the host process's."""
+"""Pillow's limit of pixels, its decoders and the filters of warnings are the host process's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _CHECKED_BY_PILLOW = ("TIFF", "WEBP")
 _HOST = """
 import importlib, io, pkgutil, warnings
 import numpy, torch, torchvision, PIL.Image  # whose own filters are set now
+PIL.Image.init()
 before = PIL.Image.MAX_IMAGE_PIXELS, list(warnings.filters)
+decoders = dict(PIL.Image.DECODERS)
 import fxcore, fxcore.images
 for module in pkgutil.iter_modules(fxcore.images.__path__, "fxcore.images."):
     importlib.import_module(module.name)
@@ -32,6 +34,7 @@ image = PIL.Image.new("P", (40, 30))
 image.save(file, "PNG", transparency=bytes(range(100)))
 fxcore.open_image(file.getvalue())
 assert (PIL.Image.MAX_IMAGE_PIXELS, list(warnings.filters)) == before
+assert {name: PIL.Image.DECODERS[name] for name in decoders} == decoders
 """
 
 
@@ -42,7 +45,7 @@ def encoded(image: PIL.Image.Image, format: str) -> bytes:
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_imports_fxcore_keeps_its_limit_and_its_filters() -> None:
+def test_a_process_that_imports_fxcore_keeps_its_limit_decoders_and_filters() -> None:
     done = subprocess.run([sys.executable, "-c", _HOST], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
