@@ -64,17 +64,16 @@ def input_rows(
                 row.append(preprocessing.from_array(clip[None]))
             else:
                 fitted = image if preprocessing.fixed_size else image.resize((width, height))
-                made = preprocessing.rgb.from_array(torch.from_numpy(np.array(fitted))[None])
-                row.append(_with_channels(made, spec.shape[1] or 3))
+                taking = preprocessing if preprocessing.takes_images else preprocessing.rgb
+                made = taking.from_array(torch.from_numpy(np.array(fitted))[None])
+                row.append(_with_channels(made, spec.shape[1] or made.shape[1]))
         rows.append(tuple(row))
     return rows
 
 
 def _with_channels(images: Tensor, channels: int) -> Tensor:
-    """Convert ``images`` ``[N, 3, H, W]`` to another number of channels, by their mean or by repetition."""
-    if channels == 1:
-        return images.mean(1, keepdim=True)
-    return images if channels == 3 else images.repeat(1, -(-channels // 3), 1, 1)[:, :channels]
+    """Repeat the channels of ``images`` ``[N, C, H, W]`` up to another number of them."""
+    return images.repeat(1, -(-channels // images.shape[1]), 1, 1)[:, :channels]
 
 
 def calibration_rows(

@@ -12,12 +12,14 @@ import PIL.Image
 import pytest
 import torch
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.functional import center_crop, pil_to_tensor, resize
 
 import fxcore.photos
-from fxcore import model_graph
+from fxcore import get_model, model_graph
+from fxcore.images.channels import OtherChannels
 from fxcore.images.files import open_image
-from fxcore.photos import NoPhotographs, calibration_rows
+from fxcore.photos import NoPhotographs, calibration_rows, photos
+from fxcore.tensors import TensorSpec
 
 
 def rows_of(folder: Path, count: int) -> list[tuple[Tensor, ...]]:
@@ -64,6 +66,23 @@ def test_one_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fxcore.photos, "open_image", counted)
     assert len(rows_of(tmp_path, 4)) == 4
     assert (len(opened), most) == (4, 1)
+
+
+def test_a_grey_model_is_calibrated_on_the_luma() -> None:
+    preprocessing = OtherChannels(get_model("squeezenet1_1").preprocessing(), 1)
+    spec = TensorSpec("x", "NCHW", (None, 1, 224, 224))
+    for image, (row,) in zip(photos(), calibration_rows(preprocessing, [spec], (224, 224), count=4), strict=True):
+        assert torch.equal(row[0], preprocessing.pixels(pil_to_tensor(image)))
+        luma = pil_to_tensor(center_crop(resize(image.convert("L"), 256), 224)) / 255
+        assert torch.allclose(row[0], (luma - 0.449) / 0.226, atol=0.06)  # averages of the published numbers
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_other_channels_are_those_of_rgb(channels: int) -> None:
+    rgb = get_model("squeezenet1_1").preprocessing()
+    spec = TensorSpec("x", "NCHW", (None, channels, 224, 224))
+    [(row,)] = calibration_rows(OtherChannels(rgb, channels), [spec], (224, 224), count=1)
+    assert torch.equal(row[0], rgb.pixels(pil_to_tensor(photos()[0]))[[0, 1, 2, 0][:channels]])
 
 
 def test_a_folder_without_any_is_named(tmp_path: Path) -> None:
