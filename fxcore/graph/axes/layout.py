@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torchvision import ops
 
 from fxcore.graph.attention_weights import is_returned_attention
-from fxcore.graph.axes.moved_axes import moved, moves_axes
+from fxcore.graph.axes.moved_axes import loses_channels, moved, moves_axes
 from fxcore.graph.operations import KEEPS, PRODUCTS, RESHAPES
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, POOLS
 from fxcore.tracing.names import operation_name
@@ -73,8 +73,10 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return moved(node, name, value)
     if is_returned_attention(node):
         return None
+    if inputs and name in _REDUCES and loses_channels(node, name, value):
+        return None
     if value.ndim == 2:
-        return "NC" if inputs and not _loses_channels(inputs[0], value, name) else None
+        return "NC" if inputs else None
     if not inputs:
         return _restored(node, value)
     axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")
@@ -87,14 +89,6 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         or _with_split_positions(axes, before, value, node)
         or _restored(node, value)
     )
-
-
-def _loses_channels(above: fx.Node, value: Tensor, name: str) -> bool:
-    """Return whether ``value``, ``[N, K]``, has the size of positions and not that of channels: a score of each."""
-    before, axes = above.meta.get("value"), above.meta["axes"]
-    if name not in _REDUCES or not isinstance(before, Tensor) or len(axes) != before.ndim or "C" not in axes[1:]:
-        return False
-    return value.shape[1] != before.shape[axes.index("C")] and value.shape[1] in before.shape[1:]
 
 
 def _channels_first(inputs: list[fx.Node], ndim: int) -> str | None:

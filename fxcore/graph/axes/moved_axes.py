@@ -1,7 +1,9 @@
-"""Axes of the results of operations that move them: permutations, ``einsum``, matrix products and indexing."""
+"""Axes of the results of operations that move or remove them: permutations, ``einsum``, matrix products, indexing and
+reductions."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,6 +11,10 @@ from torch import Tensor, fx
 
 from fxcore.graph.known_axes import axes_of
 from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, computed
+
+_MARK = 2048
+"""The size that stands for a tensor's first axis; one more for each further axis. Above any index along an axis, and
+five such axes have fewer than 2**63 elements."""
 
 
 def moves_axes(node: fx.Node, name: str) -> bool:
@@ -51,8 +57,7 @@ def _indexed(node: fx.Node) -> str | None:
     if axes is None or not all(isinstance(one, (int, slice)) or one is Ellipsis for one in index):
         return None
     whole: Any = tuple(0 if isinstance(one, int) else slice(None) if isinstance(one, slice) else one for one in index)
-    marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
-    return "".join(axes[size - 2] for size in marked[whole].shape)
+    return _read(axes, _marked(axes)[whole])
 
 
 def _permuted(node: fx.Node) -> str | None:
@@ -61,9 +66,37 @@ def _permuted(node: fx.Node) -> str | None:
     axes = axes_of(source)
     if axes is None:
         return None
-    marked = torch.empty(tuple(range(2, 2 + len(axes))), device="meta")
-    result = computed(node, lambda n: marked if n is source else n.meta.get("value"))
-    return "".join(axes[size - 2] for size in result.shape) if isinstance(result, Tensor) else None
+    marked = _marked(axes)
+    return _read(axes, computed(node, lambda n: marked if n is source else n.meta.get("value")))
+
+
+def loses_channels(node: fx.Node, name: str, value: Tensor) -> bool:
+    """Return whether ``node``, a reduction or an index called ``name``, removes the channels: a score per position."""
+    source = node.all_input_nodes[0]
+    axes = axes_of(source)
+    if axes is None or value.ndim >= len(axes):
+        return False
+    if name == "getitem":
+        left = _indexed(node)
+    elif name == "squeeze":
+        ones = [axis for axis, size in zip(axes[1:], source.meta["value"].shape[1:], strict=True) if size == 1]
+        left = _read(axes, computed(node, lambda _: _marked(axes, ones)))
+    else:
+        left = _permuted(node)
+    return left is not None and len(left) == value.ndim and "C" in axes and "C" not in left
+
+
+def _marked(axes: str, ones: Collection[str] = ()) -> Tensor:
+    """Return a meta tensor with a distinct size for each axis, but 1 for those in ``ones``."""
+    return torch.empty([1 if axis in ones else _MARK + i for i, axis in enumerate(axes)], device="meta")
+
+
+def _read(axes: str, result: Any) -> str | None:
+    """Return the letters of the axes of ``result``, computed from ``_marked(axes)``; ``?`` for those of other sizes."""
+    if not isinstance(result, Tensor):
+        return None
+    letters = {_MARK + i: axis for i, axis in enumerate(axes)}
+    return "".join(letters.get(size, "?") for size in result.shape)
 
 
 def _contracted(node: fx.Node) -> str | None:

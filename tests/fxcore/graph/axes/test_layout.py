@@ -198,6 +198,42 @@ def test_operations_whose_axes_are_not_known_have_no_layout(turn: Callable[[Tens
     assert info.layout is None
 
 
+@pytest.mark.parametrize("channels", [16, 8])
+@pytest.mark.parametrize(
+    ("left", "layout"),
+    [
+        (lambda h: h.mean(1), None),
+        (lambda h: h.mean(-3), None),
+        (lambda h: h[:, 7], None),
+        (lambda h: h.select(1, 7), None),
+        (lambda h: torch.argmax(h, dim=1), None),
+        (lambda h: h[:, :1].squeeze(1), None),
+        (lambda h: h.mean(2), "NCL"),
+        (lambda h: h[..., 0], "NCL"),
+        (lambda h: h.select(3, 7), "NCL"),
+        (lambda h: h.flatten(2).amax(1), None),
+        (lambda h: h.flatten(2).amax(2), "NC"),
+        (lambda h: h.mean((2, 3), keepdim=True).squeeze(3).squeeze(2), "NC"),
+        (lambda h: h.permute(0, 2, 3, 1).norm(dim=-1), None),
+    ],
+)
+def test_what_has_no_channels_left_has_no_layout(
+    left: Callable[[Tensor], Tensor], layout: str | None, channels: int
+) -> None:
+    """A map of as many rows as channels too."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, channels, 4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return left(self.conv(x)).sin()
+
+    graph = trace_graph(user_entry("net", UserModel(Net, preprocessing={"crop_size": 32})))
+    assert {node.name: node for node in graph.nodes}["sin"].layout == layout
+
+
 @fx.wrap
 def turned_leaf(h: Tensor) -> Tensor:
     return h.transpose(1, 2)[:, ::2]
