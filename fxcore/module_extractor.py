@@ -16,7 +16,7 @@ from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import GROWS, MANY, metadata, observe, observe_many
 from fxcore.graph.cut import cut, is_named_tensor, pruned, require_sizes
 from fxcore.graph.node_names import NodeNames
-from fxcore.nesting import tensors_in
+from fxcore.nesting import leaves, map_tensors, tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.graph_module import GraphModule, set_mode
@@ -55,6 +55,7 @@ def create_extractor(
         example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
             Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
             result. The module runs on copies of them, and on random tensors of the same shapes, to check the graph.
+            Tensors may be in lists, tuples, mappings and dataclasses.
         leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
         inputs: names of nodes to start from instead of the module's arguments; ``example_inputs`` are still the
             module's. They become the result's arguments, with dots replaced by underscores. If the number of rows is
@@ -70,7 +71,7 @@ def create_extractor(
         NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
         UnknownNode: there is no node of that name, or its value contains no tensor.
         DuplicateKey: two names have the same key.
-        BadTensor: the module does not accept ``example_inputs``.
+        BadTensor: the module does not accept ``example_inputs``, or they have tensors in other objects.
         CannotTransform: its in-place operations cannot be rewritten.
         OpenCut, UnneededInput: see :func:`~fxcore.graph.cut.cut`.
         GraphDiffers: the graph and the module compute different values; ``node`` is the first that differs.
@@ -177,6 +178,12 @@ class NotAModule(FxError):
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
     """Narrow the forward of ``module`` to the arguments that contain tensors; return it and their values."""
     call = bound(module, inputs)
+    for name, value in call.arguments.items():
+        if value is not call.signature.parameters[name].default and (holder := _holder(value)):
+            raise BadTensor(
+                f"the argument {name!r} of {shown_name(module)} has tensors in a {holder}, which is not copied; pass "
+                "tensors, or lists, tuples, dicts or dataclasses of tensors"
+            )
     tensors = {name: v for name, v in call.arguments.items() if tensors_in(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
@@ -185,3 +192,12 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
     return narrowed(module, list(tensors), fixed), tuple(tensors.values())
+
+
+def _holder(value: Any) -> str | None:
+    """Return the class of an object in ``value`` whose tensors :func:`map_tensors` does not replace, if any."""
+    for leaf in leaves(map_tensors(lambda tensor: None, value)):
+        inside = [leaf] if isinstance(leaf, Tensor) else vars(leaf).values() if hasattr(leaf, "__dict__") else []
+        if any(isinstance(one, Tensor) for one in inside):
+            return type(value if isinstance(leaf, Tensor) else leaf).__name__
+    return None

@@ -1,25 +1,17 @@
-"""Find and map tensors in nested containers: lists, tuples, dicts and others that torch's pytree supports.
-
-Tensors are also found in dataclasses, and in classes of dicts that pytree does not know.
-
-torch's pytree module is private; without it, only lists, tuples and mappings are supported.
-"""
+"""Find and map tensors in nested containers: those of torch's pytree, dataclasses, and other lists and mappings."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Size, Tensor
+from torch.utils import _pytree
 
 from fxcore.tensors import strided_parts
-
-try:
-    from torch.utils import _pytree
-except ImportError:
-    _pytree = None  # type: ignore[assignment]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -29,8 +21,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     >>> [t.ndim for t in tensors_in({"a": [torch.zeros(2), None], "b": (torch.zeros(2, 2), 1)})]
     [1, 2]
     """
-    leaves = _pytree.tree_leaves(value) if _pytree is not None else [value]
-    return [inner for leaf in leaves for inner in _leaves(leaf) if isinstance(inner, Tensor)]
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_ids(value: Any) -> frozenset[int]:
@@ -44,13 +35,14 @@ def storage_ids(value: Any) -> frozenset[int]:
     return frozenset(part.untyped_storage()._cdata for part in parts)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    items = members(value)
-    if items is None:
-        yield value
-    else:
-        for inner in items.values():
-            yield from _leaves(inner)
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in ``value`` and is no container, in order."""
+    for leaf in _pytree.tree_leaves(value):
+        inner = members(leaf)
+        if inner is None:
+            yield leaf
+        else:
+            yield from leaves(list(inner.values()))
 
 
 def members(value: Any) -> dict[str, Any] | None:
@@ -75,14 +67,26 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     >>> map_tensors(lambda t: t.ndim, {"a": [torch.zeros(2), None]})
     {'a': [1, None]}
     """
-    if _pytree is not None:
-        return _pytree.tree_map_only(Tensor, function, value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        copies = [map_tensors(function, inner) for inner in value]
-        return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)  # namedtuple or not
-    return function(value) if isinstance(value, Tensor) else value
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if isinstance(leaf, MutableMapping):
+            made: Any = copy.copy(leaf)
+            for key, inner in leaf.items():
+                made[key] = map_tensors(function, inner)
+        elif isinstance(leaf, list):
+            made = copy.copy(leaf)
+            made[:] = map_tensors(function, list(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for name, inner in (members(leaf) or {}).items():
+                object.__setattr__(made, name, map_tensors(function, inner))  # of a frozen one too
+        else:
+            return leaf
+        return made
+
+    return _pytree.tree_map(mapped, value)
 
 
 def clones(inputs: Iterable[Any]) -> tuple[Any, ...]:

@@ -48,12 +48,6 @@ import torchvision.transforms._presets
 sys.modules["torchvision.transforms._presets"] = None
 del torchvision.transforms._presets
 """,
-    "torch.utils._pytree": """
-import sys
-import torch, torch.export, torch.utils.flop_counter, torchvision.transforms.v2  # which import it themselves
-sys.modules["torch.utils._pytree"] = None
-del torch.utils._pytree
-""",
     "torch._inductor": """
 import torch._inductor
 del torch._inductor.aoti_compile_and_package
@@ -98,6 +92,7 @@ PRIVATE = {
     "torch._inductor": {"fxcore/backends/aoti.py"},
     "torch._subclasses": {"fxcore/tracing/failures/fake_tensors.py"},
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
+    # torch.fx cannot be imported without it.
     "torch.utils._pytree": {"fxcore/nesting.py"},
     # Documented in "Extending PyTorch", under this name.
     "torch.utils._python_dispatch": {"fxcore/tracing/dispatch_modes.py"},
