@@ -47,6 +47,9 @@ def create_extractor(
     neither the backward of an ``autograd.Function`` nor backward hooks of modules that are traced into, and no context
     that turns autocast off; keep modules with these whole with ``leaf_modules``.
 
+    Move or cast the module before: ``.to()`` or ``.half()`` of either of the two moves the parameters of both, but only
+    its own buffers. To move the result alone, move a ``copy.deepcopy`` of it.
+
     Args:
         module: any module, or a graph module from :func:`~fxcore.tracing.tracer.trace`. Wrappers (compiled modules,
             DataParallel and the like) are removed; nodes may be named with or without the wrapper's prefix.
