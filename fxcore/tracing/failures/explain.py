@@ -51,8 +51,9 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     """Return the error to raise for a failed trace.
 
     Its ``extra`` has ``kind`` (``control_flow``, ``loop``, ``bool``, ``len``, ``number``, ``range``, ``iteration``,
-    ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``write``, ``context``, ``other``),
-    ``module`` (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and ``advice``.
+    ``kwargs``, ``constructor``, ``assignment``, ``key``, ``function``, ``module``, ``hook``, ``write``, ``context``,
+    ``other``), ``module`` (a path, or the model's class), ``source`` (``file:line: code``), ``expression`` and
+    ``advice``.
 
     Args:
         error: the exception raised by the tracer.
@@ -60,7 +61,7 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
         path: path of the innermost module that raised it; empty for ``model`` itself.
     """
     spot = _spot(error, model)
-    reason = _reason(error, spot)
+    reason = _reason(error, spot, model)
     name = shown_name(model)
     if not isinstance(model, nn.Module):
         reason = reason._replace(advice=reason.advice.removesuffix(_FIXED))
@@ -82,7 +83,7 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     )
 
 
-def _reason(error: Exception, spot: _Spot | None) -> _Reason:
+def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
     message = str(error)
     code = spot.expression if spot else ""
     statement = spot.statement if spot else ""
@@ -155,6 +156,25 @@ def _reason(error: Exception, spot: _Spot | None) -> _Reason:
             f"{shown} uses a module or a parameter that is not part of what is traced",
             "trace an nn.Module that has it as an attribute",
         )
+    if called := _kept_by_torch(spot):
+        return _Reason(
+            "function",
+            f"{shown} passes a traced value to {called}, which needs its value",
+            f"keep it whole with leaf_functions=({called},)",
+        )
+    if match := re.match(r"torch\.([fi]info)\(", code):
+        return _Reason(
+            "number",
+            f"{shown} needs a dtype and got a traced value",
+            f"take that of a parameter, as in torch.{match[1]}(next(self.parameters()).dtype), or a fixed one",
+        )
+    if (hooked := _hooked_layer(model)) and _misses(error):
+        return _Reason(
+            "hook",
+            f"{shown} fails ({type(error).__name__}: {message}), perhaps for lack of what the forward hook of {hooked} "
+            "stores: layers are recorded, not run, and neither are their hooks",
+            f"choose the node {hooked} instead of what its hook stores",
+        )
     first = message.splitlines()[0].split(". ")[0] if message else type(error).__name__
     return _Reason("other", first, "change that line")
 
@@ -217,8 +237,33 @@ def _calls(code: str, names: tuple[str, ...]) -> bool:
     return match is not None and match[1] in names
 
 
+def _misses(error: Exception) -> bool:
+    """Return whether something is read that is not there."""
+    return isinstance(error, LookupError | AttributeError) or "'NoneType'" in str(error)
+
+
+def _hooked_layer(model: Any) -> str | None:
+    """Return the path of the first of torch's layers that has a forward hook; the tracer does not enter these."""
+    parts = model.named_modules() if isinstance(model, nn.Module) else ()
+    layers = ((path, part) for path, part in parts if type(part).__module__.startswith("torch.nn."))
+    return next((path for path, part in layers if path and part._forward_hooks and not [*part.children()]), None)
+
+
 def _outside(spot: _Spot | None) -> str | None:
     """Return the name of the called function, unless it belongs to torch, Python or the model's source."""
+    called, home = _function(spot) or ("", "")
+    own = spot is not None and home == spot.frame.f_globals.get("__name__")
+    return None if own or home.split(".")[0] in ("", "torch", "builtins", "_operator") else called
+
+
+def _kept_by_torch(spot: _Spot | None) -> str | None:
+    """Return the name of the called function, if it is one of torch's in Python that can be kept whole."""
+    called, home = _function(spot) or ("", "")
+    return called if home.startswith(("torch.nn.utils.", "torch.nested")) else None
+
+
+def _function(spot: _Spot | None) -> tuple[str, str] | None:
+    """Return the name of the called function, as it is written, and its module."""
     called = _called(spot.expression) if spot else None
     if spot is None or called is None:
         return None
@@ -233,11 +278,7 @@ def _outside(spot: _Spot | None) -> str | None:
         value = getattr(value, part, None)
     if isinstance(value, type) or not callable(value) or isinstance(value, nn.Module):
         return None
-    home = getattr(value, "__module__", None) or type(getattr(value, "__self__", value)).__module__
-    root = str(home).split(".")[0]
-    if root in ("torch", "builtins", "_operator") or home == spot.frame.f_globals.get("__name__"):
-        return None
-    return called
+    return called, str(getattr(value, "__module__", None) or type(getattr(value, "__self__", value)).__module__)
 
 
 def _own_function(spot: _Spot | None, model: Any) -> str | None:
