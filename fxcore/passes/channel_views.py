@@ -8,13 +8,7 @@ from torch import fx, nn
 
 from fxcore.passes.base import hooked, source_of
 from fxcore.tracing.names import operation_name
-
-
-def reads_shape(node: fx.Node) -> bool:
-    """Return whether ``node`` reads only the shape of its input, which a batch norm does not change."""
-    return (node.op == "call_method" and node.target in ("size", "dim", "numel")) or (
-        node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim")
-    )
+from fxcore.tracing.writes import reads_shape
 
 
 def is_view(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, CONVOLUTIONS
 from fxcore.passes.base import BadParameter, CannotTransform, add, hooked, transform
-from fxcore.passes.channel_views import reads_shape
 from fxcore.tracing.leaves import one_node
+from fxcore.tracing.writes import reads_shape
 
 #: key in ``GraphModule.meta`` of the mean and standard deviation of the normalisation folded into a module
 NORMALIZED = "normalization"

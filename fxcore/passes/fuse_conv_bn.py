@@ -22,8 +22,9 @@ from torchvision import ops
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
 from fxcore.passes.base import add, constant, erase_dead, hooked, source_of, transform
-from fxcore.passes.channel_views import is_view, reads_shape, views_keep_channels
+from fxcore.passes.channel_views import is_view, views_keep_channels
 from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.writes import reads_shape
 
 _NORMS = (*BATCH_NORMS, ops.FrozenBatchNorm2d)
 _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {

@@ -21,9 +21,6 @@ _DROPOUT_FUNCTIONS = {
     ops.drop_block2d,
     ops.drop_block3d,
 }
-# Position of the argument ``training`` of each function. It defaults to True, so the function is random even in eval
-# mode.
-_TRAINING_AT = {ops.stochastic_depth: 3, ops.drop_block2d: 5, ops.drop_block3d: 5}
 
 
 @transform
@@ -61,8 +58,4 @@ def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity
         # Compare exact types: a subclass may do more.
         nothing = (dropout and type(called) in _DROPOUT_MODULES) or (identity and type(called) is nn.Identity)
         return nothing and not hooked(called)
-    if node.op == "call_function" and dropout and node.target in _DROPOUT_FUNCTIONS:
-        at = _TRAINING_AT.get(node.target, 2)
-        training = node.args[at] if len(node.args) > at else node.kwargs.get("training", True)
-        return training is False
-    return False
+    return dropout and node.target in _DROPOUT_FUNCTIONS  # in eval mode or with rate zero, as all passes require

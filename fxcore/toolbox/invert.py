@@ -15,6 +15,7 @@ from fxcore.tracing.graph_module import GraphModule, attribute
 from fxcore.tracing.interpreter import Watcher
 from fxcore.tracing.names import operation_name
 from fxcore.tracing.tracer import trace
+from fxcore.tracing.writes import reads_shape
 
 #: inverses of functions and methods of one tensor, by name
 _INVERSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,7 +63,6 @@ _ALIASES = {
     "swapaxes": "transpose",
 }
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
-_READS_OF_SHAPE = ("size", "dim", "numel", "ndimension", "nelement", "shape", "ndim", "dtype", "device")
 
 # Above its threshold softplus is x itself, and jumps there by about exp(-threshold), so that two inputs have the same
 # output. From this threshold on, they are no further apart than neighbouring float32 numbers.
@@ -157,9 +157,7 @@ def _dependent(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
     """Return the nodes whose values depend on the values of the input, not only on its shape."""
     found = {source}
     for node in graph.nodes:
-        read = node.target if node.op == "call_method" else node.args[1] if node.target is getattr else None
-        reads_shape = isinstance(read, str) and read in _READS_OF_SHAPE
-        if node.op != "output" and not reads_shape and any(n in found for n in node.all_input_nodes):
+        if node.op != "output" and not reads_shape(node) and any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
 

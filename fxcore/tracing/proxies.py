@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.proxy import Attribute
 
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, KEYS, is_number
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, is_number
 
 _OWN = frozenset(("tracer", "node", "root", "attr", "_node"))
 # Attributes of tensors that have no effect on values.
@@ -80,8 +80,7 @@ def _hash(proxy: fx.Proxy) -> int:
     Raises:
         TracedKey: the proxy is a size, a number computed from sizes, a dtype or a device.
     """
-    node = proxy.node
-    if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
+    if is_number(proxy.node):
         raise TracedKey("uses a traced value as a key")
     return id(proxy)
 

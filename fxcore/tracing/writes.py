@@ -54,9 +54,8 @@ _CASTS = {
     *("bfloat16", "bool", "byte", "char", "double", "float", "half", "int", "long", "short"),
     *("to", "type", "type_as"),
 }
-_SIZES = {"dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
+_SHAPE = {"dim", "ndim", "ndimension", "nelement", "numel", "shape", "size", "dtype", "device", "layout"}
 _SAME = (nn.Identity, nn.Flatten, nn.Unflatten, *DROPOUTS)
-KEYS = frozenset(("dtype", "device", "layout"))
 
 # Operations of torch and operators whose results never share memory with their arguments, whatever these are.
 _ALLOCATING = {
@@ -273,7 +272,7 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether the value of ``node`` surely has no memory in common with its arguments."""
     if node.op == "call_module":
         return _is_allocating(modules.get(str(node.target)))
-    if is_number(node) or (node.target is getattr and node.args[1] in KEYS):
+    if is_number(node):
         return True
     name = operation_name(node)
     if name == "unfold":
@@ -319,8 +318,16 @@ def _is_list(value: Any) -> bool:
     return False
 
 
+def reads_shape(node: fx.Node) -> bool:
+    """Return whether ``node`` reads the shape, dtype, device or layout of its input, and none of its values."""
+    if node.target is getattr:
+        return node.args[1] in _SHAPE
+    return operation_name(node) in _SHAPE and (node.op == "call_method" or home(node.target) == "torch")
+
+
 def is_number(node: fx.Node) -> bool:
-    """Return whether the value of ``node`` is a size, or computed only from sizes, and so has no storage."""
+    """Return whether the value of ``node`` is what :func:`reads_shape` reads, or computed only from that, and so has no
+    storage."""
     pending, seen = [node], set[fx.Node]()  # as in _is_list
     while pending:
         one = pending.pop()
@@ -331,7 +338,7 @@ def is_number(node: fx.Node) -> bool:
             if one.meta["carries"]:
                 return False
             continue
-        if operation_name(one) in _SIZES or (one.target is getattr and one.args[1] in _SIZES):
+        if reads_shape(one):
             continue
         arithmetic = getattr(one.target, "__module__", None) in ("_operator", "builtins", "math")
         if not arithmetic or not one.all_input_nodes:

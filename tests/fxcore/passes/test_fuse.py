@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,6 +224,27 @@ MIX = {
 @pytest.mark.parametrize("name", KEEP)
 def test_through_views_that_keep_channels(name: str) -> None:
     check(Viewed(*KEEP[name]), torch.randn(2, 3, 6, 6), changes=1)
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda h, y: y.to(h.dtype).to(h.device),
+        lambda h, y: y / h.nelement() + h.ndimension(),
+        lambda h, y: y / torch.numel(h),
+    ],
+)
+def test_reading_what_values_do_not_change_is_no_branch(reads: Callable[[Tensor, Tensor], Tensor]) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.conv(x)
+            return reads(h, self.norm(h))
+
+    check(Net(), torch.randn(2, 3, 6, 6), changes=1)
 
 
 @pytest.mark.parametrize("name", KEEP)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.models import mobilenet_v3_small, resnet18
-from torchvision.ops import StochasticDepth
+from torchvision.ops import StochasticDepth, stochastic_depth
 
 from fxcore import trace
 from fxcore.analysis.verify import verify
@@ -143,6 +143,13 @@ def test_removal() -> None:
     assert applied(removed)[-1].changes == 4
     assert [n.op for n in removed.graph.nodes] == ["placeholder", "output"]
     assert applied(remove(traced(Net()), dropout=False))[-1].changes == 1
+
+
+def test_dropout_of_nothing_is_removed_in_any_mode() -> None:
+    module = trace(lambda x: stochastic_depth(F.dropout(x, 0.0), 0.0, "row"))
+    assert [n.op for n in remove(module.eval()).graph.nodes] == ["placeholder", "output"]
+    x = torch.randn(4, 3)
+    assert torch.equal(module(x), x)
 
 
 def test_a_write_before_a_removed_call_stays() -> None:
