@@ -21,7 +21,7 @@ from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import clones, map_tensors, storage_ids, tensors_in
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Watcher, on_device
-from fxcore.tracing.names import operation_name
+from fxcore.tracing.names import PATH, operation_name
 from fxcore.tracing.reachable import with_ancestors
 
 _BATCH = 13
@@ -233,22 +233,23 @@ def values_at(
     module: fx.GraphModule,
     shapes: Sequence[tuple[int, ...]],
     device: torch.device,
-    wanted: Collection[fx.Node],
+    wanted: Collection[str],
     dtype: torch.dtype = torch.float32,
-) -> dict[fx.Node, tuple[torch.Size, torch.dtype]]:
+) -> dict[str, tuple[list[int], torch.dtype]]:
     """Return shape and dtype of the tensors of ``wanted`` nodes and their ancestors, for one image of ``shapes``.
 
-    Other nodes are not run, no value is kept, and annotations are left unchanged. Thread-safe.
+    Nodes are named as by torchvision; those without a name are left out. Other nodes are not run, no value is kept, and
+    annotations are left unchanged. Thread-safe.
 
     Raises:
         Exception: whatever the model raises for inputs of this shape.
     """
-    needed = set(with_ancestors(wanted))
-    found: dict[fx.Node, tuple[torch.Size, torch.dtype]] = {}
+    needed = set(with_ancestors(node for node in module.graph.nodes if node.meta.get(PATH) in wanted))
+    found: dict[str, tuple[list[int], torch.dtype]] = {}
 
     def remember(node: fx.Node, value: Any) -> None:
-        if isinstance(value, Tensor):
-            found[node] = value.shape, value.dtype
+        if isinstance(value, Tensor) and PATH in node.meta:
+            found[node.meta[PATH]] = list(value.shape), value.dtype
 
     with torch.inference_mode():
         _Recorder(module, remember, needed, device, keep=False).run(*_inputs(shapes, 1, device, dtype))

@@ -289,11 +289,9 @@ class ModelGraph:
         for shape in shapes:
             self._check_computed(shape[-2:])
         try:
-            nodes = [self.by_name[name] for name in wanted]
-            found = values_at(self._module, shapes, self.device, nodes, self.entry.dtype)
+            return values_at(self._module, shapes, self.device, wanted, self.entry.dtype)
         except Exception as error:
             raise BadTensor(self._refusal(shapes, error)) from error
-        return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
 
     def resolve(self, return_nodes: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
         """Map each key to an exact node name, in the order given.

@@ -85,12 +85,10 @@ class ModelPart:
                 f"this part of {self._model} is run to know its shapes, which takes memory: {shown} is more than "
                 f"{LARGEST_COMPUTED} times its usual size"
             )
-        nodes = [node for node in self._module.graph.nodes if node.meta.get(PATH) in wanted]
         try:
-            found = values_at(self._module, shapes, self._device, nodes, self._dtype)
+            return values_at(self._module, shapes, self._device, wanted, self._dtype)
         except Exception as error:
             raise BadTensor(f"this part of {self._model} cannot take {shown}: {summarize(error)}") from error
-        return {n.meta[PATH]: (list(shape), dtype) for n, (shape, dtype) in found.items() if PATH in n.meta}
 
 
 def closed(graph: ModelGraph, at: str, of: str) -> list[str]:

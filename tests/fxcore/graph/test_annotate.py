@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.graph.annotate import annotate, values_at
+from fxcore.tracing.names import PATH
 
 
 class Doubled(nn.Module):
@@ -80,6 +81,7 @@ def test_values_that_are_computed_for_their_shapes_are_not_kept() -> None:
     for _ in range(5):
         node = graph.call_function(doubled, (node,))
     graph.output(node)
-    found = values_at(fx.GraphModule({}, graph), [(3,)], torch.device("cpu"), [node])
-    assert found[node] == (torch.Size([1, 3]), torch.float32)
+    node.meta[PATH] = "last"
+    found = values_at(fx.GraphModule({}, graph), [(3,)], torch.device("cpu"), ["last"])
+    assert found == {"last": ([1, 3], torch.float32)}
     assert alive == [0, 1, 1, 1, 1]
