@@ -15,17 +15,18 @@ from fxcore.copies import narrowed, own_modules
 from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import GROWS, MANY, metadata, observe, observe_many
 from fxcore.graph.cut import cut, is_named_tensor, pruned, require_sizes
-from fxcore.graph.node_names import NodeNames
+from fxcore.graph.naming import Names
 from fxcore.nesting import leaves, map_tensors, tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.interpreter import Inputs, bound, positional
-from fxcore.tracing.names import NO_GRAD, PATH, shown_name
+from fxcore.tracing.names import NO_GRAD, PATH, shown_name, untraceable_modules
+from fxcore.tracing.parts import UntraceablePart
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
 from fxcore.tracing.unchanged import Unchanged
-from fxcore.wrappers import check_python, unwrapped
+from fxcore.wrappers import check_python, unwrapped, without_prefix
 
 
 def create_extractor(
@@ -113,10 +114,13 @@ def create_extractor(
             raise BadTensor(f"{shown_name(module)} cannot take these example inputs: {summarize(error)}") from error
         _keep_gradients_of_written(traced.graph)
         named = {n.meta[PATH]: n for n in traced.graph.nodes if PATH in n.meta}
-        names = NodeNames(
+        by_name = named or {n.name: n for n in traced.graph.nodes if n.op != "output"}
+        names = Names(
             shown_name(module),
-            named or {n.name: n for n in traced.graph.nodes if n.op != "output"},
-            wrapped=module is not wrapper,
+            by_name,
+            untraceable=[UntraceablePart(path, why) for path, why in untraceable_modules(traced.graph).items()],
+            extractable=lambda node: bool(node.meta["carries"]),
+            plain=lambda name: name if module is wrapper or name in by_name else without_prefix(name),
         )
         exact = names.resolve(return_nodes)
         begin = names.resolve(inputs) if inputs else {}

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.errors import BadTensor
-from fxcore.graph import nodes as naming
 from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_at
 from fxcore.graph.head_pooling import attention_pools
 from fxcore.graph.levels import Level, find_levels
-from fxcore.graph.node_info import NodeInfo, describe, is_extractable, target_name
+from fxcore.graph.naming import APART, Names
+from fxcore.graph.node_info import NodeInfo, describe, target_name
 from fxcore.graph.strides import Strides
 from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
@@ -135,6 +135,10 @@ class ModelGraph:
     def by_name(self) -> dict[str, fx.Node]:
         """Nodes by torchvision's name. The output, and parameters read by the graph itself, have no name."""
         return {n.meta[PATH]: n for n in self.graph.nodes if PATH in n.meta}
+
+    @functools.cached_property
+    def _names(self) -> Names:
+        return Names(self.model, self.by_name, self.levels, self.untraceable)
 
     @functools.cached_property
     def nodes(self) -> list[NodeInfo]:
@@ -263,7 +267,7 @@ class ModelGraph:
             raise BadTensor(self._refusal([self.input_size], error)) from error
         for node in self.graph.nodes:
             if node.meta.get(PATH) in self.entry.apart:
-                node.meta["rows"], node.meta[naming.APART] = 0, True
+                node.meta["rows"], node.meta[APART] = 0, True
             node.meta[DECLARED] = self._traced.prefix_tokens
 
     @property
@@ -315,11 +319,7 @@ class ModelGraph:
         {'layer1.0': 'layer1.0.relu_1', 'layer1.1': 'layer1.1.relu_1', 'layer1.1.bn2': 'layer1.1.bn2',
          'layer2.1.bn2': 'layer2.1.bn2', 'layer3.1.bn2': 'layer3.1.bn2', 'layer4.1.bn2': 'layer4.1.bn2'}
         """
-        return naming.resolve(self, return_nodes)
-
-    def extractable(self, node: fx.Node) -> bool:
-        """See :func:`fxcore.graph.node_info.is_extractable`."""
-        return is_extractable(node)
+        return self._names.resolve(return_nodes)
 
     def shape_of(self, node: fx.Node) -> list[int | None] | None:
         """Return the shape of the node's value, with None for a first dimension that grows with the batch."""

@@ -13,6 +13,7 @@ from fxcore.graph.annotate import values_at
 from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.cut import OpenCut, cut
 from fxcore.graph.model_graph import LARGEST_COMPUTED, ModelGraph
+from fxcore.graph.node_info import is_extractable
 from fxcore.passes.functionalize import functionalize
 from fxcore.tensors import TensorSpec, dtype_name, returned_dtype
 from fxcore.tracing.names import PATH
@@ -57,7 +58,7 @@ class ModelPart:
             whole,
             given,
             wanted,
-            lambda n: PATH in n.meta and graph.extractable(n) and _is_floating(n),
+            lambda n: PATH in n.meta and is_extractable(n) and _is_floating(n),
             dtypes=(self._dtype, self._dtype),
         )
         part.graph.output(tuple(part.kept[node] for node in wanted))

@@ -12,6 +12,7 @@ from torchvision.models.feature_extraction import get_graph_node_names
 from fxcore import build_extractor, model_graph
 from fxcore.backends import BACKENDS, Options
 from fxcore.graph.model_graph import ModelGraph
+from fxcore.graph.node_info import is_extractable
 from tests.fxcore.model_list import ALL, FIXED_SIZE, SMALL, TRACEABLE, each, filled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -24,9 +25,7 @@ RELATIVE, COSINE = 1e-3, 0.999
 def spread(graph: ModelGraph) -> dict[str, str]:
     """A dozen nodes with floating values, from the first to the last."""
     floating = [
-        name
-        for name, node in graph.by_name.items()
-        if graph.extractable(node) and node.meta["value"].is_floating_point()
+        name for name, node in graph.by_name.items() if is_extractable(node) and node.meta["value"].is_floating_point()
     ]
     return {name: name for name in [*floating[:: max(1, len(floating) // 12)], floating[-1]]}
 

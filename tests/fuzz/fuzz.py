@@ -12,7 +12,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["service.codecs", "fxcore.images.files", "fxcore.graph.nodes", "PIL"]):
+with atheris.instrument_imports(include=["service.codecs", "fxcore.images.files", "fxcore.graph.naming", "PIL"]):
     from tests.fuzz.targets import TARGETS
 
 

@@ -17,6 +17,7 @@ from fxcore.backends import BACKENDS, Options
 from fxcore.edits import BadEdit, Edit, Factors, PlannedFactors, edited_node, stacked
 from fxcore.extractor import Extractor, build_extractor
 from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.graph.node_info import is_extractable
 from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import load_model
 from tests.fxcore.model_list import FIXED_SIZE, SMALL, each, entry_of
@@ -50,7 +51,7 @@ def once_called(graph: ModelGraph) -> list[str]:
     calls = Counter(node.target for node in graph.graph.nodes if node.op == "call_module")
     found = []
     for name, node in graph.by_name.items():
-        single = node.op == "call_module" and calls[node.target] == 1 and graph.extractable(node)
+        single = node.op == "call_module" and calls[node.target] == 1 and is_extractable(node)
         known = not name.endswith(("attn.q_norm", "attn.k_norm"))
         if single and known and node.meta["value"].is_floating_point() and node.meta["rows"] == 1:
             found.append(name)

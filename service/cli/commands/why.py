@@ -52,7 +52,7 @@ def why(
     from fxcore.errors import BadTensor
     from fxcore.extractor import build_extractor
     from fxcore.graph.model_graph import model_graph
-    from fxcore.graph.nodes import is_group
+    from fxcore.graph.naming import is_group
     from fxcore.images.files import open_image
     from fxcore.models.catalog import get_model
     from fxcore.models.weights import load_model

@@ -17,7 +17,8 @@ import torch
 from fxcore.errors import BadTensor, DuplicateKey
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
-from fxcore.graph.nodes import is_group
+from fxcore.graph.naming import is_group
+from fxcore.graph.node_info import is_extractable
 from fxcore.images.decoding import Decoder
 from fxcore.memory import LIVE_ACTIVATIONS
 from fxcore.models.catalog import get_model
@@ -168,7 +169,7 @@ def own_nodes(graph: ModelGraph) -> list[str]:
     """List the nodes that a model returns if none are named: its levels, or its last value if it has none."""
     if graph.levels:
         return list(graph.levels)
-    return [name for name in graph.eval_nodes if name in graph.by_name and graph.extractable(graph.by_name[name])][-1:]
+    return [name for name in graph.eval_nodes if name in graph.by_name and is_extractable(graph.by_name[name])][-1:]
 
 
 def _check_memory(graph: ModelGraph, precision: str, return_nodes: Mapping[str, str], limit: int) -> None:

@@ -17,6 +17,7 @@ from fxcore.extractor import Extractor, build_extractor
 from fxcore.graph.cut import OpenCut, UnneededInput
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
+from fxcore.graph.node_info import is_extractable
 from fxcore.models.weights import load_model
 from tests.fxcore.model_list import FAMILIES, FIXED_SIZE, SMALL, TIMM, TRACEABLE, each, entry_of, filled
 
@@ -58,7 +59,7 @@ def test_two_halves_are_the_whole(name: str) -> None:
     floating = [
         node
         for node, of in graph.by_name.items()
-        if graph.extractable(of) and (of.meta["value"].is_floating_point() or of.meta["value"].is_quantized)
+        if is_extractable(of) and (of.meta["value"].is_floating_point() or of.meta["value"].is_quantized)
     ]
     wanted = {"end": floating[-1]}
     given = images(graph)

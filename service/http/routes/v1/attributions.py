@@ -13,7 +13,7 @@ from torch import Tensor
 from fxcore.attribution import check_positions, check_result
 from fxcore.graph.cut import UnneededInput
 from fxcore.graph.model_part import closed
-from fxcore.graph.nodes import is_group
+from fxcore.graph.naming import is_group
 from service import problems
 from service.codecs import heatmap, responses
 from service.codecs.requests import bodies

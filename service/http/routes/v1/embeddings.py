@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fxcore.extractor import OutputInfo
 from fxcore.graph.head_pooling import DISTILLED
-from fxcore.graph.nodes import is_group
+from fxcore.graph.naming import is_group
 from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service import problems
