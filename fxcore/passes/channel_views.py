@@ -11,7 +11,7 @@ from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import reads_shape
 
 
-def is_view(module: fx.GraphModule, node: fx.Node) -> bool:
+def may_pass_channels(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether ``node`` reshapes its input in a way that may keep channels separate, or returns it unchanged."""
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))

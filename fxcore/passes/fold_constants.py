@@ -55,11 +55,11 @@ def fold_constants(module: fx.GraphModule) -> int:
 
 def _constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
     """Return the value of each deterministic node that does not depend on an input."""
-    overwritten = _overwritten(module)
+    tainted = _tainted(module)
     interpreter = Interpreter(module)
     values: dict[fx.Node, Any] = interpreter.env
     for node in module.graph.nodes:
-        if node in overwritten:
+        if node in tainted:
             continue
         if node.op == "get_attr":
             value = attribute(module, str(node.target))
@@ -98,7 +98,7 @@ class _Watch(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _overwritten(module: fx.GraphModule) -> set[fx.Node]:
+def _tainted(module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes that are overwritten, and all nodes that may share memory with them."""
     modules = dict(module.named_modules())
     found = set()

@@ -22,7 +22,7 @@ from torchvision import ops
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
 from fxcore.passes.base import add, constant, erase_dead, hooked, source_of, transform
-from fxcore.passes.channel_views import is_view, views_keep_channels
+from fxcore.passes.channel_views import may_pass_channels, views_keep_channels
 from fxcore.tracing.names import PATH, public_name
 from fxcore.tracing.writes import reads_shape
 
@@ -222,7 +222,7 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
         if out_channels is not None:
             fits = out_channels == channels and _is_batched(module, path, norm)
             return path if fits and views_keep_channels(module, path, channels) else None
-        if not is_view(module, node):
+        if not may_pass_channels(module, node):
             return None
         node = node.args[0] if node.args else None
     return None
