@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fxcore.graph.known_axes import axes_of
-from fxcore.graph.operations import PERMUTES, computed
+from fxcore.graph.operations import PERMUTES, axes_of, computed
 from fxcore.passes.attention import ATTENTION, attention_weights, is_over_last, scaled_dot_product_weights
 from fxcore.tracing.names import operation_name
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 from torchvision import ops
 
-from fxcore.graph.known_axes import axes_of
+from fxcore.graph.operations import axes_of
 from fxcore.graph.strides import Strides
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap

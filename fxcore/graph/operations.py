@@ -1,11 +1,12 @@
-"""What operations do to the axes and positions of their inputs, by the name of the function, method or attribute."""
+"""The axes of annotated nodes, and what operations do to axes and positions, by the name of the function, method or
+attribute."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 PERMUTES = {
     *("permute", "transpose", "transpose_", "swapaxes", "swapaxes_", "swapdims", "swapdims_", "movedim", "moveaxis"),
@@ -44,6 +45,23 @@ KEEPS = JOINS | {
     *("expand", "expand_as", "repeat", "repeat_interleave", "tile", "broadcast_to", "diff", "topk"),
 }
 """Operations whose result has the axes of their input if it has the same rank. Sizes may change."""
+
+
+def axes_of(node: Any) -> str | None:
+    """Return the axes of a node's tensor, one letter per dimension; None if they are unknown, or it is no such node."""
+    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("value"), Tensor):
+        return None
+    axes: str | None = node.meta.get("axes")
+    return axes if axes and len(axes) == node.meta["value"].ndim else None
+
+
+def map_size(node: fx.Node) -> tuple[int, int] | None:
+    """Return height and width of a node's feature map; None if it has none, or one without positions."""
+    axes = axes_of(node)
+    if axes is None or "H" not in axes or "W" not in axes:
+        return None
+    height, width = (node.meta["value"].shape[axes.index(axis)] for axis in "HW")
+    return (height, width) if height and width else None
 
 
 def computed(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:

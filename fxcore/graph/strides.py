@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxcore.graph.known_axes import axes_of, map_size
+from fxcore.graph.operations import axes_of, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import PATH
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxcore.graph.known_axes import axes_of
-from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, computed
+from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, axes_of, computed
 
 _MARK = 2048
 """The size that stands for a tensor's first axis; one more for each further axis. Above any index along an axis, and

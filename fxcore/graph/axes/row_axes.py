@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import is_attention, last_is_channels, operation_or_class, own_module
 from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
-from fxcore.graph.known_axes import axes_of
+from fxcore.graph.operations import axes_of
 from fxcore.layer_types import DROPOUTS
 
 UNKNOWN = "?"

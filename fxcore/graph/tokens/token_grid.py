@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from fxcore.graph.known_axes import axes_of, map_size
+from fxcore.graph.operations import axes_of, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX, is_class_token
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, DECLARED, NO_PREFIX, UNKNOWN_PREFIX, PrefixTokens
 from fxcore.graph.tokens.token_order import ELSEWHERE, token_order

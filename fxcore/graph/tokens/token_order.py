@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import own_module
-from fxcore.graph.known_axes import axes_of, map_size
-from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, computed
+from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, axes_of, computed, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import operation_name
 
