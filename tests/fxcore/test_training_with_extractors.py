@@ -1,0 +1,174 @@
+"""Extractors of modules that are trained: gradients, and weights that change, against the modules themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.models.feature_extraction import get_graph_node_names
+
+import fxcore
+from fxcore.tracing.names import names
+from tests.fxcore.hooks import hooked
+
+
+class Normed(nn.Module):
+    """Computes with buffers: by themselves, through a view, and with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("variance", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x - self.mean.view(1, -1))
+        x = x / (self.variance + 1e-5).sqrt()
+        return x + self.mix.bias * self.variance
+
+
+class Codebook(nn.Module):
+    """Looks up the nearest code, as VQ-VAEs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+        self.register_buffer("codes", torch.randn(16, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        codes = torch.cat([self.codes, torch.zeros(1, 6)])
+        distance = x.pow(2).sum(1, keepdim=True) - 2 * x @ codes.t() + codes.pow(2).sum(1)
+        return nn.functional.embedding(distance.argmin(1), codes) + x.mean()
+
+
+class Chosen(Codebook):
+    """Python needs the value of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.tensor(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * int(self.count)
+
+
+@pytest.mark.parametrize("kind", [Normed, Codebook])
+@pytest.mark.parametrize("change", ["load_state_dict", "training", "average"])
+def test_weights_that_change_change_it(kind: Callable[[], nn.Module], change: str) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval(), torch.randn(32, 6)
+    expected_names = get_graph_node_names(model)[1]
+    assert names(fxcore.trace(model).graph) == expected_names
+    last = expected_names[-1]
+    extractor = fxcore.create_extractor(model, [last], x)
+    late = fxcore.create_extractor(model, [last], x, inputs=["mix"])
+    before = model(x)
+    if change == "load_state_dict":
+        model.load_state_dict({name: torch.rand_like(value) * 3 for name, value in model.state_dict().items()})
+    elif change == "training":
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        extractor(x)[last].square().mean().backward()
+        optimizer.step()
+    else:
+        for buffer in model.buffers():
+            buffer.lerp_(torch.rand_like(buffer) * 3, 0.5)
+    assert not torch.equal(model(x), before)
+    torch.testing.assert_close(extractor(x)[last], model(x))
+    torch.testing.assert_close(late(hooked(model, "mix", x))[last], model(x))
+
+
+def test_a_buffer_whose_value_python_needs() -> None:
+    model, x = Chosen().eval(), torch.randn(32, 6)
+    [last] = get_graph_node_names(model)[1][-1:]
+    assert torch.equal(fxcore.create_extractor(model, [last], x)(x)[last], model(x))
+
+
+class Trunk(nn.Module):
+    """Computes its first part with or without gradients, writes in place, and splits."""
+
+    def __init__(self, gradients: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(4, 6), nn.Linear(6, 4), nn.ReLU(inplace=True)
+        self.gradients = gradients
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.gradients):
+            y = self.first(x)
+            y += 1
+            y = self.act(y)
+            one, other = y.chunk(2, 1)
+            largest, _ = y.max(1, keepdim=True)
+        return self.last(torch.cat([one, other.exp()], 1)) * largest + self.first.bias[:4] * x
+
+
+class WithoutGradientsInside(Trunk):
+    @torch.no_grad()
+    def looked_up(self, x: Tensor) -> Tensor:
+        return self.first(x).softmax(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.looked_up(x) * self.first(x))
+
+
+class WritesWithoutGradients(Trunk):
+    """Adds in place to a value that has gradients, which keeps them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        with torch.no_grad():
+            y += 1
+        return self.last(y)
+
+
+@pytest.mark.parametrize("made_without", [False, True])
+@pytest.mark.parametrize(
+    "build", [lambda: Trunk(gradients=True), Trunk, WithoutGradientsInside, WritesWithoutGradients]
+)
+def test_gradients_are_the_modules(build: Callable[[], nn.Module], made_without: bool) -> None:
+    torch.manual_seed(0)
+    model, x = build().eval(), torch.randn(3, 4, requires_grad=True)
+    with torch.set_grad_enabled(not made_without):
+        [last] = get_graph_node_names(model)[1][-1:]
+        extractor = fxcore.create_extractor(model, [last], x.detach())
+    inputs = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).square().sum(), inputs, allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(extractor(x)[last].square().sum(), inputs, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_values_computed_without_gradients_have_none() -> None:
+    model, x = Trunk().eval(), torch.randn(3, 4)
+    traced = fxcore.trace(model)
+    for extractor in (fxcore.create_extractor(m, ["first", "mul"], x) for m in (model, traced)):
+        found = extractor(x)
+        assert not found["first"].requires_grad
+        assert found["mul"].requires_grad
+        assert torch.equal(found["first"], model.first(x))
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, found: Tensor) -> Tensor:  # type: ignore[override]
+        return found
+
+
+class Estimator(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = StraightThrough.apply(x)  # type: ignore[no-untyped-call]
+        return made
+
+
+def test_parts_kept_whole_keep_their_backward() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Estimator(), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    model[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
+    extractor = fxcore.create_extractor(model, ["2"], x.detach(), leaf_modules=[Estimator])
+    [expected], [found] = (torch.autograd.grad(y.sum(), [x]) for y in (model(x), extractor(x)["2"]))
+    torch.testing.assert_close(found, expected)
