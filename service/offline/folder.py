@@ -14,7 +14,8 @@ from fxcore.errors import FxError
 from service.offline.atomic import write_whole
 from service.offline.failures import driver_errors
 
-_WITH_PASSWORD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://[^/?#@]*:[^/?#]*@")
+# Drivers of git have other names before the @.
+_WITH_PASSWORD = re.compile(r"(?:^|::)(?!git(?:hub)?:)([a-zA-Z][a-zA-Z0-9+.-]*)://[^/?#@]*:[^/?#]*@")
 
 
 def is_url(text: str) -> bool:
@@ -28,7 +29,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     Raises:
         FxError: the URL has a password or no driver, the driver is not installed, or it cannot connect.
     """
-    if (found := _WITH_PASSWORD.match(url)) is not None:
+    if (found := _WITH_PASSWORD.search(url)) is not None:
         protocol = found[1]
         options = "headers" if protocol.startswith("http") else "username, password"
         raise FxError(

@@ -220,12 +220,13 @@ def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, 
 
 
 def check_inputs(job: Job) -> None:
-    """Look for the job's first image before anything is built.
+    """Look for the first image of each of the job's inputs before anything is built.
 
     Raises:
         FxError: an input does not exist or cannot be accessed.
     """
-    next(sources.find(job.inputs), None)
+    for text in job.inputs:
+        next(sources.find([text]), None)
 
 
 def check_regions(job: Job) -> None:

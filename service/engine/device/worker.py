@@ -235,7 +235,8 @@ class DeviceWorker:
         pace = spent / sum(item.row_bytes * len(item.rows) for item in items)
         # A single batch may be slow, such as the first of a size.
         runtime.seconds_per_byte = min(pace, 2 * (runtime.seconds_per_byte or pace))
-        runtime.pace.add(spent, items[0].row_flops, _rows(items))
+        if self.device.type == "cpu":  # a GPU is never that slow, and launches of small rows say little of large ones
+            runtime.pace.add(spent, items[0].row_flops, _rows(items))
         for job in {item.job for item in items}:
             job.computed += spent
         return finished

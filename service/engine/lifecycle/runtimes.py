@@ -91,11 +91,11 @@ class Runtimes:
         In-flight requests finish normally. An extractor is retired after its build if requests wait for it, or if it is
         the first one, which is needed to know its outputs. Any other build is cancelled.
         """
+        record.pinned = False
         if record.build is not None and (record.waiting or not record.outputs):
             record.build.add_done_callback(lambda _: self._retire_built(record))
             return
         record.cancel()
-        record.pinned = False
         loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
         record.retire()
         if not loaded:

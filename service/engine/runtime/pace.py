@@ -44,7 +44,8 @@ class Pace:
         """Take a batch into account."""
         self._batches += 1
         if row_flops and (self._batches > _FIRST_BATCHES or seconds > _SLOW_SECONDS):
-            self._last = time.monotonic()
+            if 4 * row_flops >= self._largest:  # small rows do not vouch for large ones
+                self._last = time.monotonic()
             self._seconds_per_flop = min(self._seconds_per_flop, seconds / (row_flops * rows))
             self._largest = max(self._largest, row_flops)
 
@@ -62,6 +63,8 @@ class Pace:
             DeadlineExceeded: it would take several times as long as ``left``, and as :data:`LONGEST_SECONDS`.
         """
         if row_flops > _EXTRAPOLATED * self._largest or time.monotonic() > self._last + _VALID_SECONDS:
+            return
+        if self._batches <= _FIRST_BATCHES and row_flops <= self._largest:  # only the first of a kind may be slow
             return
         seconds = row_flops * self._seconds_per_flop
         if seconds > _HOPELESS * max(left, LONGEST_SECONDS):

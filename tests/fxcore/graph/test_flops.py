@@ -54,5 +54,5 @@ def test_a_graph_has_as_many_for_its_shapes_alone(name: str) -> None:
     shapes = [(3, 224, 224)]
     each = count_flops(graph._module, shapes, graph.device, dtype)
     with FlopCounter() as counter:
-        values_at(graph._module, shapes, graph.device, list(graph._module.graph.nodes), dtype)
+        values_at(graph._module, shapes, graph.device, graph.by_name, dtype)
     assert counter.total == sum(each.values()) > 10**9

@@ -48,6 +48,7 @@ def refused(pace: Pace, flops: float, left: float) -> bool:
         ((), 1e18, 0.0, False),
         ((9.0, 9.0), 900e9, 1.0, False),  # these may include compiling
         ((31.0,), 10e9, 60.0, True),  # but not for that long
+        ((31.0,), 1e9, 2.0, False),  # a slow start says nothing of the next one
         ((1.0, 1.0, 1.0), 1001e9, 1.0, False),
         ((1.0, 1.0, 1.0), 0, 1.0, False),
     ],
@@ -77,9 +78,10 @@ def test_a_row_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     clock = SimpleNamespace(monotonic=lambda: 1000.0)
     monkeypatch.setattr(module, "time", clock)
     pace = measured(400.0)
-    assert refused(pace, 1e9, 60.0)
+    assert refused(pace, 2e9, 60.0)
     clock.monotonic = lambda: 1601.0
-    assert not refused(pace, 1e9, 60.0)
+    pace.add(0.1, 10**6, 1)  # small rows go on meanwhile
+    assert not refused(pace, 2e9, 60.0)
     for _ in range(2):
         pace.add(2.0, 10**9, 1)
     assert not refused(pace, 1e9, 60.0)

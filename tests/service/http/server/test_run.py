@@ -49,7 +49,7 @@ def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logg
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[2]  # printed once it listens
-        assert httpx.get(url, trust_env=False).status_code == 204
+        assert httpx.get(url, trust_env=False, timeout=60).status_code == 204
     finally:
         process.terminate()
         _, lines = process.communicate(timeout=60)

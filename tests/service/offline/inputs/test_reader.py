@@ -11,6 +11,7 @@ import fsspec.config
 import pytest
 
 from fxcore.errors import BadImage, FxError
+from service.offline import folder
 from service.offline.inputs import reader
 from service.offline.inputs.reader import Reader
 from service.offline.inputs.sources import Source, find
@@ -115,6 +116,10 @@ def test_passwords_are_given_to_the_driver_not_in_urls(photos: str, monkeypatch:
     assert "Aladdin" not in str(refused.value)
     assert "sesame" not in str(refused.value)
     assert "FSSPEC_HTTP as JSON (headers)" in str(refused.value)
+    with pytest.raises(FxError, match="the URL http://…@127"):
+        list(find([url.replace("http://", "simplecache::http://Aladdin:open sesame@")]))
+    for other in ("s3://bucket/a:b@c.png", "abfs://photos@account/a.png", "github://owner:name@main/a.png", url):
+        assert folder._WITH_PASSWORD.search(other) is None
     with pytest.raises(BadImage, match="401"):
         Reader(100).read(at(url))
     options: dict[str, dict[str, Any]] = {}
