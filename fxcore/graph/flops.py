@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import flop_registry
 
 from fxcore.tracing.dispatch_modes import LenientMode
@@ -26,9 +25,10 @@ class FlopCounter(LenientMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         count = flop_registry.get(getattr(func, "_overloadpacket", None))  # higher-order operators have none
-        if count is None and isinstance(func, torch._ops.OpOverload):
+        decompose = getattr(func, "decompose", None)
+        if count is None and decompose is not None:
             with self:  # under inference mode, composite operators arrive here whole
-                out = func.decompose(*args, **kwargs)
+                out = decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
