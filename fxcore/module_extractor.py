@@ -16,7 +16,7 @@ from fxcore.errors import BadTensor, FxError, UnknownNode, summarize
 from fxcore.graph.annotate import GROWS, MANY, metadata, observe, observe_many
 from fxcore.graph.cut import cut, is_named_tensor, pruned, require_sizes
 from fxcore.graph.naming import Names
-from fxcore.nesting import leaves, map_tensors, tensors_in
+from fxcore.nesting import tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
 from fxcore.tracing.graph_module import GraphModule, set_mode
@@ -40,9 +40,10 @@ def create_extractor(
 ) -> fx.GraphModule:
     """Create an extractor for any module: a graph module in eval mode that returns the values of chosen nodes.
 
-    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, and
-    follows changes of their values, but no modules, so it stays in eval mode when training goes on. In-place operations
-    are replaced by out-of-place ones, so that no value depends on which others are extracted.
+    ``module`` is neither changed nor moved, and keeps its mode. The result shares its parameters and buffers, but no
+    modules, so it stays in eval mode when training goes on. What ``module`` computes from buffers alone, views apart,
+    is a constant: make the extractor again after these have changed. In-place operations are replaced by out-of-place
+    ones, so that no value depends on which others are extracted.
 
     Gradients are the module's, also where it computes without them, as under ``torch.no_grad()``. But a graph records
     neither the backward of an ``autograd.Function`` nor backward hooks of modules that are traced into, and no context
@@ -59,7 +60,7 @@ def create_extractor(
         example_inputs: arguments of one call, by position, by name, or a single tensor, on the module's device.
             Arguments without tensors are fixed to their values here, or their defaults, and are not inputs of the
             result. The module runs on copies of them, and on random tensors of the same shapes, to check the graph.
-            Tensors may be in lists, tuples, mappings and dataclasses.
+            Tensors may be in lists, tuples, dicts and dataclasses.
         leaf_modules, leaf_functions: see :func:`~fxcore.tracing.tracer.trace`.
         inputs: names of nodes to start from instead of the module's arguments; ``example_inputs`` are still the
             module's. They become the result's arguments, with dots replaced by underscores. If the number of rows is
@@ -75,7 +76,7 @@ def create_extractor(
         NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
         UnknownNode: there is no node of that name, or its value contains no tensor.
         DuplicateKey: two names have the same key.
-        BadTensor: the module does not accept ``example_inputs``, or they have tensors in other objects.
+        BadTensor: the module does not accept ``example_inputs``.
         CannotTransform: its in-place operations cannot be rewritten.
         OpenCut, UnneededInput: see :func:`~fxcore.graph.cut.cut`.
         GraphDiffers: the graph and the module compute different values; ``node`` is the first that differs.
@@ -166,10 +167,12 @@ def _keep_gradients_of_written(graph: fx.Graph) -> None:
 def _detach(graph: fx.Graph) -> None:
     """Detach values that the module computes without gradients where they are used with gradients, or returned."""
     for node in list(graph.nodes):
-        value, source = node.meta.get("value"), node.args[0] if node.target is operator.getitem else None
+        value, source = node.meta.get("value"), node.args[0] if node.target in (operator.getitem, getattr) else None
         if isinstance(source, fx.Node) and NO_GRAD in source.meta and not isinstance(source.meta.get("value"), Tensor):
             node.meta[NO_GRAD] = True  # one of several results
         if NO_GRAD not in node.meta or node.op == "placeholder" or not isinstance(value, Tensor):
+            continue
+        if not value.is_floating_point() and not value.is_complex():
             continue
         if not all(NO_GRAD in user.meta for user in node.users):
             with graph.inserting_after(node):
@@ -185,12 +188,6 @@ class NotAModule(FxError):
 def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tuple[Any, ...]]:
     """Narrow the forward of ``module`` to the arguments that contain tensors; return it and their values."""
     call = bound(module, inputs)
-    for name, value in call.arguments.items():
-        if value is not call.signature.parameters[name].default and (holder := _holder(value)):
-            raise BadTensor(
-                f"the argument {name!r} of {shown_name(module)} has tensors in a {holder}, which is not copied; pass "
-                "tensors, or lists, tuples, dicts or dataclasses of tensors"
-            )
     tensors = {name: v for name, v in call.arguments.items() if tensors_in(v)}
     kinds = {name: parameter.kind for name, parameter in call.signature.parameters.items()}
     if any(kinds[name] in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in call.arguments):
@@ -199,12 +196,3 @@ def _with_tensors_only(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, tu
         return module, tuple(tensors.values())
     fixed = {name: v for name, v in call.arguments.items() if name not in tensors}
     return narrowed(module, list(tensors), fixed), tuple(tensors.values())
-
-
-def _holder(value: Any) -> str | None:
-    """Return the class of an object in ``value`` whose tensors :func:`map_tensors` does not replace, if any."""
-    for leaf in leaves(map_tensors(lambda tensor: None, value)):
-        inside = [leaf] if isinstance(leaf, Tensor) else vars(leaf).values() if hasattr(leaf, "__dict__") else []
-        if any(isinstance(one, Tensor) for one in inside):
-            return type(value if isinstance(leaf, Tensor) else leaf).__name__
-    return None

@@ -1,10 +1,14 @@
-"""Find and map tensors in nested containers: those of torch's pytree, dataclasses, and other lists and mappings."""
+"""Find and map tensors in nested containers: those of torch's pytree, dataclasses, and subclasses of lists and dicts.
+
+Tensors are also found in mappings of other classes, and stay in them.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     >>> [t.ndim for t in tensors_in({"a": [torch.zeros(2), None], "b": (torch.zeros(2, 2), 1)})]
     [1, 2]
     """
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_ids(value: Any) -> frozenset[int]:
@@ -35,14 +39,14 @@ def storage_ids(value: Any) -> frozenset[int]:
     return frozenset(part.untyped_storage()._cdata for part in parts)
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: Any) -> Iterator[Any]:
     """Yield what is in ``value`` and is no container, in order."""
     for leaf in _pytree.tree_leaves(value):
         inner = members(leaf)
         if inner is None:
             yield leaf
         else:
-            yield from leaves(list(inner.values()))
+            yield from _leaves(list(inner.values()))
 
 
 def members(value: Any) -> dict[str, Any] | None:
@@ -71,7 +75,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     def mapped(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
-        if isinstance(leaf, MutableMapping):
+        if isinstance(leaf, (dict, UserDict)):  # a copy of another mapping may share its items
             made: Any = copy.copy(leaf)
             for key, inner in leaf.items():
                 made[key] = map_tensors(function, inner)

@@ -306,29 +306,42 @@ def _tensors(value: Any) -> dict[str, Tensor]:
     return {key: item for key, item in flat(value).items() if isinstance(item, Tensor)}
 
 
+_KNOWN = ("torch", "torchvision", "_operator", "builtins", "math")
+
+
 class _Draws:
     """The nodes that have run whose values depend on random numbers.
 
-    Functions and modules that are kept whole are recognised by the generators that they draw from.
+    Functions and modules of others that are kept whole are recognised by the generators that they draw from.
     """
 
     def __init__(self, traced: fx.GraphModule) -> None:
         self.nodes: set[fx.Node] = set()
         self._traced = traced
-        self._generators = _generator_states()
+        self._unknown = {node for node in traced.graph.nodes if not _is_torchs(traced, node)}
+        self._generators = self._states()
 
     def note(self, node: fx.Node) -> None:
         """Add ``node``, which was the last to run, if its values depend on random numbers."""
-        before, self._generators = self._generators, _generator_states()
-        drawn = self._generators != before or (FROZEN in node.meta and node.meta[FROZEN].random)
+        before, self._generators = self._generators, self._states()
+        drawn = FROZEN in node.meta and node.meta[FROZEN].random
+        drawn |= node in self._unknown and self._generators != before
         drawn |= is_random(self._traced, node) and not is_uninitialized(node)
         if drawn or not self.nodes.isdisjoint(node.all_input_nodes):
             self.nodes.add(node)
 
+    def _states(self) -> list[bytes]:
+        generators = (torch.default_generator, *torch.cuda.default_generators) if self._unknown else ()
+        return [generator.get_state().numpy().tobytes() for generator in generators]
 
-def _generator_states() -> list[bytes]:
-    generators = (torch.default_generator, *torch.cuda.default_generators)
-    return [generator.get_state().numpy().tobytes() for generator in generators]
+
+def _is_torchs(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether ``node`` calls nothing but what torch or Python defines, of which it is known what draws."""
+    if node.op == "call_module":
+        parts = traced.get_submodule(str(node.target)).modules()
+        return all(type(part).__module__.startswith("torch.nn.") for part in parts)
+    origin = getattr(node.target, "__module__", None) or "torch"  # some of torch's functions have none
+    return node.op != "call_function" or origin.partition(".")[0] in _KNOWN
 
 
 @contextlib.contextmanager

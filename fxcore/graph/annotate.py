@@ -286,10 +286,10 @@ def _mark_mixed(module: fx.GraphModule) -> None:
 def _mixes_rows(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether ``node`` joins or repeats whole batches, or merges a batch behind another dimension into rows."""
     before = max((n.meta.get("rows", 0) for n in node.all_input_nodes), default=0)
-    if node.op == "call_module":
-        return before == 0 and isinstance(module.get_submodule(str(node.target)), nn.Flatten)
-    if operation_name(node) in _MERGING:
-        return before == 0
+    flattens = node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.Flatten)
+    if flattens or operation_name(node) in _MERGING:
+        [merged, *_] = (n.meta["value"] for n in node.all_input_nodes)
+        return before == 0 and len(merged) > 1
     return node.target in _JOINING and node.meta["rows"] > before
 
 

@@ -23,8 +23,6 @@ from fxcore.tracing.unchanged import StateGuard
 
 #: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
 FROZEN = "frozen"
-#: key in ``node.meta`` of a constant that was computed from parameters or buffers, and does not follow their changes
-COMPUTED = "computed"
 
 _FXCORE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (_FXCORE, str(Path(torch.__file__).parent) + os.sep, "<frozen")
@@ -77,7 +75,6 @@ class FactoryRecorder(StateGuard):
         self._training = isinstance(model, nn.Module) and model.training
         self.draws: dict[str, Origin] = {}
         self._origins: Any = WeakTensorKeyDictionary()
-        self._computed: set[int] = set()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,9 +83,6 @@ class FactoryRecorder(StateGuard):
                 raise StateWrite(self._state[tensor.untyped_storage()._cdata])
             self._save(tensor)
         result = func(*args, **kwargs)
-        read = storage_ids((args, kwargs))
-        if not read.isdisjoint(self._state) or not read.isdisjoint(self._computed):
-            self._computed |= storage_ids(result) - self._state.keys()
         name = str(func.overloadpacket.__name__)
         given = tensors_in((args, kwargs))
         if name in _FILLS:
@@ -122,10 +116,6 @@ class FactoryRecorder(StateGuard):
         found: Origin | None = self._origins.get(tensor)
         return found
 
-    def is_computed(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was computed from parameters or buffers, and is no view of one."""
-        return not storage_ids(tensor).isdisjoint(self._computed)
-
     def warn(self, model: str) -> None:
         """Warn about random draws."""
         if self.draws:
@@ -153,7 +143,7 @@ def frozen(graph: fx.Graph) -> dict[str, Origin]:
 def made_constants(graph: fx.Graph) -> list[str]:
     """Return the names of attributes that tracing adds for constants, in order of first use.
 
-    torch.fx records operations on parameters; for operations on buffers it stores only the result, here a view:
+    torch.fx records operations on parameters; for operations on buffers it stores only the result:
 
     >>> import torch
     >>> from fxcore import trace

@@ -13,7 +13,7 @@ import torchvision
 from torch import Tensor, fx, nn
 from torchvision.models.feature_extraction import NodePathTracer
 
-from fxcore.tracing.constants import COMPUTED, FROZEN, FactoryRecorder, StateWrite
+from fxcore.tracing.constants import FROZEN, FactoryRecorder, StateWrite
 from fxcore.tracing.names import MODULE, NO_GRAD, PATH, UNTRACEABLE
 from fxcore.tracing.proxies import TENSOR_METHODS, RecordingProxy, TracedAutocast
 from fxcore.tracing.writes import mutated_argument, viewed
@@ -32,7 +32,6 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         factories: records the origins of constants; the caller must enter it for the trace.
         originals: functions to record in place of others; see :func:`fxcore.tracing.leaves.kept_whole`.
         paths: paths for modules that stand for parts of the traced module, such as those that its hooks refer to.
-        live: give no names to operations on buffers alone, which are recorded if ``proxy_buffer_attributes``.
 
     Attributes:
         failure: the error that ended the trace, and the path of the innermost module that raised it.
@@ -46,7 +45,6 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         factories: FactoryRecorder | None = None,
         originals: Mapping[Callable[..., Any], Callable[..., Any]] | None = None,
         paths: Mapping[nn.Module, str] | None = None,
-        live: bool = False,
     ) -> None:
         super().__init__(autowrap_modules=(math, torchvision.ops), leaf_modules=leaf_modules)
         # torch.fx replaces wrapped objects in every module's namespace, for all threads. Wrapped functions still work
@@ -60,7 +58,6 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         self.factories = factories or FactoryRecorder()
         self._originals = originals or {}
         self._paths = paths or {}
-        self._live = live
         self._thread = threading.get_ident()
         self._autocast: dict[str, torch.dtype | None] = {}
         self._latest: dict[str, int] = {}  # latest number suffix by name without suffix
@@ -106,11 +103,8 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
 
     def create_arg(self, a: Any) -> Any:
         argument = super().create_arg(a)
-        if isinstance(a, Tensor) and isinstance(argument, fx.Node):
-            if made := self.factories.origin_of(a):
-                argument.meta[FROZEN] = made
-            if self.factories.is_computed(a):
-                argument.meta[COMPUTED] = True
+        if isinstance(a, Tensor) and isinstance(argument, fx.Node) and (made := self.factories.origin_of(a)):
+            argument.meta[FROZEN] = made
         return argument
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
@@ -121,8 +115,7 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         elif kind == "call_method" and target in TENSOR_METHODS:
             kind, target = "call_function", TENSOR_METHODS[target]
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **named)
-        if name := self.node_to_qualname[proxy.node]:
-            proxy.node.meta[PATH] = name
+        proxy.node.meta[PATH] = self.node_to_qualname[proxy.node]
         proxy.node.meta[MODULE] = self.current_module_qualname
         base = mutated_argument(proxy.node, {})
         if base is not None:
@@ -154,13 +147,11 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             raise StateWrite(name)
 
     def _get_node_qualname(self, module_qualname: str, node: fx.Node) -> str:
-        """Return torchvision's name for ``node``; empty for what torchvision does not record.
+        """Return torchvision's name for ``node``.
 
         torchvision's own method matches each earlier name by a regular expression, half of the trace time of a large
         model.
         """
-        if self._live and self._of_buffers(node):
-            return ""
         name = module_qualname
         if node.op != "call_module":
             name = f"{name}.{node}" if name else str(node)
@@ -172,13 +163,6 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
         if number is not None:
             self._latest[base] = number
         return name
-
-    def _of_buffers(self, node: fx.Node) -> bool:
-        """Return whether ``node`` is a buffer or computed from buffers and constants alone, all without names."""
-        if node.op == "get_attr":
-            return not isinstance(_untraced(self.root, str(node.target)), nn.Parameter)
-        inputs = node.all_input_nodes if node.op in ("call_function", "call_method") else []
-        return bool(inputs) and all(PATH not in n.meta for n in inputs)
 
 
 def _autocast(kind: str) -> torch.dtype | None:

@@ -19,11 +19,11 @@ from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
 from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
-from fxcore.tracing.constants import COMPUTED, FactoryRecorder, StateWrite
+from fxcore.tracing.constants import FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.leaves import kept_whole
-from fxcore.tracing.names import PATH, check_names, operation_name, rename_self, shown_name
+from fxcore.tracing.names import check_names, operation_name, rename_self, shown_name
 from fxcore.tracing.node_tracer import Tracer
 from fxcore.tracing.root_call import called_otherwise, entry
 from fxcore.tracing.trace_arguments import (
@@ -70,12 +70,11 @@ def trace(
 
     Tensors that ``root`` creates without inputs become constants of the graph, see
     :func:`fxcore.tracing.constants.frozen`; a :class:`fxcore.tracing.constants.FrozenDraw` warning reports random ones.
-    Operations on buffers alone are recorded in eval mode as nodes without names, so that the graph follows changes of
-    the buffers' values. If Python code needs these values, as in ``int(self.count)``, results become constants instead.
+    So do results of operations on buffers alone, which do not follow later changes of the buffers, unless they are
+    views of them.
 
     Returns:
-        A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output`` and operations on
-        buffers alone, which have no name in torchvision.
+        A module whose ``graph`` has each node's name in ``node.meta["path"]``, except for ``output``.
 
     Raises:
         NotTraceable: tracing failed; the error names the module and line, and what to do. Also raised if a part of the
@@ -138,11 +137,6 @@ def trace(
     leaves: Any = {"leaf_modules": leaf_modules, "leaf_functions": leaf_functions}
     if isinstance(root, nn.Module):
         graph, holder = record(private(root, training), **leaves, concrete_args=concrete_args, original=root)
-        if not training and any(COMPUTED in node.meta for node in graph.nodes):
-            with contextlib.suppress(NotTraceable):  # a size or a branch that depends on a buffer's values
-                live = record(private(root, training), **leaves, concrete_args=concrete_args, original=root, live=True)
-                if _operations(live[0]) == _operations(graph):
-                    graph, holder = live
     else:
         graph, holder = record(root, **leaves, concrete_args=concrete_args)
     name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
@@ -177,14 +171,11 @@ def record(
     leaf_functions: Sequence[Callable[..., Any]] = (),
     concrete_args: Mapping[str, Any] | None = None,
     original: nn.Module | None = None,
-    live: bool = False,
 ) -> tuple[fx.Graph, nn.Module]:
     """Trace a private module in its current mode, or a function; see :func:`trace`.
 
     Args:
         original: the module that ``root`` is a copy of; hooks and closures may refer to the original's parts.
-        live: record operations on buffers alone, as nodes without names, rather than store their results. Nothing is
-            said about random draws.
 
     Returns:
         The graph, and the module that it refers to: ``root`` itself, or a copy with the same parts if ``root`` has
@@ -208,8 +199,8 @@ def record(
             if isinstance(root, nn.Module) and called_otherwise(root):
                 traced, inner = entry(root)
                 paths |= {root: "", inner: ""}
-            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths, live)
-            tracer.proxy_buffer_attributes = proxies or live
+            tracer = Tracer(classes, patterns, untraceable, FactoryRecorder(root), originals, paths)
+            tracer.proxy_buffer_attributes = proxies
             try:
                 # Constants must not be inference tensors, which autograd cannot keep.
                 with torch.inference_mode(False), torch.enable_grad(), tracer.factories:
@@ -229,7 +220,7 @@ def record(
     held = isinstance(root, nn.Module) and any(True for _ in root.buffers())
     while True:
         try:
-            graph, tracer = _traced(attempt, held and not live)
+            graph, tracer = _traced(attempt, held)
             break
         except _Failed as failed:
             explained = explain(failed.error, root, failed.path)
@@ -240,8 +231,7 @@ def record(
     rename_self(graph)
     _drop_arguments(graph, concrete)
     settle_writes(graph, tracer.root)
-    if not live:
-        tracer.factories.warn(shown_name(root))
+    tracer.factories.warn(shown_name(root))
     return graph, tracer.root
 
 
@@ -270,20 +260,27 @@ def _traced(attempt: Callable[[bool], tuple[fx.Graph, Tracer]], held: bool) -> t
         raise
 
 
-def _operations(graph: fx.Graph) -> list[tuple[str, Any, str]]:
-    return [(node.op, node.target, node.meta[PATH]) for node in graph.nodes if PATH in node.meta]
-
-
 def private(model: nn.Module, training: bool) -> nn.Module:
-    """Return a copy of ``model`` to trace in the mode ``training``, sharing its tensors and other attributes."""
+    """Return a copy of ``model`` to trace in the mode ``training``, sharing its parameters.
+
+    Raises:
+        NotTraceable: ``model`` is in the other mode and cannot be copied.
+    """
     check_python(model)
-    alike = all(part.training == training for part in model.modules())
-    scripted = [] if alike else [part for part in model.modules() if isinstance(part, torch.jit.ScriptModule)]
-    made = private_copy(model, {part: shared_copy(part) for part in scripted})  # it shares these with the model
-    if not alike:
-        made.train(training)
-    unwrap_parts(made)
-    return made
+    try:
+        alike = all(part.training == training for part in model.modules())
+        made = private_copy(model) if alike else shared_copy(model).train(training)
+        unwrap_parts(made)
+        return made
+    except Exception as error:
+        mode = "train" if training else "eval"
+        name = type(model).__name__
+        raise NotTraceable.because(
+            f"{name} is not in {mode} mode and cannot be copied ({summarize(error)})",
+            f"call .{mode}() on it first",
+            kind="mode",
+            module=name,
+        ) from error
 
 
 def _drop_arguments(graph: fx.Graph, concrete: Mapping[str, Any]) -> None:

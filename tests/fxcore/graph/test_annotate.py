@@ -56,6 +56,7 @@ def test_images_after_all_others_are_no_rows_of_one(joined: Callable[[Tensor], T
         lambda x: torch.cat([x[:, None], x[:, None]], dim=1).flatten(0, 1),
         lambda x: x.repeat_interleave(2, 0),
         lambda x: torch.stack([x, x], 1).reshape(-1, 3, 8, 8),
+        lambda x: torch.cat([x, x], 1)[None].view(-1, 3, 8, 8),
         lambda x: torch.cat([x, x], dim=-1).unflatten(-1, (2, 8)).movedim(3, 1).flatten(0, 1).repeat(1, 1, 1, 1),
     ],
 )

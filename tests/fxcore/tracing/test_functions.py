@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -157,31 +156,17 @@ def test_a_module_is_left_as_it_is(mode: bool, training: bool) -> None:
         torch.testing.assert_close(module(x), model.eval()(x))
 
 
-def test_a_module_in_train_mode_that_cannot_be_copied() -> None:
+def test_a_module_that_cannot_be_copied_says_what_to_do() -> None:
     class Locked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lock, self.table = threading.Lock(), {"large": torch.ones(2)}
+            self.lock = threading.Lock()
 
         def forward(self, x: Tensor) -> Tensor:
-            with self.lock:
-                return x + self.table["large"]
+            return x + 1
 
-        def train(self, mode: bool = True) -> None:  # type: ignore[override]
-            super().train(mode)
-
-    model = nn.Sequential(Locked())
-    module = trace(model)
-    assert [part.training for part in model.modules()] == [True, True]
-    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
-    assert module.get_buffer("_tensor_constant0") is model[0].table["large"]
-    assert torch.equal(trace(Locked())(torch.ones(2)), torch.full((2,), 2.0))
-
-
-def test_torchscript_in_train_mode_keeps_its_mode() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is deprecated
-        model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Dropout(), nn.Linear(4, 4))))
-    module, x = trace(model), torch.ones(2, 4)
-    assert all(part.training for part in model.modules())
-    assert torch.equal(module(x), model.eval()(x))
+    model = Locked()
+    with pytest.raises(NotTraceable, match=r"call \.eval\(\) on it first"):
+        trace(model)
+    assert model.training
+    assert torch.equal(trace(model.eval())(torch.ones(2)), torch.full((2,), 2.0))
