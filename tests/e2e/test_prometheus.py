@@ -66,6 +66,7 @@ def test_promtool_takes_the_metrics(server: Server) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.exhaustive
 def test_every_query_of_the_dashboard_finds_data(prometheus: str, server: Server, photos: dict[str, bytes]) -> None:
     def query(text: str) -> Any:
         found = httpx.get(f"{prometheus}/api/v1/query", params={"query": text}).json()
