@@ -11,7 +11,7 @@ from service.problems import DeadlineExceeded
 LONGEST_SECONDS = 5.0
 """Maximum predicted seconds of a batch of several rows, so that a batch of a slow model does not look like a hang."""
 
-_HOPELESS = 3.0
+_HOPELESS = 2.0
 """An input is refused if its prediction is this multiple of the time left: predictions are that uncertain."""
 
 _EXTRAPOLATED = 1000
