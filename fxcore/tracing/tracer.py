@@ -134,11 +134,13 @@ def trace(
     """
     if isinstance(root, nn.Module):
         root = enclosed_if_whole(unwrapped(root), training)
-    leaves: Any = {"leaf_modules": leaf_modules, "leaf_functions": leaf_functions}
-    if isinstance(root, nn.Module):
-        graph, holder = record(private(root, training), **leaves, concrete_args=concrete_args, original=root)
-    else:
-        graph, holder = record(root, **leaves, concrete_args=concrete_args)
+    graph, holder = record(
+        private(root, training) if isinstance(root, nn.Module) else root,
+        leaf_modules=leaf_modules,
+        leaf_functions=leaf_functions,
+        concrete_args=concrete_args,
+        original=root if isinstance(root, nn.Module) else None,
+    )
     name = type(root).__name__ if isinstance(root, nn.Module) else getattr(root, "__name__", "")
     try:
         made = GraphModule(holder, graph, class_name=name if name.isidentifier() else "Function")
