@@ -19,13 +19,13 @@ from fxcore.graph.naming import Names
 from fxcore.nesting import tensors_in
 from fxcore.passes.base import fork, require_eval
 from fxcore.passes.out_of_place import out_of_place
+from fxcore.tracing.dispatch_modes import Unchanged
 from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.interpreter import Inputs, bound, positional
 from fxcore.tracing.names import NO_GRAD, PATH, shown_name, untraceable_modules
 from fxcore.tracing.parts import UntraceablePart
 from fxcore.tracing.trace_arguments import LeafModule
 from fxcore.tracing.tracer import enclosed_if_whole, private, trace
-from fxcore.tracing.unchanged import Unchanged
 from fxcore.wrappers import check_python, unwrapped, without_prefix
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxcore.nesting import storage_ids, tensors_in
-from fxcore.tracing.unchanged import StateGuard
+from fxcore.tracing.dispatch_modes import StateGuard
 
 #: key in ``node.meta`` of the :class:`Origin` of a constant that the model created while it was traced
 FROZEN = "frozen"

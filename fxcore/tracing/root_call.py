@@ -1,7 +1,8 @@
 """Trace the call of a module rather than the forward of its class.
 
 torch.fx traces ``type(root).forward``. It misses hooks of the root, ``root.forward = ...``, and a ``__call__`` defined
-by its class, all of which run when the root is called (pytorch#105445).
+by its class, all of which run when the root is called (pytorch#105445). Nor does it keep a root whole that is itself a
+layer of torch.nn, as it does inside a model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from torch import fx, nn
 
 from fxcore.copies import has_own_call, shallow_copy
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def called_otherwise(root: nn.Module) -> bool:
@@ -46,6 +49,30 @@ def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
     forward = forward_to("_fxcore_inner", root, _fxcore_inner=inner)
     made.__class__ = type(type(root).__name__, (type(root),), {"forward": forward})
     return made, inner
+
+
+def is_layer(root: object) -> bool:
+    """Return whether ``root`` is one of torch.nn's own modules and not a container.
+
+    >>> is_layer(nn.GRU(2, 3)), is_layer(nn.Sequential(nn.GRU(2, 3)))
+    (True, False)
+    """
+    return type(root).__module__.startswith("torch.nn.modules.") and not isinstance(root, _CONTAINERS)
+
+
+def enclosed(layer: nn.Module) -> nn.Module:
+    """Wrap ``layer`` in a module that takes the same arguments; its only submodule is named after the layer's class, in
+    lower case.
+
+    >>> made = enclosed(nn.Linear(2, 3))
+    >>> [path for path, _ in made.named_modules()], type(made).__name__
+    (['', 'linear'], 'Linear')
+    """
+    name = type(layer).__name__
+    made: nn.Module = type(name, (nn.Module,), {"forward": forward_to(f"self.{name.lower()}", layer)})()
+    made.add_module(name.lower(), layer)
+    made.training = layer.training
+    return made
 
 
 def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]:

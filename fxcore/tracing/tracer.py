@@ -17,7 +17,6 @@ from torch.fx.graph import CodeGen
 
 from fxcore.copies import private_copy, shared_copy
 from fxcore.errors import NotTraceable, summarize
-from fxcore.tracing.alone import enclosed, is_layer
 from fxcore.tracing.attributes import Attributes
 from fxcore.tracing.constants import FactoryRecorder, StateWrite
 from fxcore.tracing.failures.explain import explain
@@ -25,7 +24,7 @@ from fxcore.tracing.graph_module import GraphModule, set_mode
 from fxcore.tracing.leaves import kept_whole
 from fxcore.tracing.names import check_names, operation_name, rename_self, shown_name
 from fxcore.tracing.node_tracer import Tracer
-from fxcore.tracing.root_call import called_otherwise, entry
+from fxcore.tracing.root_call import called_otherwise, enclosed, entry, is_layer
 from fxcore.tracing.trace_arguments import (
     AUTO,
     LeafModule,
