@@ -7,6 +7,7 @@ recorded, so the graph may silently compute different values.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.analysis.draws import Draws, deterministic, is_torchs
 from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
 from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
-from fxcore.models.weightless import BUILD_LOCK
 from fxcore.nesting import clones, map_tensors, tensors_in
-from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
+from fxcore.passes.effects import UNINITIALIZED, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
-from fxcore.tracing.constants import FROZEN
 from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.interpreter import Interpreter, Watcher
-from fxcore.tracing.names import public_name
+from fxcore.tracing.names import operation_name, public_name
+from fxcore.tracing.writes import reads_shape
 
 _FIVE = [1, 0, 0, 1, 1]
 """Rows of a batch of five. From the third row on they are no palindrome, so that reversing them is seen."""
@@ -81,14 +82,14 @@ def check_graph(
     targets = {node: path for node, path in targets.items() if path not in scripted}  # these take no hooks
     name = type(module).__name__
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
-    with _deterministic(), _memory_set(traced):
+    with deterministic(), _memory_set(traced):
         with _watched(module, seen):
             expected = module(*clones(inputs))
         if any("forward" in vars(part) for part in module.modules()):
             # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
         first: str | None = None
-        random = _Draws(traced)
+        random = Draws(traced)
 
         def compare(node: fx.Node, value: Any) -> None:
             """Compare the outputs of modules with ``seen``, and remove the compared samples."""
@@ -147,7 +148,7 @@ def other_inputs(inputs: Sequence[Any]) -> list[Any]:
     >>> other.sort().values.tolist()
     [0, 1, 2, 3]
     """
-    with _deterministic():
+    with deterministic():
         return list(map_tensors(_other, list(inputs)))
 
 
@@ -166,6 +167,9 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     In a single order, rows that are sorted by value could be in the right place by chance, so the second batch begins
     in the other order. Some models change only the third row and those after it.
 
+    Values that are computed from a batch as a whole may be the same for these images by chance, such as the sign of a
+    mean. Whatever reads them differs.
+
     Args:
         traced: a graph without in-place operations.
         inputs: two rows each, all different.
@@ -181,11 +185,26 @@ def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
     """
     batches = (inputs, [x[_FIVE] for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
     state: dict[fx.Node, str] = {}
-    with _deterministic(), _memory_set(traced):
+    images, across = set[fx.Node](), set[fx.Node]()  # nodes with values of images; of those, of a whole batch at once
+    with deterministic(), _memory_set(traced):
         for node, (batch, five, *alone) in _in_step(traced, batches):
+            relation = "none"
             if isinstance(batch, Tensor):
                 found = _relation(batch, *alone), _relation(five, *(alone[row] for row in _FIVE))
-                state[node] = max(found, key=_RELATIONS.index)
+                state[node] = relation = max(found, key=_RELATIONS.index)
+            read = _values_read(node)
+            if node.op != "placeholder" and images.isdisjoint(read):
+                continue
+            part = node.target is operator.getitem and node.args[0] not in state
+            if relation == "none" and (part or not is_torchs(traced, node)) and _same(*alone):
+                continue  # such as positions, of which a function that is kept whole only takes the device
+            images.add(node)
+            if not across.isdisjoint(read):
+                across.add(node)
+                if relation != "none":
+                    state[node] = "differs"
+            elif relation == "none" and isinstance(batch, Tensor):
+                across.add(node)
     apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
     results = {state[node] for node in traced.graph.output_node().all_input_nodes if node in state}
     differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
@@ -197,6 +216,17 @@ _RELATIONS = ("none", "alone", "mixed", "differs")
 """Results of :func:`_relation`, by increasing dependence of an image's values on the others in its batch."""
 
 
+def _values_read(node: fx.Node) -> list[fx.Node]:
+    """Return the inputs of ``node`` whose values it reads, rather than only their shape, dtype or device."""
+    name = operation_name(node)
+    if reads_shape(node) or name.endswith("_like") or name.startswith("new_"):
+        return []
+    return node.all_input_nodes[:1] if name in _LIKE_ANOTHER else node.all_input_nodes
+
+
+_LIKE_ANOTHER = {"expand_as", "reshape_as", "to", "type_as", "view_as"}
+
+
 def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
     """Return the first node that computes another value from the same inputs when called again; None if there is none.
 
@@ -206,25 +236,17 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
     >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
     True
     """
-    with _deterministic(), _memory_set(traced):
+    with deterministic(), _memory_set(traced):
         for node, values in _in_step(traced, (inputs, inputs)):
-            pairs = zip(*map(tensors_in, values), strict=True)
-            if not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
+            if not _same(*values):
                 return public_name(node)
     return None
 
 
-def draws(traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether ``traced`` computes with random numbers when it runs on ``inputs``.
-
-    >>> from fxcore import trace
-    >>> draws(trace(lambda x: x + torch.rand_like(x)), [torch.ones(2)]), draws(trace(lambda x: x + 1), [torch.ones(2)])
-    (True, False)
-    """
-    with _deterministic():
-        found = _Draws(traced)
-        Watcher(traced, lambda node, _: found.note(node)).run(*clones(inputs))
-    return bool(found.nodes)
+def _same(one: Any, other: Any) -> bool:
+    """Return whether the tensors in two values of a node are equal, up to rounding."""
+    pairs = zip(*map(tensors_in, (one, other)), strict=True)
+    return all(near(sampled(a), sampled(b), SAME) for a, b in pairs)
 
 
 def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
@@ -233,7 +255,7 @@ def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterat
     runs = [Interpreter(traced) for _ in batches]
     for run, given in zip(runs, batches, strict=True):
         run.args_iter = iter(clones(given))
-    random = _Draws(traced)
+    random = Draws(traced)
     for node in traced.graph.nodes:
         if node.op == "output":
             return
@@ -304,51 +326,6 @@ def _differing_output(traced: fx.GraphModule, expected: Any, found: Any, uncerta
 
 def _tensors(value: Any) -> dict[str, Tensor]:
     return {key: item for key, item in flat(value).items() if isinstance(item, Tensor)}
-
-
-_KNOWN = ("torch", "torchvision", "_operator", "builtins", "math")
-
-
-class _Draws:
-    """The nodes that have run whose values depend on random numbers.
-
-    Functions and modules of others that are kept whole are recognised by the generators that they draw from.
-    """
-
-    def __init__(self, traced: fx.GraphModule) -> None:
-        self.nodes: set[fx.Node] = set()
-        self._traced = traced
-        self._unknown = {node for node in traced.graph.nodes if not _is_torchs(traced, node)}
-        self._generators = self._states()
-
-    def note(self, node: fx.Node) -> None:
-        """Add ``node``, which was the last to run, if its values depend on random numbers."""
-        before, self._generators = self._generators, self._states()
-        drawn = FROZEN in node.meta and node.meta[FROZEN].random
-        drawn |= node in self._unknown and self._generators != before
-        drawn |= is_random(self._traced, node) and not is_uninitialized(node)
-        if drawn or not self.nodes.isdisjoint(node.all_input_nodes):
-            self.nodes.add(node)
-
-    def _states(self) -> list[bytes]:
-        generators = (torch.default_generator, *torch.cuda.default_generators) if self._unknown else ()
-        return [generator.get_state().numpy().tobytes() for generator in generators]
-
-
-def _is_torchs(traced: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether ``node`` calls nothing but what torch or Python defines, of which it is known what draws."""
-    if node.op == "call_module":
-        parts = traced.get_submodule(str(node.target)).modules()
-        return all(type(part).__module__.startswith("torch.nn.") for part in parts)
-    origin = getattr(node.target, "__module__", None) or "torch"  # some of torch's functions have none
-    return node.op != "call_function" or origin.partition(".")[0] in _KNOWN
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    with torch.no_grad(), BUILD_LOCK, torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        yield
 
 
 class _Zeroing(LenientMode):

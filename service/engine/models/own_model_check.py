@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows, draws
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows
+from fxcore.analysis.draws import draws
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
 from fxcore.copies import private_copy

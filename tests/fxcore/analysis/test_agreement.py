@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, get_model, trace
-from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows, draws
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows
+from fxcore.analysis.draws import draws
 from fxcore.errors import FxError
 
 
@@ -189,6 +190,16 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
     "function": (lambda x: F.batch_norm(x, None, None, training=True), ["batch_norm"], "batch_norm"),
     "memory": (lambda x: torch.empty_like(x).copy_(x), [], None),
     "memory across": (lambda x: filled(x).exp(), ["softmax", "exp"], "softmax"),
+    "sign of a mean": (lambda x: torch.where(x.mean() > 9, -x, x) * 2, ["where", "mul"], "where"),
+    "any": (lambda x: x * (x.isnan().any() * 2), ["mul_1"], "mul_1"),
+    "count": (lambda x: x + (x.mean((1, 2)) > 9).sum(), ["add"], "add"),
+    "last row": (lambda x: x + (x[-1:] - 99).relu(), ["add"], "add"),
+    "largest row": (lambda x: x + (x.max(0).values - 99).relu(), ["add"], "add"),
+    "shape, type and device": (
+        lambda x: x + torch.ones(5, 4).to(x) + torch.zeros_like(x[:1]) + x[0].new_ones(4),
+        [],
+        None,
+    ),
     "unused": (lambda x: torch.stack([x.softmax(0), x])[1], ["softmax", "stack"], None),
     "unused rows": (lambda x: torch.cat([x.softmax(0), x], 1)[:, 5:], ["softmax", "cat"], None),
 }
