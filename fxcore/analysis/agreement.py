@@ -249,6 +249,16 @@ def _same(one: Any, other: Any) -> bool:
     return all(near(sampled(a), sampled(b), SAME) for a, b in pairs)
 
 
+def keeps_state(module: nn.Module, inputs: Sequence[Any]) -> bool:
+    """Return whether ``module`` computes another result from the same inputs when it is called again."""
+    results = []
+    for _ in range(2):
+        with deterministic():
+            results.append(_tensors(module(*clones(inputs))))
+    first, second = results
+    return list(first) != list(second) or not _same(list(first.values()), list(second.values()))
+
+
 def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Run ``traced`` on all ``batches`` at once, node by node, and yield each node with its values, except for random
     ones."""

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows
+from fxcore.analysis.agreement import (
+    GraphDiffers,
+    Rows,
+    changing_node,
+    check_graph,
+    compare_rows,
+    keeps_state,
+)
 from fxcore.analysis.draws import draws
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
@@ -53,7 +60,7 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     traced = whole_module(graph, _out_of_place(module), dtype)
     try:
         others = _checked_images(module, traced, graph, dtype)
-        changing = changing_node(traced, others)
+        changing = changing_node(traced, others) or ("its forward" if keeps_state(module, others) else None)
         rows = compare_rows(traced, others) if entry.batch else Rows()
     except Exception as error:
         if _computes_without_values(module, _images(graph, dtype, 1)):

@@ -102,6 +102,11 @@ def test_state_between_calls_is_refused(batch: bool) -> None:
         run_check(entry_of(lambda: Net(lambda x: x, Counting()), leaf_modules=["last"], batch=batch))
 
 
+def test_state_that_tracing_turns_into_a_constant_is_refused() -> None:
+    with pytest.raises(BadUserModel, match="its forward computes another value from the same image"):
+        run_check(entry_of(lambda: Net(lambda x: x, Counting())))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
 def test_torchscript_that_overwrites_its_input_is_served() -> None:
     entry = entry_of(lambda: Net(lambda x: x.mT, nn.Sequential(torch.jit.script(nn.ReLU(inplace=True)))))
