@@ -1,4 +1,4 @@
-"""Check a traced graph by running it: compare it with its module, and each single image with a batch.
+"""Check a traced graph by running it: compare it with its module, and with itself.
 
 Tracing records one path through the code. Branches on types and attributes, ``try`` blocks and ``autocast`` are not
 recorded, so the graph may silently compute different values.
@@ -7,16 +7,14 @@ recorded, so the graph may silently compute different values.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.draws import Draws, deterministic, is_torchs
-from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
+from fxcore.analysis.draws import Draws, deterministic
+from fxcore.analysis.samples import SAME, Sample, near, sampled
 from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
 from fxcore.nesting import clones, map_tensors, tensors_in
@@ -24,29 +22,11 @@ from fxcore.passes.effects import UNINITIALIZED, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
 from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.interpreter import Interpreter, Watcher
-from fxcore.tracing.names import operation_name, public_name
-from fxcore.tracing.writes import reads_shape
-
-_FIVE = [1, 0, 0, 1, 1]
-"""Rows of a batch of five. From the third row on they are no palindrome, so that reversing them is seen."""
+from fxcore.tracing.names import public_name
 
 
 class GraphDiffers(FxError):
     """A graph and the module that it was traced from compute different values; ``node`` is the first that differs."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The dependence of a batch's values on its images.
-
-    Attributes:
-        apart: names of the nodes whose rows in a batch are not those of the single images, in order.
-        dependent: the first node whose values for an image depend on the other images, if the model's result depends
-            on them too; else None.
-    """
-
-    apart: list[str] = field(default_factory=list)
-    dependent: str | None = None
 
 
 def check_graph(
@@ -82,7 +62,7 @@ def check_graph(
     targets = {node: path for node, path in targets.items() if path not in scripted}  # these take no hooks
     name = type(module).__name__
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
-    with deterministic(), _memory_set(traced):
+    with deterministic(), memory_set(traced):
         with _watched(module, seen):
             expected = module(*clones(inputs))
         if any("forward" in vars(part) for part in module.modules()):
@@ -161,72 +141,6 @@ def _other(value: Tensor) -> Tensor:
     return value.flatten()[torch.randperm(value.numel(), device=value.device)].view(value.shape)
 
 
-def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
-    """Compare a batch of two, and one of five, with each single image, node by node.
-
-    In a single order, rows that are sorted by value could be in the right place by chance, so the second batch begins
-    in the other order. Some models change only the third row and those after it.
-
-    Values that are computed from a batch as a whole may be the same for these images by chance, such as the sign of a
-    mean. Whatever reads them differs.
-
-    Args:
-        traced: a graph without in-place operations.
-        inputs: two rows each, all different.
-
-    Raises:
-        Exception: whatever the graph raises for five rows, for two, or for one.
-
-    >>> from fxcore import trace
-    >>> compare_rows(trace(lambda x: torch.stack([x, -x]).flatten(0, 1).abs()), (torch.randn(2, 3),))
-    Rows(apart=['flatten', 'abs'], dependent=None)
-    >>> compare_rows(trace(lambda x: x - x.mean(0)), (torch.randn(2, 3),))
-    Rows(apart=['sub'], dependent='sub')
-    """
-    batches = (inputs, [x[_FIVE] for x in inputs], [x[:1] for x in inputs], [x[1:] for x in inputs])
-    state: dict[fx.Node, str] = {}
-    images, across = set[fx.Node](), set[fx.Node]()  # nodes with values of images; of those, of a whole batch at once
-    with deterministic(), _memory_set(traced):
-        for node, (batch, five, *alone) in _in_step(traced, batches):
-            relation = "none"
-            if isinstance(batch, Tensor):
-                found = _relation(batch, *alone), _relation(five, *(alone[row] for row in _FIVE))
-                state[node] = relation = max(found, key=_RELATIONS.index)
-            read = _values_read(node)
-            if node.op != "placeholder" and images.isdisjoint(read):
-                continue
-            part = node.target is operator.getitem and node.args[0] not in state
-            if relation == "none" and (part or not is_torchs(traced, node)) and _same(*alone):
-                continue  # such as positions, of which a function that is kept whole only takes the device
-            images.add(node)
-            if not across.isdisjoint(read):
-                across.add(node)
-                if relation != "none":
-                    state[node] = "differs"
-            elif relation == "none" and isinstance(batch, Tensor):
-                across.add(node)
-    apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
-    results = {state[node] for node in traced.graph.output_node().all_input_nodes if node in state}
-    differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
-    depends = "differs" in results or not results & {"alone", "mixed"}
-    return Rows(apart, differing if depends else None)
-
-
-_RELATIONS = ("none", "alone", "mixed", "differs")
-"""Results of :func:`_relation`, by increasing dependence of an image's values on the others in its batch."""
-
-
-def _values_read(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs of ``node`` whose values it reads, rather than only their shape, dtype or device."""
-    name = operation_name(node)
-    if reads_shape(node) or name.endswith("_like") or name.startswith("new_"):
-        return []
-    return node.all_input_nodes[:1] if name in _LIKE_ANOTHER else node.all_input_nodes
-
-
-_LIKE_ANOTHER = {"expand_as", "reshape_as", "to", "type_as", "view_as"}
-
-
 def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
     """Return the first node that computes another value from the same inputs when called again; None if there is none.
 
@@ -236,14 +150,14 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
     >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
     True
     """
-    with deterministic(), _memory_set(traced):
-        for node, values in _in_step(traced, (inputs, inputs)):
-            if not _same(*values):
+    with deterministic(), memory_set(traced):
+        for node, values in in_step(traced, (inputs, inputs)):
+            if not same_tensors(*values):
                 return public_name(node)
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_tensors(one: Any, other: Any) -> bool:
     """Return whether the tensors in two values of a node are equal, up to rounding."""
     pairs = zip(*map(tensors_in, (one, other)), strict=True)
     return all(near(sampled(a), sampled(b), SAME) for a, b in pairs)
@@ -256,10 +170,10 @@ def keeps_state(module: nn.Module, inputs: Sequence[Any]) -> bool:
         with deterministic():
             results.append(_tensors(module(*clones(inputs))))
     first, second = results
-    return list(first) != list(second) or not _same(list(first.values()), list(second.values()))
+    return list(first) != list(second) or not same_tensors(list(first.values()), list(second.values()))
 
 
-def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
+def in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Run ``traced`` on all ``batches`` at once, node by node, and yield each node with its values, except for random
     ones."""
     runs = [Interpreter(traced) for _ in batches]
@@ -277,28 +191,6 @@ def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterat
         for run in runs:  # drop the values that no later node reads
             for done in run.user_to_last_uses.get(node, ()):
                 run.env.pop(done, None)
-
-
-def _relation(batch: Tensor, *alone: Any) -> str:
-    """Classify the values of a batch relative to those of the single images.
-
-    ``alone`` if the batch is the concatenation of the single values along any dimension; ``mixed`` if it has the same
-    rows in a different order; ``none`` if no dimension grows with the batch; else ``differs``.
-    """
-    if not all(isinstance(one, Tensor) and one.ndim == batch.ndim for one in alone):
-        return "differs"
-    axes = [i for i in range(batch.ndim) if batch.shape[i] == sum(one.shape[i] for one in alone)]
-    if not axes:
-        return "none" if all(one.shape == batch.shape for one in alone) else "differs"
-    parts = torch.split(batch, [one.shape[axes[0]] for one in alone], axes[0])
-    if any(part.shape != one.shape for part, one in zip(parts, alone, strict=True)):
-        return "differs"
-    if all(near(sampled(one), sampled(part), CLOSE) for part, one in zip(parts, alone, strict=True)):
-        return "alone"
-    expected = torch.cat(alone, axes[0])
-    if axes[0] == 0 and near(expected.flatten().sort().values, batch.flatten().sort().values, CLOSE):
-        return "mixed"
-    return "differs"
 
 
 @contextlib.contextmanager
@@ -346,7 +238,7 @@ class _Zeroing(LenientMode):
         return result.zero_() if func.__name__.partition(".")[0] in UNINITIALIZED else result
 
 
-def _memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+def memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """Zero uninitialised memory within the block if ``traced`` has any; other graphs run as they are."""
     any_unset = any(is_uninitialized(node) or ZEROED in node.meta for node in traced.graph.nodes)
     return _Zeroing() if any_unset else contextlib.nullcontext()

@@ -138,7 +138,7 @@ class Names:
             elif node.meta.get("carries") and node.op == "get_attr":
                 what = "does not depend on the images"
             elif node.meta.get(APART):
-                what = "has rows in which the images of a batch are mixed"
+                what = "has rows that cannot be assigned to one image each"
             else:
                 what = "is not a tensor with a row per image"
             raise UnknownNode(

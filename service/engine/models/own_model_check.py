@@ -12,13 +12,12 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.agreement import (
     GraphDiffers,
-    Rows,
     changing_node,
     check_graph,
-    compare_rows,
     keeps_state,
 )
 from fxcore.analysis.draws import draws
+from fxcore.analysis.rows import Rows, compare_rows
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
 from fxcore.copies import private_copy

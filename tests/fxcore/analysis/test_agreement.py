@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, get_model, trace
-from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, changing_node, check_graph
 from fxcore.analysis.draws import draws
+from fxcore.analysis.rows import Rows, compare_rows
 from fxcore.errors import FxError
 
 
@@ -68,6 +69,12 @@ def filled(x: Tensor) -> Tensor:
     made = torch.empty_like(x)
     made[..., :2] = x[..., :2]
     made[..., 2:] = x[..., 2:].softmax(0)
+    return made
+
+
+def expert(x: Tensor) -> Tensor:
+    made, mask = x * 2, x.mean((1, 2)) > -9
+    made[mask] = x[mask].exp()
     return made
 
 
@@ -200,6 +207,14 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
         [],
         None,
     ),
+    "mask": (lambda x: x[x.mean((1, 2)) > -9] * 2, ["getitem", "mul"], None),
+    "numbers": (
+        lambda x: x.index_select(0, (x.mean((1, 2)) > -9).nonzero()[:, 0]),
+        ["nonzero", "getitem", "index_select"],
+        None,
+    ),
+    "written by mask": (expert, ["getitem", "exp"], None),
+    "columns by mask": (lambda x: x[:, torch.arange(5) > 1], [], None),
     "unused": (lambda x: torch.stack([x.softmax(0), x])[1], ["softmax", "stack"], None),
     "unused rows": (lambda x: torch.cat([x.softmax(0), x], 1)[:, 5:], ["softmax", "cat"], None),
 }

@@ -56,7 +56,7 @@ def test_rows_in_which_images_are_mixed_are_not_offered() -> None:
     entry = run_check(entry_of(lambda: Recogniser(time_first)))
     graph = trace_graph(entry, "builder")
     assert entry.apart == {"flatten", "last"}
-    with pytest.raises(UnknownNode, match=r"'last' has rows in which the images of a batch are mixed"):
+    with pytest.raises(UnknownNode, match=r"'last' has rows that cannot be assigned to one image each"):
         graph.resolve(["last"])
     model, images = load_model(entry, "builder"), torch.randn(3, 3, 64, 64)
     made = build_extractor(graph, model, graph.resolve({"permute_1": "out"})).module(images)["out"]

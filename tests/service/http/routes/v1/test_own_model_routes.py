@@ -301,7 +301,7 @@ def test_nodes_with_rows_of_several_images_are_not_served(
     options = {"content": body.getvalue(), "headers": headers}
     refused = client.post("/v1/models/recogniser/features?nodes=classes", **options)
     assert refused.status_code == 422, refused.text
-    assert "'classes' has rows in which the images of a batch are mixed" in refused.json()["detail"]
+    assert "'classes' has rows that cannot be assigned to one image each" in refused.json()["detail"]
     served = client.post("/v1/models/recogniser/features?nodes=permute_1", **options)
     with torch.inference_mode():
         expected = torch.cat([sys.modules["mixed_for_tests"].Recogniser().eval()(image[None]) for image in images])
