@@ -164,12 +164,12 @@ def same_tensors(one: Any, other: Any) -> bool:
 
 
 def keeps_state(module: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Return whether ``module`` computes another result from the same inputs when it is called again."""
+    """Return whether ``module`` computes another result from the same inputs after it was called with others."""
     results = []
-    for _ in range(2):
+    for some in (inputs, other_inputs(inputs), inputs):
         with deterministic():
-            results.append(_tensors(module(*clones(inputs))))
-    first, second = results
+            results.append(_tensors(module(*clones(some))))
+    first, _, second = results
     return list(first) != list(second) or not same_tensors(list(first.values()), list(second.values()))
 
 
