@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from fxcore.errors import BadArgument, FxError, UnknownModel, Unsupported
+from fxcore.errors import BadArgument, FxError, NotTraceable, UnknownModel, Unsupported
 from fxcore.models import torch_ao
 from fxcore.models.entry import ModelEntry
 from fxcore.models.packaged_models import PackagedEntry, packaged_models
@@ -15,7 +16,7 @@ from fxcore.models.torchvision_models import TorchvisionEntry, torchvision_model
 
 Source = Literal["torchvision", "timm", "packaged", "own"]
 
-# Users' own models, and errors in descriptions, by name.
+# Users' own models, and errors in descriptions and models, by name.
 _registered: dict[str, ModelEntry] = {}
 _refused: dict[str, FxError] = {}
 
@@ -24,7 +25,7 @@ def register(entries: Mapping[str, ModelEntry | FxError]) -> None:
     """Replace the users' models in the catalog by ``entries``.
 
     Args:
-        entries: model, or error in its description, by name.
+        entries: model, or error in it or its description, by name.
     """
     global _registered, _refused
     _registered = {name: entry for name, entry in entries.items() if isinstance(entry, ModelEntry)}
@@ -77,6 +78,7 @@ def get_model(name: str) -> ModelEntry:
 
     Raises:
         UnknownModel: there is no model of that name; ``suggestions`` has similar names.
+        NotTraceable: it is a user's model that torch.fx cannot trace.
         BadArgument: ``name`` is not a string.
         Unsupported: this torch cannot run the model, or timm is not installed.
 
@@ -95,7 +97,9 @@ def get_model(name: str) -> ModelEntry:
         raise Unsupported(detail, field="model", value=name[:64], available=[n for n in near if n in registry])
     if name in registry:
         return registry[name]
-    if name in _refused:
+    if isinstance(refused := _refused.get(name), NotTraceable):
+        raise copy.copy(refused)
+    if refused is not None:
         raise UnknownModel(f"the description of model {name!r} is invalid; the log says why", name=name, suggestions=[])
     lower = {known.lower(): known for known in registry}
     suggestions = [lower[near] for near in difflib.get_close_matches(name.lower(), lower, n=5, cutoff=0.5)]

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from fxcore.errors import FxError
+from fxcore.errors import FxError, NotTraceable
 from fxcore.graph.model_graph import model_graph
 from fxcore.models.catalog import get_model, list_models, register
 from fxcore.models.descriptions import read_models
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX
-from fxcore.models.user_models import UserEntry, as_bad_model
+from fxcore.models.user_models import BadUserModel, UserEntry, as_bad_model
 from service.engine.models.own_model_check import checked
 from service.engine.models.served import is_served
 
@@ -33,7 +33,7 @@ def register_models(folder: Path | None, try_each: bool) -> None:
         for name, model in read_models(folder):
             made = _tried(name, model) if try_each and isinstance(model, UserEntry) else model
             if isinstance(made, FxError):
-                log.error("%s", made.detail)
+                log.error("%s", (made if isinstance(made, BadUserModel) else as_bad_model(name, made)).detail)
             found.setdefault(name, made)
     except FxError as error:
         log.error("no models of your own: %s", error.detail)
@@ -61,5 +61,7 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
     weights = str(entry.default_weights)
     try:
         return checked(entry, model_graph(entry, weights))
+    except NotTraceable as error:
+        return error
     except (Exception, SystemExit) as error:  # the model's own code may raise anything, and scripts end the process
         return as_bad_model(name, error)

@@ -306,3 +306,50 @@ def test_nodes_with_rows_of_several_images_are_not_served(
     with torch.inference_mode():
         expected = torch.cat([sys.modules["mixed_for_tests"].Recogniser().eval()(image[None]) for image in images])
     np.testing.assert_allclose(safetensors.numpy.load(served.content)["permute_1"], expected, rtol=1e-4, atol=1e-5)
+
+
+BRANCHING = """
+from torch import nn
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 8, 8)
+
+    def forward(self, x):
+        maps = self.conv(x)
+        if maps.mean() > 0:
+            maps = maps * 2
+        return maps
+"""
+
+
+def test_models_that_cannot_be_traced_say_why(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_client: Callable[..., Client],
+    photos: dict[str, bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "branching_for_tests.py").write_text(BRANCHING)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models.toml").write_text('[models.branching]\nbuilder = "branching_for_tests:Branching"\n')
+    client = make_client(models_dir=tmp_path)
+    assert "model 'branching': Branching cannot be traced: `if maps.mean() > 0:`" in caplog.text
+    spec = {"model": "branching", "return_nodes": ["conv"]}
+    for response in (
+        client.get("/v1/models/branching/nodes"),
+        client.post("/v1/extractors", json=spec),
+        client.post(
+            "/v1/models/branching/features?nodes=conv",
+            content=photos["chelsea"],
+            headers={"Content-Type": "image/jpeg"},
+        ),
+    ):
+        assert response.status_code == 422, response.text
+        problem = response.json()
+        assert (problem["type"], problem["module"]) == ("/problems/not-traceable", "Branching")
+        assert problem["source"].endswith("if maps.mean() > 0:")
+        assert "torch.where" in problem["detail"]
+    sys.modules.pop("branching_for_tests")
+    register({})
