@@ -136,7 +136,8 @@ def annotate(
         node.meta["axes"] = layout.follow(node, value, target)
         node.meta.pop("rows", None)
         if isinstance(value, Tensor):
-            node.meta["rows"] = _rows(value.shape, many.get(node))
+            dense = value.layout is torch.strided
+            node.meta["rows"] = _rows(value.shape, many.get(node)) if dense else 0
         _note_many(node, value, numbers.get(node), _BATCH)
 
     # Tensors of inference mode, which the caller may be in, have no version counters.

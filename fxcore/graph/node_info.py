@@ -32,7 +32,7 @@ class NodeInfo:
         level: level name such as ``C4``; None if the node is not a level.
         params: number of parameters, each counted at the first node that uses it.
         flops: FLOPs for one image; a multiply-add is two.
-        bytes: size of the value for one image; None if the value is not a tensor.
+        bytes: size of the value for one image; None if the value is not a dense tensor.
         extractable: see :func:`is_extractable`.
         rows_per_image: rows of the first dimension that belong to one image; 1 except for attention windows.
         tokens: the grid of image positions that the tokens stand for.
@@ -100,7 +100,7 @@ def describe(
         level=level,
         params=params,
         flops=flops,
-        bytes=value.nbytes if isinstance(value, Tensor) else None,
+        bytes=value.nbytes if isinstance(value, Tensor) and value.layout is torch.strided else None,
         extractable=is_extractable(node),
         rows_per_image=node.meta.get("rows") or 1,
         tokens=token_grid(node) if node.meta.get("rows") == 1 else None,

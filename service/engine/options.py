@@ -169,9 +169,11 @@ class FeatureOptions:
                     raise BadTensor(
                         f"{name}={getattr(self, name)} needs floating-point values, but this node gives {dtype}"
                     )
+            length = math.prod(shape[1:])
+            if self.project is not None and length == 0:
+                raise BadTensor(f"project={self.project} needs rows with values, but this node gives {shape}")
         except BadTensor as error:
             raise BadTensor(f"output {info.key!r}: {error.detail}", **error.extra, key=info.key) from None
-        length = math.prod(shape[1:])
         if self.project is not None:
             shape = [shape[0], self.project]
         return shape, DTYPES[self.dtype] if self.dtype is not None and floating else dtype, length

@@ -353,3 +353,44 @@ def test_models_that_cannot_be_traced_say_why(
         assert "torch.where" in problem["detail"]
     sys.modules.pop("branching_for_tests")
     register({})
+
+
+UNUSUAL = """
+from torch import nn
+
+class Unusual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 8, 8)
+
+    def forward(self, x):
+        maps = self.conv(x)
+        return maps.to_sparse(), maps.narrow(1, 0, 0)
+"""
+
+
+def test_values_that_are_sparse_or_have_no_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_client: Callable[..., Client], photos: dict[str, bytes]
+) -> None:
+    (tmp_path / "unusual_for_tests.py").write_text(UNUSUAL)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models.toml").write_text(
+        """
+        [models.unusual]
+        builder = "unusual_for_tests:Unusual"
+        preprocessing = { resize_size = 64, crop_size = 64 }
+        """
+    )
+    client = make_client(models_dir=tmp_path)
+    nodes = {node["name"]: node for node in client.get("/v1/models/unusual/graph").json()["nodes"]}
+    assert (nodes["to_sparse"]["extractable"], nodes["to_sparse"]["bytes"]) == (False, None)
+    options = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
+    refused = client.post("/v1/models/unusual/features?nodes=to_sparse", **options)
+    assert "'to_sparse' is not a tensor with a row per image" in refused.json()["detail"]
+    empty = client.post("/v1/models/unusual/features?nodes=narrow", **options).json()["outputs"][0]
+    assert (empty["shape"], empty["data"]) == ([1, 0, 8, 8], [])
+    projected = client.post("/v1/models/unusual/features?nodes=narrow&project=3", **options)
+    assert projected.status_code == 422, projected.text
+    assert "project=3 needs rows with values" in projected.json()["detail"]
+    sys.modules.pop("unusual_for_tests")
+    register({})
