@@ -54,6 +54,14 @@ def test_one_bad_image_of_several(client, extractor, photos, bad, body):
     assert response.json()["index"] == 1
 
 
+@pytest.mark.parametrize("body", [[], True, "images", 3])
+@pytest.mark.parametrize("route", [ONE_STEP, "/v1/extractors", "/v1/embeddings", "/v2/models/resnet18/infer"])
+def test_bodies_that_are_no_objects(client, route, body):
+    response = client.post(route, json=body)
+    assert response.status_code in (400, 422)
+    assert "the body: Input should be a JSON object" in response.text
+
+
 def test_base64_is_strict(client, extractor, photos):
     """Line breaks, or anything else that a lenient decoder would skip, may be a sign of damage."""
     lines = base64.encodebytes(photos["chelsea"]).decode()
