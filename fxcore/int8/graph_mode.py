@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.ao.quantization import FixedQParamsObserver, ObserverBase, QConfigMapping, get_default_qconfig_mapping
 from torch.ao.quantization.fx.fuse import fuse
 from torch.ao.quantization.fx.prepare import prepare
@@ -25,7 +25,7 @@ from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
 from fxcore.layer_types import BATCH_NORMS
-from fxcore.passes.base import fork
+from fxcore.passes.base import fork, hooked
 from fxcore.passes.keep_float import named
 from fxcore.tensors import Tensors
 from fxcore.tracing.names import public_name
@@ -92,6 +92,7 @@ def observe(
     private = copy.deepcopy(fork(module)).eval()
     copies = separate(private)
     pass_positionally(private)
+    _hide_hooked(private)
     mapping = get_default_qconfig_mapping(ranges(private))
     kept = _leave_in_float(private, mapping, keep, set(floating_dimensions(private, example)))
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
@@ -101,6 +102,14 @@ def observe(
     _range_before_relu6(observed)
     _share_rounded(observed, kept)
     return observed, kept, copies
+
+
+def _hide_hooked(module: fx.GraphModule) -> None:
+    """Wrap layers with hooks or a forward of their own, which torch would fuse or replace without these."""
+    called = {str(node.target) for node in module.graph.nodes if node.op == "call_module" and len(node.args) == 1}
+    for path in called:
+        if hooked(layer := module.get_submodule(path)):
+            module.set_submodule(path, nn.Sequential(layer))
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:

@@ -231,6 +231,23 @@ def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("kind", ["forward", "hook", "pre-hook"])
+def test_layers_that_differ_from_their_class_stay_in_float(kind: str, place: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    layer = model[place]
+    own = layer.forward
+    if kind == "forward":
+        layer.forward = lambda x: own(x) * 3 + 1
+    elif kind == "hook":
+        layer.register_forward_hook(lambda module, args, output: output * 3 + 1)
+    else:
+        layer.register_forward_pre_hook(lambda module, args: (args[0] * 3 + 1,))
+    rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
+    assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
+
+
 @pytest.mark.parametrize("activation", [nn.PReLU(8), nn.PReLU()])
 def test_prelu_stays_float(activation: nn.Module) -> None:
     torch.manual_seed(0)
