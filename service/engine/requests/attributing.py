@@ -198,7 +198,7 @@ class _Part:
     def begin(self) -> None:
         """Move the values to the device, and choose the targets if scaled values could lead to different ones."""
         self._values = [value.to(*self._placed) for value in self._values]
-        if self.targets is None and len(self.points) > 1:
+        if self.targets is None and self._asked.method == "integrated_gradients":
             with torch.no_grad():
                 [result] = self._module(*self._values).values()
             self.targets = result.argmax(1)

@@ -60,6 +60,25 @@ def test_integrated_gradients_at_the_input_are_captums(client: Client, model: nn
     torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
 
 
+def test_one_step_of_integrated_gradients_explains_what_the_model_says_of_the_image(client: Client) -> None:
+    """Halfway from zeros to the photo, the largest result is another one."""
+    entry, photo = get_model("efficientnet_lite0"), photos.photos()[1]
+    model = load_model(entry, "DEFAULT").eval()
+    x = entry.preprocessing("DEFAULT").rgb.from_array(torch.from_numpy(np.array(photo))[None])
+    with torch.no_grad():
+        target, halfway = model(x).argmax(1), model(x / 2).argmax(1)
+    assert target != halfway
+    response = client.post(
+        "/v1/models/efficientnet_lite0/attributions?of=classifier&method=integrated_gradients&steps=1",
+        content=saved(photo, "PNG"),
+        headers={"Content-Type": "image/png", "Accept": "application/x-safetensors"},
+    )
+    found = load(response.content)
+    assert found["targets"].tolist() == target.tolist()
+    expected = IntegratedGradients(model).attribute(x, target=target, n_steps=1).float()
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_gradcam_of_an_image_of_another_size_is_captums(client: Client, model: nn.Module) -> None:
     found = load(asked(client, "weights=random&of=fc&at=layer4&target=281&image_size=96x160&fit=stretch").content)
     resized = resize(pil_to_tensor(photos.photos()[0]), [96, 160], antialias=True).float() / 255
