@@ -30,6 +30,9 @@ MOVES = {"flip", "roll", "split", "split_with_sizes", "tensor_split", "chunk"}
 SHUFFLES = {"sort", "gather", "take_along_dim", "index_select", "scatter", "masked_select"}
 """Operations that move positions in ways that depend on values."""
 
+SUMS = {"add", "add_", "iadd", "sub", "sub_", "isub"}
+"""Operations by which a residual block changes the values of positions."""
+
 UNCLEAR = {"rot90", "tensordot", "as_strided", "rearrange"}
 """Operations that may reorder axes, in ways that are not followed."""
 

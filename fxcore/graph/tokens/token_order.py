@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import own_module
-from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, axes_of, computed, map_size
+from fxcore.graph.operations import JOINS, MOVES, PERMUTES, RESHAPES, SHUFFLES, SUMS, axes_of, computed, map_size
 from fxcore.graph.tokens.patches import MAX_PREFIX
 from fxcore.tracing.names import operation_name
 
@@ -105,6 +105,8 @@ def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
     if length is None:
         return given[0] if given else None
     fitting = [order for order in given if isinstance(order, Tensor) and len(order) == length]
+    if _calls(node, SUMS):  # values mixed from all positions change those that they are added to
+        fitting = [order for order in fitting if (order != ELSEWHERE).any()] or fitting
     if any(not torch.equal(fitting[0], other) for other in fitting[1:]):
         return _lost(node.meta["value"], node)
     if given and not fitting:

@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import nn
 
-from fxcore import Edit, UserModel, build_extractor, load_model, model_graph
+from fxcore import Edit, UserModel, build_extractor, get_model, load_model, model_graph
 from fxcore.edits import BadEdit
 from fxcore.errors import BadTensor
 from fxcore.graph.model_graph import trace_graph
@@ -123,6 +123,19 @@ def test_tokens_in_another_order_have_no_grid():
         embedded = made.eval().patch_embed(image) + made.pos_embed
         assert not torch.equal(made.unroll(embedded), embedded)
         assert torch.equal(made.unroll(embedded).sort(dim=1)[0], embedded.sort(dim=1)[0])
+
+
+@pytest.mark.parametrize("name", ["timm.mixer_s32_224", pytest.param("timm.gmixer_12_224", marks=SWEPT)])
+def test_patches_keep_their_places_when_a_residual_mixes_all_of_them(name):
+    """The mixing layers have another number of channels than there are patches."""
+    graph, model = model_graph(name), load_model(get_model(name), "random").eval()
+    (info,) = build_extractor(graph, model, graph.resolve(["norm"])).outputs
+    assert (info.tokens.height, info.tokens.width) == model.stem.grid_size
+    assert info.prefix == NO_PREFIX
+    with torch.no_grad():
+        tokens = model.forward_features(torch.rand(1, 3, 224, 224))
+        expected = model.forward_head(tokens, pre_logits=True)
+    assert torch.allclose(pool(tokens, info.layout, "avg", info.prefix), expected, atol=1e-6)
 
 
 def test_torchvisions():
