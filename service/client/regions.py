@@ -41,9 +41,11 @@ def lists(field: str, given: Any) -> list[list[Any]]:
         shown = {
             "boxes": "boxes [x1, y1, x2, y2]",
             "points": "points [x, y]",
-            "masks": "masks: arrays [height, width], PIL images, PNG files, or COCO's run lengths",
+            "masks": "masks (arrays [height, width], PIL images, PNG files, or COCO's run lengths)",
         }
-        raise ValueError(f"{field} must be, for each image, a list of {shown[field]}") from error
+        raise ValueError(
+            f"{field} must be a list of {shown[field]} for each image of a list, or one such list for a single image"
+        ) from error
     for image, of_image in enumerate(numbers):
         for index, one in enumerate(of_image):
             if not all(map(math.isfinite, one)):  # JSON lacks such numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 
 import numpy as np
 import PIL.Image
@@ -19,6 +20,16 @@ def test_masks_of_all_modes_are_png_files(mode):
     sent = PIL.Image.open(io.BytesIO(base64.b64decode(regions._mask(mask))))
     assert sent.format == "PNG"
     assert np.array_equal(np.asarray(sent) != 0, inside)
+
+
+@pytest.mark.parametrize(
+    ("field", "one", "form"), [("boxes", [0, 0, 9, 9], "boxes [x1, y1, x2, y2]"), ("points", [1, 2], "points [x, y]")]
+)
+def test_a_list_per_image_for_a_single_image_is_told_to_be_the_list_alone(field, one, form):
+    """The client puts the regions of a single image in a list."""
+    said = f"{field} must be a list of {form} for each image of a list, or one such list for a single image"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        regions.lists(field, [[[one]]])
 
 
 def test_numbers_are_finite():
