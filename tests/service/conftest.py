@@ -62,9 +62,17 @@ class Client:
     def close(self) -> None:
         self.run(self.http.aclose())
         self.run(self._lifespan.__aexit__(None, None, None))
+        self.run(self._end_tasks())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
         self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        """Cancel what is left on the event loop, as :func:`asyncio.run` does."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 60)
 
 
 def checked(client: Client, id: str) -> dict[str, Any]:

@@ -79,15 +79,6 @@ def test_one_step_of_integrated_gradients_explains_what_the_model_says_of_the_im
     torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
 
 
-def test_gradcam_of_an_image_of_another_size_is_captums(client: Client, model: nn.Module) -> None:
-    found = load(asked(client, "weights=random&of=fc&at=layer4&target=281&image_size=96x160&fit=stretch").content)
-    resized = resize(pil_to_tensor(photos.photos()[0]), [96, 160], antialias=True).float() / 255
-    image = normalize(resized, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])[None]
-    expected = LayerGradCam(model, model.layer4).attribute(image, 281, relu_attributions=True)[:, 0]
-    assert found["attribution"].shape == (1, 3, 5)
-    torch.testing.assert_close(found["attribution"], expected, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize("one_step", [True, False])
 def test_padded_images_have_their_place_beside_the_attribution(
     client: Client, model: nn.Module, one_step: bool
@@ -214,12 +205,13 @@ def test_pictures_of_tokens_are_of_their_grid(client: Client, query: str) -> Non
         ("of=fc&at=layr4", "unknown-node", "layer4"),
         ("of=fc&at=layer4&fit=native", "unsupported", "available: crop, stretch, pad"),
         ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
-        ("of=fc&at=layer4&target=cat", "invalid-request", "'target': give the index of a result, or max"),
         ("of=fc&at=layer4&target=1.5", "invalid-request", "'target': give the index of a result, or max"),
     ],
 )
 def test_what_cannot_be_attributed_is_said(client: Client, query: str, slug: str, said: str) -> None:
-    response = asked(client, f"weights=random&{query}")
+    """Before anything is decoded."""
+    headers = {"Content-Type": "image/png", "Accept": "application/x-safetensors"}
+    response = client.post(f"{ROUTE}?weights=random&{query}", content=b"no image", headers=headers)
     assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}"), response.text
     assert said in response.json()["detail"]
 
@@ -293,15 +285,6 @@ def test_what_lies_between_the_halves_is_not_sent(make_client: Callable[..., Cli
     assert (response.status_code, response.json()["ways"]) == (413, ["method=gradcam", "another node for at"])
 
 
-@pytest.mark.parametrize(("query", "slug"), [("of=layer4&at=layer1", "bad-target"), ("of=fc&at=flatten", "bad-tensor")])
-def test_what_has_no_attribution_is_refused_before_it_is_computed(client: Client, query: str, slug: str) -> None:
-    """Of a file that cannot be decoded."""
-    response = client.post(
-        f"{ROUTE}?weights=random&{query}", content=b"no image", headers={"Content-Type": "image/png"}
-    )
-    assert (response.status_code, response.json()["type"]) == (422, f"/problems/{slug}")
-
-
 OWN = """
 import torch
 from torch import nn
@@ -366,7 +349,7 @@ def of_tensor(client: Client, model: str, query: str, x: Tensor) -> httpx.Respon
     return client.post(f"/v1/models/{model}/attributions?{query}", content=save({"x": x}), headers=headers)
 
 
-@pytest.mark.parametrize("size", [(32, 32), (16, 64), (48, 32)])
+@pytest.mark.parametrize("size", [(32, 32), (16, 64)])
 def test_gradcam_of_tokens_has_the_grid_of_the_images(own: Client, size: tuple[int, int]) -> None:
     x = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
     response = of_tensor(own, "tokens", "of=head&at=block&target=3&method=gradcam", x)
@@ -379,8 +362,7 @@ def test_gradcam_of_tokens_has_the_grid_of_the_images(own: Client, size: tuple[i
     torch.testing.assert_close(load(response.content)["attribution"], expected.detach(), rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("method", ["gradcam", "gradient"])
-@pytest.mark.parametrize("size", [(16, 64), (48, 32)])
+@pytest.mark.parametrize(("method", "size"), [("gradcam", (16, 64)), ("gradient", (48, 32))])
 def test_another_size_than_that_of_constants_is_refused(own: Client, method: str, size: tuple[int, int]) -> None:
     """16 x 64 pixels have as many patches as 32 x 32."""
     query, x = f"of=head&at=block&method={method}", torch.rand(1, 3, *size)

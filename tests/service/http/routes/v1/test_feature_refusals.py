@@ -212,12 +212,6 @@ def test_an_encoding_on_a_second_line_is_refused_too(client, extractor, photos):
     assert (response.status_code, response.json()["type"]) == (415, "/problems/unsupported-media-type")
 
 
-def test_a_heat_map_is_of_one_encoded_image(client, photos):
-    url = "/v1/models/resnet18/features?weights=random&nodes=C4"
-    response = client.post(url, headers={"accept": "image/png"}, **_multipart([photos["chelsea"]] * 2))
-    assert (response.status_code, response.json()["type"]) == (406, "/problems/not-acceptable")
-
-
 def test_too_many_pixels(make_client, photos):
     client = make_client(max_pixels=450 * 300)
     response = client.post(ONE_STEP, **_multipart([photos["chelsea"][:100_000], photos["rocket"]]))

@@ -139,20 +139,24 @@ def test_what_default_preprocessing_means_on_this_server(make_client, photos, pr
     assert told["way"] == preprocess
     path = "/v1/models/resnet18/features?nodes=x&weights=random"
     headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-    response = client.post(path, content=photos["chelsea"], headers=headers)
-    made = np.load(io.BytesIO(response.content))
+    large = io.BytesIO()  # so that fast decodes it at half its size
+    PIL.Image.open(io.BytesIO(photos["chelsea"])).resize((1804, 1200)).save(large, "JPEG")
+    made = np.load(io.BytesIO(client.post(path, content=large.getvalue(), headers=headers).content))
     # Python, but for the PIL image.
     names = {
         "torchvision": torchvision,
         "weights": torchvision.models.ResNet18_Weights.DEFAULT,
-        "data": torch.frombuffer(bytearray(photos["chelsea"]), dtype=torch.uint8),
-        "image": PIL.Image.open(io.BytesIO(photos["chelsea"])),
+        "data": torch.frombuffer(bytearray(large.getvalue()), dtype=torch.uint8),
+        "image": PIL.Image.open(large),
     }
-    if preprocess != "fast":  # which is as default for a file of this size
+    if preprocess != "fast":
         meant = eval(told["meaning"].replace("PIL image", "image"), names)
         assert np.array_equal(made[0], meant.numpy())
     else:
         assert told["meaning"].startswith("as default")
+        exact = client.post(f"{path}&preprocess=pil", content=large.getvalue(), headers=headers)
+        difference = np.abs(made - np.load(io.BytesIO(exact.content))).mean()
+        assert 1e-3 < difference < 0.1
 
 
 def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
@@ -163,13 +167,12 @@ def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
     assert client.get("/v1/models/resnet18").json()["weights"]["IMAGENET1K_V1"]["cached"] is True
 
 
-@pytest.mark.parametrize("model", ["resnet18", "vit_b_16", "googlenet"])
-def test_nodes_are_torchvisions(client, model):
-    train, evaluated = get_graph_node_names(torchvision.models.get_model(model, weights=None))
-    response = client.get(f"/v1/models/{model}/nodes?weights=random").json()
+def test_nodes_are_torchvisions(client):
+    train, evaluated = get_graph_node_names(torchvision.models.resnet18())
+    response = client.get("/v1/models/resnet18/nodes?weights=random").json()
     assert response["train_nodes"] == train
     assert response["eval_nodes"] == evaluated
-    assert response["model"] == model
+    assert response["model"] == "resnet18"
     assert response["fingerprint"]
 
 
@@ -306,18 +309,6 @@ def test_bad_requests_get_problem_documents(client, path, headers, status, kind)
         assert "resnet50" in response.json()["suggestions"]
     if status == 406:
         assert "image/svg+xml" in response.json()["available"]
-
-
-@pytest.mark.exhaustive
-def test_only_the_allowed_models(make_client):
-    client = make_client(models=["resnet18"])
-    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]
-    assert client.get("/v1/models/resnet18/nodes").status_code == 200
-    for path in ("", "/nodes", "/graph"):
-        assert client.get(f"/v1/models/resnet50{path}").status_code == 404
-    assert client.post("/v1/models/resnet50/features?nodes=C4&weights=random", content=b"").status_code in (404, 415)
-    spec = {"model": "resnet50", "weights": "random", "return_nodes": ["C4"]}
-    assert client.post("/v1/extractors", json=spec).json()["type"] == "/problems/unknown-model"
 
 
 def test_a_layout_opens_the_modules_that_are_named(client):

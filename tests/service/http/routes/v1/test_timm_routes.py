@@ -155,28 +155,6 @@ def test_patterns_say_which_are_served(make_client):
     assert client.post("/v1/extractors", json={**SPEC, "model": "timm.resnet50"}).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("model", "status", "code", "says"),
-    [
-        ("timm.test_vt@random:norm", 404, "model_not_found", "timm.test_vit"),
-        ("timm.test_vit@r160_in2k:norm", 400, "unknown_weights", "r160_in1k"),
-        ("timm.test_vit@random:nrm", 400, "unknown_node", "norm"),
-        ("timm.test_vit@random:blocks.*", 400, "invalid_request", "with one node"),
-        ("timm.test_vit:norm", 503, "weights_unavailable", "weights=random"),
-    ],
-)
-def test_what_is_wrong_with_an_embedding_is_said_in_openais_shape(
-    client, tmp_path, monkeypatch, model, status, code, says
-):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    response = client.post("/v1/embeddings", json={"model": model, "input": image})
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (status, code)
-    assert says in error["message"]
-
-
 def test_an_embedding_is_the_class_token(client):
     image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
     response = client.post(
@@ -197,28 +175,10 @@ def test_an_embedding_is_the_class_token(client):
         ("test_vit2", "avg"),  # after which it normalises, and it has a register
         ("test_vit4", "avg"),
         ("test_vit3", "map"),
-        *(
-            pytest.param(name, pooled, marks=pytest.mark.exhaustive)
-            for name, pooled in [
-                ("beit_base_patch16_224", "avg"),
-                ("cait_xxs24_224", "token"),
-                ("convit_tiny", "token"),
-                ("deit3_small_patch16_224", "token"),
-                ("deit_tiny_distilled_patch16_224", "token"),
-                ("eva02_tiny_patch14_224", "avg"),
-                ("mvitv2_tiny", "avg"),
-                ("pit_ti_distilled_224", "token"),
-                ("tnt_s_patch16_224", "token"),
-                ("vit_base_patch16_siglip_224", "map"),
-                ("vit_base_r26_s32_224", "token"),
-                ("vit_relpos_base_patch16_clsgap_224", "avg"),
-                ("vit_relpos_small_patch16_224", "avg"),
-                ("vit_small_patch14_reg4_dinov2", "token"),
-                ("vit_small_patch16_dinov3", "avg"),
-                ("vit_wee_patch16_reg1_gap_256", "avg"),
-                ("xcit_nano_12_p16_224", "token"),
-            ]
-        ),
+        ("cait_xxs24_224", "token"),
+        ("deit_tiny_distilled_patch16_224", "token"),
+        ("mvitv2_tiny", "avg"),
+        ("vit_small_patch16_dinov3", "avg"),
     ],
 )
 def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
@@ -264,10 +224,8 @@ def test_poolings_joined_in_a_query(client):
     assert "one or more of avg, max, gem, cls joined by +" in wrong["detail"]
 
 
-@pytest.mark.parametrize("model", ["timm.vit_wee_patch16_reg1_gap_256", "timm.naflexvit_base_patch16_gap"])
-@pytest.mark.exhaustive
-def test_registers_are_neither_a_class_token_nor_averaged(client, model):
-    path = f"/v1/models/{model}/features?nodes=norm&weights=random"
+def test_registers_are_neither_a_class_token_nor_averaged(client):
+    path = "/v1/models/timm.test_vit2/features?nodes=norm&weights=random"
     headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
     refused = client.post(f"{path}&pool=cls", content=PHOTO.read_bytes(), headers=headers)
     assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
@@ -276,7 +234,7 @@ def test_registers_are_neither_a_class_token_nor_averaged(client, model):
         np.load(io.BytesIO(client.post(f"{path}&pool={pool}", content=PHOTO.read_bytes(), headers=headers).content))
         for pool in ("none", "avg")
     )
-    count = timm.create_model(model.removeprefix("timm."), depth=1).num_reg_tokens
-    assert count in (1, 4)
+    count = timm.create_model("test_vit2").num_reg_tokens
+    assert count == 1
     assert np.allclose(pooled, tokens[:, count:].mean(1), atol=1e-5)
     assert not np.allclose(pooled, tokens.mean(1), atol=1e-5)

@@ -139,14 +139,9 @@ def test_order_and_parameters_make_another_extractor_and_defaults_do_not(client)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "idle",
-    ["remove", {"name": "replace_activation", "params": {"old": "gelu", "new": "relu"}}, "out_of_place"],
-    ids=["remove", "replace_activation", "out_of_place"],
-)
-def test_a_transform_that_finds_nothing_is_refused_unless_it_is_optional(client, idle):
+def test_a_transform_that_finds_nothing_is_refused_unless_it_is_optional(client):
     """Before, behind and between others, of which each changes something."""
-    step = {"name": idle} if isinstance(idle, str) else idle
+    step = {"name": "replace_activation", "params": {"old": "gelu", "new": "relu"}}
     change = {"name": "replace_activation", "params": {"old": "relu", "new": "silu"}}
     for transforms in ([step], [step, "fuse_conv_bn"], ["fuse_conv_bn", step, change], ["fuse_conv_bn", step]):
         response = client.post("/v1/extractors", json=spec(*transforms))
@@ -175,7 +170,7 @@ def test_attention_maps_without_attention_are_refused_unless_they_are_optional(c
 
 
 def test_attention_maps_need_not_be_among_the_requested_nodes(client):
-    step = {"model": "vit_b_32", "return_nodes": ["encoder.layers.encoder_layer_0.ln"]}
+    step = {"model": "timm.test_vit", "return_nodes": ["blocks.0.norm1"]}
     made = client.post("/v1/extractors?wait=200", json=spec("attention_maps", **step))
     assert made.status_code in (200, 201), made.text
 
@@ -199,9 +194,7 @@ def test_what_half_precision_is_compared_with_is_named(client):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", ["C3", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("layer2", "layer2.1.relu_1"))]
-)
+@pytest.mark.parametrize("name", ["C3", "layer2"])
 def test_levels_and_paths_name_nodes_to_transforms(client, name):
     change = {"name": "insert_after", "params": {"node": name, "function": "sigmoid"}}
     made = client.post("/v1/extractors", json=spec(change, return_nodes=["C4"]))
