@@ -1,8 +1,7 @@
-"""Every row of the contract's table of limits over a real socket, and that the next request is served."""
+"""Limits that need a real socket, and that the next request is served."""
 
 import base64
 import contextlib
-import io
 import json
 import signal
 import socket
@@ -10,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import PIL.Image
 import pytest
 
 from tests.e2e.conftest import connection_problem, until
@@ -137,39 +135,6 @@ def test_chunked_body_a_little_over_the_limit_gets_its_response(small):
     problem(response, 413, "body-too-large")
 
 
-def test_image_over_the_limit_is_judged_by_its_header(small):
-    buffer = io.BytesIO()
-    PIL.Image.new("1", (20_000, 20_000)).save(buffer, "PNG")
-    assert len(buffer.getvalue()) < MAX_BODY
-    document = problem(small.http.post(FEATURES, content=buffer.getvalue(), headers=JPEG), 413, "image-too-large")
-    assert document["pixels"] == 400_000_000
-    assert document["limit"] == 200_000
-
-
-@pytest.mark.parametrize("bad", ["text", "truncated", "empty"])
-def test_not_an_image(small, photos, bad):
-    data = {"text": b"hello", "truncated": photos["chelsea"][:5000], "empty": b""}[bad]
-    files = [("a", ("a.jpg", photos["chelsea"])), ("b", ("b.jpg", data))]
-    assert problem(small.http.post(f"{FEATURES}&pool=avg", files=files), 422, "bad-image")["index"] == 1
-
-
-def test_content_type_not_known(small):
-    response = small.http.post(FEATURES, content=b"x", headers={"content-type": "application/octet-stream"})
-    assert "image/*" in problem(response, 415, "unsupported-media-type")["available"]
-
-
-def test_accept_not_possible(small):
-    response = small.http.post(FEATURES, content=b"x", headers={**JPEG, "accept": "text/csv"})
-    assert "application/x-safetensors" in problem(response, 406, "not-acceptable")["available"]
-
-
-def test_response_over_the_limit(small, photos):
-    files = [("a", ("a.jpg", photos["chelsea"]))] * 4
-    document = problem(small.http.post(FEATURES, files=files), 413, "response-too-large")
-    assert document["bytes"] == 4 * 4 * (256 * 14 * 14 + 512 * 7 * 7)
-    assert document["ways"]
-
-
 def busy(server):
     return server.metric("fxserve_inflight_requests ") == 1
 
@@ -201,15 +166,6 @@ def test_an_image_that_would_take_far_longer_than_its_deadline(small, photos, he
         answers = [sent(size) for size in ("", "", "", "&image_size=2048", "")]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 504, 200]
     assert "3 x 2048 x 2048 would take about" in problem(answers[3], 504, "deadline-exceeded")["detail"]
-
-
-def test_weights_that_cannot_be_had(small, photos):
-    began = time.monotonic()
-    response = small.http.post("/v1/models/alexnet/features?nodes=features", content=photos["chelsea"], headers=JPEG)
-    document = problem(response, 503, "weights-unavailable")
-    assert document["file"] == "alexnet-owt-7be5be79.pth"
-    assert "weights=random" in document["detail"]
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(
