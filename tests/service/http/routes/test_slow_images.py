@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 
 import httpx
 import pytest
@@ -34,24 +34,29 @@ def sent(client: Client, route: str, photo: bytes, headers: Mapping[str, str]) -
     return client.post(path, content=photo, headers={**JPEG, **headers})
 
 
-@pytest.mark.parametrize(
-    "route", ["features", "embeddings", "infer", "values of an attribution", "passes of an attribution"]
-)
-def test_each_route_knows_its_deadline(
-    make_client: Callable[..., Client], photos: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch, route: str
-) -> None:
-    client = make_client(request_timeout=10_000)
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Client]:
+    """A whole image took it 400 s: one up to features.12 takes 300 s, and one up to features.0 takes 25 s."""
+    client = Client(request_timeout=10_000)
     spec = {"model": MODEL, "weights": "random", "return_nodes": ["classifier.1"], "name": "slow"}
     assert client.post("/v1/extractors?wait=100", json=spec).status_code == 201
-    # A whole image takes 400 s; one up to features.12 takes 300 s, and one up to features.0 takes 25 s.
     [pace] = client.app.state.fxserve.engine.runtimes._builder.paces.values()
     flops = client.get(f"/v1/models/{MODEL}/graph?format=json").json()["totals"]["flops"]
     for _ in range(3):
         pace.add(400.0, flops, 1)
-    monkeypatch.setattr(Pace, "add", lambda *batch: None)  # the model is faster than that
-    refused = sent(client, route, photos["chelsea"], {"x-request-timeout": "60"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "add", lambda *batch: None)  # the model is faster than that
+        yield client
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "route", ["features", "embeddings", "infer", "values of an attribution", "passes of an attribution"]
+)
+def test_each_route_knows_its_deadline(slow: Client, photos: Mapping[str, bytes], route: str) -> None:
+    refused = sent(slow, route, photos["chelsea"], {"x-request-timeout": "60"})
     assert refused.status_code == 504, refused.text
     shape = "64 x 111 x 111" if route.startswith("passes") else "3 x 224 x 224"
     assert f"{shape} would take about" in refused.text
-    answered = sent(client, route, photos["chelsea"], {"x-request-timeout": "1000"})
+    answered = sent(slow, route, photos["chelsea"], {"x-request-timeout": "1000"})
     assert answered.status_code == 200, answered.text

@@ -65,8 +65,8 @@ class Echoing:
             return received
 
 
-@pytest.fixture
-def echo() -> Iterator[Echoing]:
+@pytest.fixture(scope="module")
+def started() -> Iterator[Echoing]:
     app = Echo()
     server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
@@ -75,6 +75,12 @@ def echo() -> Iterator[Echoing]:
         stack.callback(thread.join, 30)
         stack.callback(setattr, server, "should_exit", True)
         yield Echoing(app, listener.getsockname())
+
+
+@pytest.fixture
+def echo(started: Echoing) -> Echoing:
+    started.app.requests.clear()
+    return started
 
 
 def bodies(received: bytes) -> list[dict[str, Any]]:

@@ -134,9 +134,8 @@ class Processes:
 
 
 @pytest.mark.exhaustive
-@FORKED
-def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, forked: bool) -> None:
-    with Processes(tmp_path, forked) as server:
+def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path) -> None:
+    with Processes(tmp_path, forked=False) as server:
         first, second = server.both()
         (tmp_path / "no memory").touch()
         os.kill(first, signal.SIGKILL)
@@ -148,10 +147,9 @@ def test_a_process_that_cannot_replace_another_is_tried_again(tmp_path: Path, fo
 
 
 @pytest.mark.exhaustive
-@FORKED
-def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Path, forked: bool) -> None:
+def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
-    with Processes(tmp_path, forked) as server:
+    with Processes(tmp_path, forked=True) as server:
         first, second = server.both()
         deaths.touch()
         os.kill(first, signal.SIGKILL)
@@ -171,23 +169,15 @@ def test_a_process_that_dies_again_and_again_is_replaced_ever_later(tmp_path: Pa
 
 @pytest.mark.exhaustive
 @FORKED
-def test_processes_that_end_with_their_supervisor_are_not_replaced(tmp_path: Path, forked: bool) -> None:
-    """As by Ctrl-C, which reaches all of them."""
-    with Processes(tmp_path, forked) as server:
-        os.killpg(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(30) == 0
-        assert server.log.read_text() == ""
-
-
-@pytest.mark.exhaustive
-@FORKED
-def test_sighup_reaches_the_processes_and_replaces_none(tmp_path: Path, forked: bool) -> None:
+def test_sighup_replaces_no_process_and_sigterm_to_all_ends_them(tmp_path: Path, forked: bool) -> None:
     with Processes(tmp_path, forked) as server:
         processes = server.both()
         server.process.send_signal(signal.SIGHUP)
         until(lambda: {int(file.stem) for file in tmp_path.glob("*.hup")} == processes)
         assert server.both() == processes
-        assert server.end() == 0
+        os.killpg(server.process.pid, signal.SIGTERM)  # as Ctrl-C reaches all of them
+        assert server.process.wait(30) == 0
+        assert server.log.read_text() == ""
 
 
 @pytest.mark.exhaustive
@@ -211,8 +201,9 @@ def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path, forked: b
 
 
 @pytest.mark.exhaustive
-@FORKED
-@pytest.mark.parametrize(("file", "error"), [("refused", "no statistics"), ("broken", "'a bug'")])
+@pytest.mark.parametrize(
+    ("forked", "file", "error"), [(True, "refused", "no statistics"), (False, "broken", "'a bug'")]
+)
 def test_processes_without_an_application_end_with_an_error(
     tmp_path: Path, forked: bool, file: str, error: str
 ) -> None:
