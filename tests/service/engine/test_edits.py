@@ -68,8 +68,8 @@ def random_edits(randomly: random.Random, rows: int) -> list[Edit]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.exhaustive)])
-async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine, count: int) -> None:
+async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine) -> None:
+    count = 100
     model = load_model(get_model("mobilenet_v3_small"), "random").eval()
     randomly, generator = random.Random(count), torch.Generator().manual_seed(0)
     async with engine(max_inflight=64) as running:
@@ -224,22 +224,13 @@ async def test_int8_refuses_edits(engine: MakeEngine) -> None:
             await running.features(record, tensors(1.0), edits=[Edit("features.3")])
 
 
-@pytest.mark.parametrize(
-    ("edit", "said"),
-    [
-        (Edit("features.33"), "mobilenet_v3_small has no node 'features.33'"),
-        (Edit("features.*"), "stands for several nodes"),
-        (Edit("features.12"), "no requested node depends on 'features.12'"),
-        (Edit(NODE, channels=[24]), "no channel 24 in features.3.add: it has 24"),
-        (Edit(NODE, scale=3e38, images=[0]), "beyond"),
-    ],
-)
-async def test_refusals_name_the_edit(engine: MakeEngine, edit: Edit, said: str) -> None:
+async def test_edits_that_overflow_together_are_refused(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, nodes=["features.8"])
-        with pytest.raises(BadEdit, match=f"^edit [01]: .*{said}") as caught:
-            await running.features(record, tensors(1.0), edits=[Edit(NODE, scale=10.0), edit])
-        assert caught.value.extra["edit"] == (0 if said == "beyond" else 1)
+        edits = [Edit(NODE, scale=10.0), Edit(NODE, scale=3e38, images=[0])]
+        with pytest.raises(BadEdit, match=r"^edit 0: .*beyond") as caught:
+            await running.features(record, tensors(1.0), edits=edits)
+        assert caught.value.extra["edit"] == 0
 
 
 @pytest.mark.exhaustive

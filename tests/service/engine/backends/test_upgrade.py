@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -86,19 +85,6 @@ async def test_bfloat16_gets_faster(
         narrow = (await running.features(record, jpegs)).outputs
     assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
     assert far({key: value.float() for key, value in narrow.items()}, expected) < 2e-2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-async def test_inductor_serves_images_and_tensors_alike(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
-    """Images come with channels last, tensors with channels first, and a batch of either is compiled code's input."""
-    async with engine(cache_dir=cache) as running:
-        eager = await built(running, "resnet18", ("relu",), backend="eager")
-        record, _ = await running.extractor(spec("resnet18", ("relu",), backend="inductor"), 5 * PATIENCE)
-        assert record.state == "ready", record.problem
-        for batch in (jpegs, jpegs[:1], {"x": torch.randn(2, 3, 224, 224)}, {"x": torch.randn(1, 3, 96, 128)}):
-            expected = await running.features(eager, batch)
-            assert far((await running.features(record, batch)).outputs, expected.outputs) < 1e-4
 
 
 async def test_eager_stays_eager(engine: MakeEngine, jpegs: list[bytes], cache: Path) -> None:
@@ -318,21 +304,6 @@ async def test_sizes_that_only_eager_computes(engine: MakeEngine, cache: Path) -
         assert named.backend == "openvino"
         other, _ = await running.extractor(model.model_copy(update={"backend": "eager"}), PATIENCE)
         assert (await running.features(other, {"x": small})).outputs["features.12"].shape == (1, 512, 1, 2)
-
-
-@pytest.mark.exhaustive
-async def test_int8_that_is_too_far_is_refused(engine: MakeEngine, cache: Path) -> None:
-    """An untrained mobilenet's activations are so small that int8 loses them."""
-    pytest.importorskip("nncf")
-    async with engine(cache_dir=cache) as running:
-        record, _ = await running.extractor(spec(precision="int8"), 5 * PATIENCE)
-        assert record.state == "failed"
-        assert isinstance(record.problem, BackendRefused)
-        assert record.problem.extra["min_cosine"] < 0.98
-        assert "cosine" in record.problem.detail
-        assert "backend=auto" not in record.problem.detail  # which it was
-        assert record.problem.extra["layers"][0]["name"] in record.problem.detail
-        assert "precision=float32" in record.problem.detail
 
 
 @pytest.mark.exhaustive

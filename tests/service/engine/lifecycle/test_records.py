@@ -1,20 +1,27 @@
 """Names of extractors, without models."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from service.engine import ExtractorRecord
+from service.engine.description import Description
 from service.engine.lifecycle.records import MAX_NAMES, Records
 from service.problems import UnknownExtractor
 from service.schemas.specs import ExtractorSpec
 from tests.service.engine.running import runtime_alone
 
 
+@cache
+def description() -> Description:
+    return runtime_alone().description
+
+
 def known(*ids: str) -> tuple[Records, list[ExtractorRecord]]:
     records = Records(Counter("evictions", "", ("kind", "reason"), registry=CollectorRegistry()))
-    made = [ExtractorRecord(replace(runtime_alone().description, id=id)) for id in ids]
+    made = [ExtractorRecord(replace(description(), id=id)) for id in ids]
     for record in made:
         records.add(record)
     return records, made
