@@ -51,7 +51,7 @@ def marks(batch: torch.Tensor) -> list[float]:
     return batch[:, 0, 0, 0].tolist()
 
 
-def spec(model: str = "mobilenet_v3_small", nodes: Any = ("features.8", "features.12"), **rest: Any) -> ExtractorSpec:
+def spec(model: str = "squeezenet1_1", nodes: Any = ("features.8", "features.12"), **rest: Any) -> ExtractorSpec:
     nodes = list(nodes) if isinstance(nodes, tuple) else nodes
     return ExtractorSpec(model=model, return_nodes=nodes, **{"weights": "random", **rest})
 

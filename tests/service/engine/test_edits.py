@@ -73,7 +73,7 @@ async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine) -> N
     model = load_model(get_model("mobilenet_v3_small"), "random").eval()
     randomly, generator = random.Random(count), torch.Generator().manual_seed(0)
     async with engine(max_inflight=64) as running:
-        record = await built(running, nodes=["classifier"])
+        record = await built(running, "mobilenet_v3_small", nodes=["classifier"])
         asked = []
         for _ in range(count):
             rows = randomly.randint(1, 3)
@@ -94,7 +94,7 @@ async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine) -> N
 
 async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running, nodes=[NODE])
+        record = await built(running, "mobilenet_v3_small", nodes=[NODE])
         plain = (await running.features(record, tensors(1.0, 2.0))).outputs[NODE]
         await running.features(record, tensors(1.0), edits=[Edit(NODE)])
         watched = Watched(record, runtime_of(record).variants[NODE,])
@@ -116,7 +116,7 @@ async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> 
 
 async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running)
+        record = await built(running, "mobilenet_v3_small")
         runtime = runtime_of(record)
         run, module, before = runtime.run, runtime.extractor.module, await running.features(record, tensors(1.0))
         bytes_before = running.runtimes.eviction.bytes()
@@ -135,7 +135,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
 async def test_the_least_recently_edited_nodes_go_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST", 2)
     async with engine() as running:
-        record = await built(running)
+        record = await built(running, "mobilenet_v3_small")
         for nodes in (["features.1"], ["features.2", "features.1"], ["features.1"], ["features.3"]):
             await running.features(record, tensors(1.0), edits=[Edit(node) for node in nodes])
         names = [[name.split(".")[1] for name in key] for key in runtime_of(record).variants]  # type: ignore[union-attr]
@@ -164,7 +164,7 @@ async def test_images_of_several_sizes(engine: MakeEngine) -> None:
 
 async def test_an_extractor_that_begins_at_an_inner_node(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running, nodes=["features.5"], inputs=["features.3"])
+        record = await built(running, "mobilenet_v3_small", nodes=["features.5"], inputs=["features.3"])
         value = torch.rand(2, 24, 8, 8)
         found = await running.features(record, {"features.3": value}, edits=[Edit("features.3", 0, channels=[2])])
         value = value.clone()
@@ -175,7 +175,7 @@ async def test_an_extractor_that_begins_at_an_inner_node(engine: MakeEngine) -> 
 
 async def test_an_extractor_that_begins_at_a_vector(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running, nodes=["classifier.3"], inputs=["flatten"])
+        record = await built(running, "mobilenet_v3_small", nodes=["classifier.3"], inputs=["flatten"])
         given = {"flatten": torch.rand(2, 576)}
         await running.features(record, given)  # the first batch has one row
         plain = await running.features(record, given)
@@ -189,7 +189,7 @@ async def test_an_extractor_that_begins_at_a_vector(engine: MakeEngine) -> None:
 @pytest.mark.parametrize("rest", [{"precision": "bfloat16"}, {"transforms": ["fold_normalization"]}])
 async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[str, Any]) -> None:
     async with engine() as running:
-        record = await built(running, nodes=[NODE, "features.5"], **rest)
+        record = await built(running, "mobilenet_v3_small", nodes=[NODE, "features.5"], **rest)
         image = [encoded(np.full((64, 64, 3), 90, np.uint8), "PNG")]
         found = await running.features(record, image, edits=[Edit(NODE, 0, 0.5, channels=[2])])
         assert found.outputs[NODE][:, 2].unique().tolist() == [0.5]
@@ -203,7 +203,7 @@ async def test_other_precisions_and_transforms(engine: MakeEngine, rest: dict[st
 async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEngine, held: Held) -> None:
     held.open.set()
     async with engine(lowering=True) as running:
-        record = await built(running, nodes=["features.5"])
+        record = await built(running, "mobilenet_v3_small", nodes=["features.5"])
         x, channels = tensors(*[1.0] * 8), [Edit(NODE, 0, 0.5, channels=[2])]
         await running.features(record, x, edits=channels)
         before = await running.features(record, x, edits=channels)
@@ -219,14 +219,16 @@ async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEng
 @pytest.mark.exhaustive
 async def test_int8_refuses_edits(engine: MakeEngine) -> None:
     async with engine() as running:
-        record, _ = await running.extractor(spec(nodes=["features.3"], precision="int8", backend="eager"), 120)
+        record, _ = await running.extractor(
+            spec("mobilenet_v3_small", nodes=["features.3"], precision="int8", backend="eager"), 120
+        )
         with pytest.raises(BadEdit, match=r"edit 0: .*precision=float32"):
             await running.features(record, tensors(1.0), edits=[Edit("features.3")])
 
 
 async def test_edits_that_overflow_together_are_refused(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running, nodes=["features.8"])
+        record = await built(running, "mobilenet_v3_small", nodes=["features.8"])
         edits = [Edit(NODE, scale=10.0), Edit(NODE, scale=3e38, images=[0])]
         with pytest.raises(BadEdit, match=r"^edit 0: .*beyond") as caught:
             await running.features(record, tensors(1.0), edits=edits)
@@ -254,7 +256,7 @@ async def test_windows_of_another_size_have_the_edits_of_their_image(engine: Mak
 
 async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engine: MakeEngine) -> None:
     async with engine() as running:
-        record = await built(running, nodes=[NODE])
+        record = await built(running, "mobilenet_v3_small", nodes=[NODE])
         runtime = runtime_of(record)
         watched = Watched(record, runtime)
         watched.open.clear()

@@ -147,7 +147,7 @@ async def test_two_keys_of_one_node_are_two_tensors(engine: MakeEngine, jpegs: l
 
 async def test_a_response_over_the_limit_is_refused_before_any_work(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(max_response_bytes=200_000) as running:
-        record = await built(running)
+        record = await built(running, "mobilenet_v3_small")
         watched = Watched(record)
         size = sum(values.nbytes for values in (await running.features(record, jpegs[:1])).outputs.values())
         assert watched.sizes == [1]

@@ -150,7 +150,7 @@ async def test_admission_counts_requests(engine: MakeEngine) -> None:
 
 async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(max_inflight_bytes=10_000_000) as running:
-        record = await built(running)
+        record = await built(running, "mobilenet_v3_small")
         watched = Watched(record)
         watched.open.clear()
         held = asyncio.create_task(running.features(record, [jpegs[1]]))
@@ -270,7 +270,7 @@ async def test_a_large_request_is_computed_in_parts(engine: MakeEngine) -> None:
 
 async def test_batches_are_bounded_by_bytes(engine: MakeEngine) -> None:
     async with engine(max_batch_bytes=1_000_000) as running:
-        record = await built(running)
+        record = await built(running, "mobilenet_v3_small")
         watched = Watched(record)
         await running.features(record, tensors(*range(10)))
         small = max(watched.sizes)

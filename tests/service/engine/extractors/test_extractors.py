@@ -31,17 +31,21 @@ pytestmark = pytest.mark.anyio
 async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
     async with engine() as running:
         nodes = ["features.8", "features.12"]
-        responses = await asyncio.gather(*(running.extractor(spec(nodes=nodes), PATIENCE) for _ in range(10)))
+        responses = await asyncio.gather(
+            *(running.extractor(spec("mobilenet_v3_small", nodes=nodes), PATIENCE) for _ in range(10))
+        )
         assert len({id(record) for record, _ in responses}) == 1
         assert [created for _, created in responses].count(True) == 1
         record = responses[0][0]
-        as_map, created = await running.extractor(spec(nodes={node: node for node in nodes}), PATIENCE)
+        as_map, created = await running.extractor(
+            spec("mobilenet_v3_small", nodes={node: node for node in nodes}), PATIENCE
+        )
         assert (as_map, created) == (record, False)
         others = [
-            spec(nodes=nodes[::-1]),
-            spec(nodes={node: node + "!" for node in nodes}),
-            spec(nodes=nodes, precision="bfloat16"),
-            spec(nodes=nodes, image_size=160),
+            spec("mobilenet_v3_small", nodes=nodes[::-1]),
+            spec("mobilenet_v3_small", nodes={node: node + "!" for node in nodes}),
+            spec("mobilenet_v3_small", nodes=nodes, precision="bfloat16"),
+            spec("mobilenet_v3_small", nodes=nodes, image_size=160),
             spec("mobilenet_v3_large", nodes),
         ]
         made = [(await running.extractor(other, PATIENCE))[0] for other in others]
@@ -78,7 +82,7 @@ async def test_extractors_share_weights(engine: MakeEngine) -> None:
 
 async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
-        record = await built(running, image_size=96)
+        record = await built(running, "mobilenet_v3_small", image_size=96)
         assert (await running.features(record, jpegs[:1])).outputs["features.12"].shape == (1, 576, 3, 3)
         described = {output.key: output for output in record.outputs}["features.12"]
         assert described.shape == [None, 576, 3, 3]
@@ -103,7 +107,7 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine) -> None:
     async with engine(models=("mobilenet_v3_small",)) as running:
         for wrong, error in WRONG:
             with pytest.raises(error):
-                await running.extractor(spec(**wrong), PATIENCE)
+                await running.extractor(spec(**{"model": "mobilenet_v3_small"} | wrong), PATIENCE)
             assert running.records.list() == []
 
 
@@ -233,7 +237,7 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
 
     monkeypatch.setattr("service.engine.memory.weights.load_model", count)
     async with engine(weights_dir=tmp_path) as running:
-        wanted = spec(weights="file:mine.pth")
+        wanted = spec("mobilenet_v3_small", weights="file:mine.pth")
         record, created = await running.extractor(wanted, PATIENCE)
         assert (record.state, created) == ("failed", True)
         for attempts in (1, 2):
@@ -289,7 +293,7 @@ async def test_preload(engine: MakeEngine) -> None:
             ["features.2.block.*", "C4"],
             {**{f"features.2.block.{i}": f"features.2.block.{i}" for i in range(3)}, "C4": "C4"},
         ):
-            _, created = await running.extractor(spec(nodes=nodes))
+            _, created = await running.extractor(spec("mobilenet_v3_small", nodes=nodes))
             assert not created
 
 
@@ -408,6 +412,6 @@ async def test_too_little_memory_is_no_fault_of_the_transforms(
 
     monkeypatch.setattr("service.engine.memory.transforms.verify", none_left)
     async with engine() as running:
-        record, _ = await running.extractor(spec(transforms=["fuse_conv_bn"]), PATIENCE)
+        record, _ = await running.extractor(spec("mobilenet_v3_small", transforms=["fuse_conv_bn"]), PATIENCE)
     assert isinstance(record.problem, NotReady)
     assert str(error) in record.problem.detail

@@ -68,11 +68,11 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
             assert later.records.list() == []
             with pytest.raises(UnknownExtractor):
                 await later.extractors.look_up(record.id)
-            await built(later, nodes=["features.8"])
+            await built(later, "mobilenet_v3_small", nodes=["features.8"])
             assert (await one.extractors.look_up(record.id)).id == record.id
             # The other makes it again before it knows of the deletion.
             await later.extractors.delete(record.id)
-            _, created = await one.extractor(spec(nodes=["features.8"], name="anew"), keep=True)
+            _, created = await one.extractor(spec("mobilenet_v3_small", nodes=["features.8"], name="anew"), keep=True)
             assert created
             assert (await later.extractors.look_up("anew")).id == record.id
             assert await one.extractors.known("anew") is not None

@@ -93,7 +93,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
         assert running.models.loaded_weights() == {large, small}
         await running.features(records[small], jpegs)
         expected = (await running.features(records[large], jpegs)).outputs["layer4"]
-        records[third] = await built(running)
+        records[third] = await built(running, "mobilenet_v3_small")
         assert running.models.loaded_weights() == {large, third}
         await running.features(records[small], jpegs)
         assert running.models.loaded_weights() == {small, third}
@@ -251,7 +251,7 @@ async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngi
 
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
-        record, _ = await running.extractor(spec(), PATIENCE)
+        record, _ = await running.extractor(spec("mobilenet_v3_small"), PATIENCE)
         await until(lambda: not running.models.loaded_weights())
         with (await running.runtimes.load(record)).in_use():
             watched = Watched(record)
@@ -271,7 +271,7 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
 async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
-        record, _ = await running.extractor(spec())
+        record, _ = await running.extractor(spec("mobilenet_v3_small"))
         with (await running.runtimes.load(record)).in_use():
             pass
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
@@ -281,10 +281,10 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
 
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
-        records = [await built(running, nodes=[f"features.{i}"]) for i in range(1, 12)]
+        records = [await built(running, "mobilenet_v3_small", nodes=[f"features.{i}"]) for i in range(1, 12)]
         running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
         with (await running.runtimes.load(records[-1])).in_use():
-            await built(running, nodes=["features.12"])
+            await built(running, "mobilenet_v3_small", nodes=["features.12"])
             assert records[0].runtime is None
             assert all(record.runtime is not None for record in records[-3:])
             assert running.runtimes.eviction.bytes() <= running.runtimes.eviction._memory_budget
@@ -392,7 +392,10 @@ async def test_extractors_with_threads_of_their_own_are_few(
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     monkeypatch.setattr("service.engine.runtime.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
-        named = [await built(running, nodes=[f"features.{place}"], backend="openvino") for place in (3, 4, 5)]
+        named = [
+            await built(running, "mobilenet_v3_small", nodes=[f"features.{place}"], backend="openvino")
+            for place in (3, 4, 5)
+        ]
         assert [record.runtime is None for record in named] == [True, False, False]
         later = await built(running, "squeezenet1_1", ["features.3"])
         assert [record.runtime is None for record in (*named, later)] == [True, False, False, False]

@@ -36,12 +36,12 @@ class Passes:
 @pytest.mark.exhaustive
 async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine) -> None:
     async with engine(lowering=False) as running:
-        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
         [begin] = half.description.inputs
         values = {begin.name: torch.rand(1, *(size or 2 for size in begin.shape[1:]))}
         runtime = await running.runtimes.load(half)
         passes = Passes(runtime.extractor.module)
-        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
         question = Question("integrated_gradients", at, 0, STEPS)
         with Reservation(running.admission, "client") as reservation:
             asked = asyncio.create_task(running.attribute(half, values, question, reservation))
@@ -49,7 +49,7 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine) -> 
             asked.cancel()
             passes.open.set()
             await asyncio.wait([asked])
-        after = await built(running, nodes=("features.8",), backend="eager")
+        after = await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")
         await running.features(after, {"x": torch.rand(1, 3, 64, 64)})  # the worker has gone on
         assert passes.count < 3
         assert running.admission.requests == running.admission.bytes == 0
@@ -57,9 +57,9 @@ async def test_what_nobody_waits_for_ends_after_its_pass(engine: MakeEngine) -> 
 
 async def test_images_that_depend_on_their_batch_are_attributed_one_by_one(engine: MakeEngine) -> None:
     async with engine(lowering=False) as running:
-        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
         [begin] = half.description.inputs
-        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
         runtime = await running.runtimes.load(half)
         runtime.description = replace(half.description, entry=replace(half.description.entry, batch=False))
         rows: list[int] = []
@@ -72,8 +72,8 @@ async def test_images_that_depend_on_their_batch_are_attributed_one_by_one(engin
 
 async def test_rows_over_the_memory_in_flight_are_attributed_one_by_one(engine: MakeEngine) -> None:
     async with engine(lowering=False, max_inflight_bytes=20_000_000) as running:
-        half = await built(running, nodes=("classifier",), inputs=["features.0"], backend="eager")
-        at = (await built(running, nodes=("features.0",), backend="eager")).outputs[0]
+        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.0"], backend="eager")
+        at = (await built(running, "mobilenet_v3_small", nodes=("features.0",), backend="eager")).outputs[0]
         [begin] = half.description.inputs
         runtime = await running.runtimes.load(half)
         rows: list[int] = []
@@ -94,10 +94,10 @@ async def test_errors_of_a_pass_are_problems(engine: MakeEngine, error: Exceptio
         raise error
 
     async with engine(lowering=False) as running:
-        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
+        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
         [begin] = half.description.inputs
         values = {begin.name: torch.rand(1, *(size or 2 for size in begin.shape[1:]))}
-        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
         runtime = await running.runtimes.load(half)
         runtime.extractor.module.register_forward_pre_hook(fail)
         with Reservation(running.admission, "client") as reservation:

@@ -127,8 +127,8 @@ async def test_large_rows_of_a_slow_model_are_refused_before_they_are_computed(e
 async def test_passes_of_attributions_are_refused(engine: MakeEngine) -> None:
     """A pass forwards and backwards takes three times as long as a pass forwards, and cannot be interrupted."""
     async with engine() as running:
-        half = await built(running, nodes=("classifier",), inputs=["features.8"], backend="eager")
-        at = (await built(running, nodes=("features.8",), backend="eager")).outputs[0]
+        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
+        at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
         [begin] = half.description.inputs
         values = {begin.name: torch.rand(1, *(size or 14 for size in begin.shape[1:]))}
         runtime = await running.runtimes.load(half)

@@ -21,7 +21,7 @@ WHOLE, DAMAGED = Rle(8, 8, [0, 64]), b"no mask"
 async def test_masks_are_counted_before_any_is_read(engine: MakeEngine) -> None:
     """As weights they take far more memory than sent: 12,544 floats each on a map of 112 x 112 positions."""
     async with engine(max_inflight_bytes=2**25) as running:
-        record = await built(running, nodes=["features.0"])
+        record = await built(running, "mobilenet_v3_small", nodes=["features.0"])
         for masks, problem, said in (
             ([DAMAGED] * 16_384, BadMask, f"needs {16_384 * 16 * 112 * 112:,} values of the maps"),
             ([DAMAGED] * 1000, RequestTooLarge, "would need"),

@@ -84,7 +84,7 @@ async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
 async def test_the_flops_of_rows_are_torchs(engine: MakeEngine) -> None:
     """Those of rows of about the usual size are in proportion to it."""
     async with engine() as running:
-        runtime = (await built(running, nodes=["features.12"])).runtime
+        runtime = (await built(running, "mobilenet_v3_small", nodes=["features.12"])).runtime
         for width, tolerance in ((224, 0.0), (64, 0.1), (300, 0.1), (448, 0.1), (480, 0.0)):
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 runtime.extractor.module(torch.zeros(1, 3, 224, width))
