@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import pytest
 
 from fxcore import list_models
 from fxcore.memory import give_back
-from fxcore.models.catalog import register
 from fxcore.tensors import RETURNED
 from service.codecs.tensors.datatypes import SAFETENSORS_NAMES, V2_NAMES
 from tests.fxcore.model_list import KINDS, SWEPT
 from tests.get_routes import failures
 from tests.service.conftest import Client
+from tests.service.own_models import own_models
 
 _ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
 
@@ -85,15 +84,10 @@ class Spectrum(nn.Module):
 
 
 @pytest.fixture
-def spectrum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "spectrum_for_tests.py").write_text(MODULE)
-    (tmp_path / "models.toml").write_text(
-        '[models.spectrum]\nbuilder = "spectrum_for_tests:Spectrum"\npreprocessing = { crop_size = 32 }\n'
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    sys.modules.pop("spectrum_for_tests", None)
-    register({})
+def spectrum(tmp_path: Path) -> Iterator[Path]:
+    text = '[models.spectrum]\nbuilder = "own_models:Spectrum"\npreprocessing = { crop_size = 32 }\n'
+    with own_models(tmp_path, MODULE, text):
+        yield tmp_path
 
 
 def test_values_of_no_named_dtype_are_not_offered(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torchvision.transforms.v2.functional import normalize, pil_to_tensor, resize
 
 from fxcore import get_model, load_model, photos
-from fxcore.models.catalog import register
 from tests.hostile_images import saved
 from tests.service.conftest import Client
+from tests.service.own_models import own_models
 
 PHOTO = saved(photos.photos()[0], "PNG")
 ROUTE = "/v1/models/resnet18/attributions"
@@ -323,25 +323,19 @@ class Tiles(nn.Module):
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("own models")
-    (folder / "own_models_to_attribute.py").write_text(OWN)
-    (folder / "models.toml").write_text(
-        "".join(
-            f'[models.{name}]\nbuilder = "own_models_to_attribute:{builder}"\narguments = {{ {arguments} }}\n'
-            "preprocessing = { resize_size = 32, crop_size = 32 }\n"
-            for name, builder, arguments in (
-                ("tokens", "Tokens", ""),
-                ("sized_tokens", "Tokens", "reads_sizes = true"),
-                ("tiles", "Tiles", ""),
-            )
+    text = "".join(
+        f'[models.{name}]\nbuilder = "own_models:{builder}"\narguments = {{ {arguments} }}\n'
+        "preprocessing = { resize_size = 32, crop_size = 32 }\n"
+        for name, builder, arguments in (
+            ("tokens", "Tokens", ""),
+            ("sized_tokens", "Tokens", "reads_sizes = true"),
+            ("tiles", "Tiles", ""),
         )
     )
-    sys.path.insert(0, str(folder))
-    client = Client(models_dir=folder)
-    yield client
-    client.close()
-    sys.path.remove(str(folder))
-    sys.modules.pop("own_models_to_attribute", None)
-    register({})
+    with own_models(folder, OWN, text):
+        client = Client(models_dir=folder)
+        yield client
+        client.close()
 
 
 def of_tensor(client: Client, model: str, query: str, x: Tensor) -> httpx.Response:
@@ -354,7 +348,7 @@ def test_gradcam_of_tokens_has_the_grid_of_the_images(own: Client, size: tuple[i
     x = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
     response = of_tensor(own, "tokens", "of=head&at=block&target=3&method=gradcam", x)
     assert response.status_code == 200, response.text
-    model = sys.modules["own_models_to_attribute"].Tokens().eval()
+    model = sys.modules["own_models"].Tokens().eval()
     seen: dict[str, Tensor] = {}
     with model.block.register_forward_hook(lambda _, __, output: seen.update(value=output)):
         [slopes] = torch.autograd.grad(model(x)[:, 3].sum(), seen["value"])

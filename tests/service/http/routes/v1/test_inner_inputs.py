@@ -66,28 +66,6 @@ def test_v2_takes_as_many_inputs_as_an_extractor_has(client: Client) -> None:
     torch.testing.assert_close(torch.tensor(response.json()["outputs"][0]["data"]), expected.flatten())
 
 
-def test_parts_take_clips_of_any_number_of_frames_and_size(client: Client) -> None:
-    """As the whole model does; values as of hooks on the model itself."""
-    model = load_model(get_model("mc3_18"), "random").eval()
-    seen: list[Tensor] = []
-    for name in ("layer2", "layer3"):
-        model.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output))
-    spec = {"model": "mc3_18", "weights": "random", "inputs": ["layer2"], "return_nodes": ["layer3", "fc"]}
-    made = client.post("/v1/extractors?wait=60", json=spec).json()
-    assert made["inputs"][0]["shape"] == [None, 128, None, None, None]
-    assert made["outputs"][0]["shape"] == [None, 256, None, None, None]
-    described = client.get(f"/v2/models/{made['id']}").json()
-    assert [output["shape"] for output in described["outputs"]] == [[-1, 256, -1, -1, -1], [-1, 400]]
-    for frames, side in ((5, 48), (9, 32)):
-        with torch.no_grad():
-            result = model(torch.rand(2, 3, frames, side, side, generator=torch.Generator().manual_seed(frames)))
-        response = sent(client, f"/v1/extractors/{made['id']}/features", {"layer2": seen[-2].contiguous()})
-        assert response.status_code == 200, response.text
-        found = load(response.content)
-        for key, expected in (("layer3", seen[-1]), ("fc", result)):
-            assert torch.dist(found[key], expected) <= 1e-5 * expected.norm()
-
-
 def test_an_array_is_the_one_input(client: Client, values: dict[str, Tensor]) -> None:
     body = io.BytesIO()
     np.save(body, values["layer3"].numpy())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import io
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,8 +16,8 @@ from captum.attr import IntegratedGradients
 from safetensors.torch import load, save
 from torchvision.transforms import functional as F
 
-from fxcore.models.catalog import register
 from tests.service.conftest import Client
+from tests.service.own_models import own_models
 
 MODULE = """
 import torch
@@ -133,21 +131,16 @@ ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, ModuleType]]:
     folder = tmp_path_factory.mktemp("own inputs")
-    (folder / "own_inputs_for_tests.py").write_text(MODULE)
     text = "".join(
-        f'[models.{name}]\nbuilder = "own_inputs_for_tests:{builder}"\narguments = '
+        f'[models.{name}]\nbuilder = "own_models:{builder}"\narguments = '
         f"{{ {', '.join(f'{key} = {value!r}' for key, value in arguments.items())} }}\n"
         "preprocessing = { resize_size = 36, crop_size = 32 }\n"
         for name, (builder, arguments) in ARGUMENTS.items()
     )
-    (folder / "models.toml").write_text(text)
-    sys.path.insert(0, str(folder))
-    client = Client(models_dir=folder)
-    yield client, importlib.import_module("own_inputs_for_tests")
-    client.close()
-    sys.path.remove(str(folder))
-    sys.modules.pop("own_inputs_for_tests", None)
-    register({})
+    with own_models(folder, MODULE, text) as module:
+        client = Client(models_dir=folder)
+        yield client, module
+        client.close()
 
 
 def reference(module: ModuleType, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

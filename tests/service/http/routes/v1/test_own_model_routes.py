@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from fxcore.images.presets import VideoClassification
 from fxcore.models.catalog import register
 from tests.decoding import decoded
 from tests.service.conftest import Client
+from tests.service.own_models import own_models
 
 TOML = """
 [models.mine]
@@ -57,27 +56,23 @@ class Clip(nn.Module):
         return self.head((maps * bright).mean((2, 3, 4)))
 """
 
+CLIP_TOML = """
+[models.clip]
+builder = "own_models:Clip"
+weights = "clip.safetensors"
+input = "video"
+preprocessing = { resize_size = [36, 54], crop_size = [32, 48] }
+"""
+
 
 @pytest.fixture
-def clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.nn.Module]:
+def clips(tmp_path: Path) -> Iterator[torch.nn.Module]:
     """A module written by hand, which takes clips, and its description."""
-    (tmp_path / "clips_for_tests.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    torch.manual_seed(4)
-    model = importlib.import_module("clips_for_tests").Clip().eval()
-    safetensors.torch.save_file(model.state_dict(), tmp_path / "clip.safetensors")
-    (tmp_path / "models.toml").write_text(
-        """
-        [models.clip]
-        builder = "clips_for_tests:Clip"
-        weights = "clip.safetensors"
-        input = "video"
-        preprocessing = { resize_size = [36, 54], crop_size = [32, 48] }
-        """
-    )
-    yield model
-    sys.modules.pop("clips_for_tests")
-    register({})
+    with own_models(tmp_path, MODULE, CLIP_TOML) as module:
+        torch.manual_seed(4)
+        model = module.Clip().eval()
+        safetensors.torch.save_file(model.state_dict(), tmp_path / "clip.safetensors")
+        yield model
 
 
 @pytest.fixture
@@ -171,6 +166,32 @@ def test_a_module_written_by_hand_that_takes_clips(
                 torch.testing.assert_close(values[key], wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_parts_take_clips_of_any_number_of_frames_and_size(
+    clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]
+) -> None:
+    client = make_client(models_dir=tmp_path)
+    spec = {"model": "clip", "inputs": ["C1"], "return_nodes": ["C2", "head"]}
+    made = client.post("/v1/extractors?wait=60", json=spec).json()
+    assert made["inputs"][0]["shape"] == [None, 6, None, None, None]
+    assert made["outputs"][0]["shape"] == [None, 8, None, None, None]
+    described = client.get(f"/v2/models/{made['id']}").json()
+    assert [output["shape"] for output in described["outputs"]] == [[-1, 8, -1, -1, -1], [-1, 5]]
+    for frames, side in ((5, 48), (9, 32)):
+        clip = torch.rand(2, 3, frames, side, side)
+        with torch.no_grad():
+            stem, head = clips.stem(clip), clips(clip)
+            maps = clips.body(stem)
+        response = client.post(
+            f"/v1/extractors/{made['id']}/features",
+            content=safetensors.torch.save({"C1": stem}),
+            headers={"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"},
+        )
+        assert response.status_code == 200, response.text
+        found = safetensors.torch.load(response.content)
+        torch.testing.assert_close(found["C2"], maps, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found["head"], head, rtol=1e-4, atol=1e-5)
+
+
 def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client: Callable[..., Client]) -> None:
     client = make_client(models_dir=tmp_path)
     config = json.dumps({"model": "clip", "return_nodes": ["gt", "C2"]})
@@ -235,26 +256,20 @@ class Weighed(nn.Module):
 
 
 def test_what_is_wrong_with_one_model_costs_no_other_its_place(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    make_client: Callable[..., Client],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, make_client: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "names_for_tests.py").write_text(NAMES)
-    monkeypatch.syspath_prepend(tmp_path)
-    tables = [f'[models.{name.lower()}]\nbuilder = "names_for_tests:{name}"' for name in ("Meta", "Heads", "Weighed")]
+    tables = [f'[models.{name.lower()}]\nbuilder = "own_models:{name}"' for name in ("Meta", "Heads", "Weighed")]
     safetensors.torch.save_file({"body.bias": torch.zeros(3)}, tmp_path / "w.safetensors")
     good = '[models.good]\nbuilder = "timm:create_model"\narguments = { model_name = "resnet10t", num_classes = 2 }'
-    (tmp_path / "models.toml").write_text("\n".join([*tables, 'weights = "w.safetensors"', good]))
-    with caplog.at_level(logging.ERROR, "fxserve.models"):
+    text = "\n".join([*tables, 'weights = "w.safetensors"', good])
+    with own_models(tmp_path, NAMES, text), caplog.at_level(logging.ERROR, "fxserve.models"):
         client = make_client(models_dir=tmp_path, models=("meta", "heads", "weighed", "good"))
+        listed = client.get("/v1/models").json()["models"]
     told = "\n".join(record.getMessage() for record in caplog.records)
     assert "model 'meta': Meta cannot be traced: no part of it can be named 'meta'" in told
     assert "model 'heads': Heads cannot be traced: no part of it can be named 'heads.class'" in told
     assert "model 'weighed': KeyError: 'version'" in told
-    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["good"]
-    sys.modules.pop("names_for_tests")
-    register({})
+    assert [model["name"] for model in listed] == ["good"]
 
 
 def test_a_service_starts_without_a_file_that_is_wrong(
@@ -264,6 +279,12 @@ def test_a_service_starts_without_a_file_that_is_wrong(
     assert client.get("/healthz").status_code == 200
     assert "models.toml: No such file or directory" in caplog.text
 
+
+RECOGNISER = """
+[models.recogniser]
+builder = "own_models:Recogniser"
+preprocessing = { resize_size = 64, crop_size = 64 }
+"""
 
 MIXED = """
 import torch
@@ -282,29 +303,19 @@ class Recogniser(nn.Module):
 """
 
 
-def test_nodes_with_rows_of_several_images_are_not_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_client: Callable[..., Client]
-) -> None:
-    (tmp_path / "mixed_for_tests.py").write_text(MIXED)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "models.toml").write_text(
-        """
-        [models.recogniser]
-        builder = "mixed_for_tests:Recogniser"
-        preprocessing = { resize_size = 64, crop_size = 64 }
-        """
-    )
-    client = make_client(models_dir=tmp_path)
+def test_nodes_with_rows_of_several_images_are_not_served(tmp_path: Path, make_client: Callable[..., Client]) -> None:
     images, body = torch.randn(2, 3, 64, 64), io.BytesIO()
     np.save(body, images.numpy())
     headers = {"Content-Type": "application/x-npy", "Accept": "application/x-safetensors"}
     options = {"content": body.getvalue(), "headers": headers}
-    refused = client.post("/v1/models/recogniser/features?nodes=classes", **options)
+    with own_models(tmp_path, MIXED, RECOGNISER) as module:
+        client = make_client(models_dir=tmp_path)
+        refused = client.post("/v1/models/recogniser/features?nodes=classes", **options)
+        served = client.post("/v1/models/recogniser/features?nodes=permute_1", **options)
     assert refused.status_code == 422, refused.text
     assert "'classes' has rows that cannot be assigned to one image each" in refused.json()["detail"]
-    served = client.post("/v1/models/recogniser/features?nodes=permute_1", **options)
     with torch.inference_mode():
-        expected = torch.cat([sys.modules["mixed_for_tests"].Recogniser().eval()(image[None]) for image in images])
+        expected = torch.cat([module.Recogniser().eval()(image[None]) for image in images])
     np.testing.assert_allclose(safetensors.numpy.load(served.content)["permute_1"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -326,33 +337,26 @@ class Branching(nn.Module):
 
 def test_models_that_cannot_be_traced_say_why(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     make_client: Callable[..., Client],
     photos: dict[str, bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "branching_for_tests.py").write_text(BRANCHING)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "models.toml").write_text('[models.branching]\nbuilder = "branching_for_tests:Branching"\n')
-    client = make_client(models_dir=tmp_path)
-    assert "model 'branching': Branching cannot be traced: `if maps.mean() > 0:`" in caplog.text
     spec = {"model": "branching", "return_nodes": ["conv"]}
-    for response in (
-        client.get("/v1/models/branching/nodes"),
-        client.post("/v1/extractors", json=spec),
-        client.post(
-            "/v1/models/branching/features?nodes=conv",
-            content=photos["chelsea"],
-            headers={"Content-Type": "image/jpeg"},
-        ),
-    ):
+    image = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
+    with own_models(tmp_path, BRANCHING, '[models.branching]\nbuilder = "own_models:Branching"\n'):
+        client = make_client(models_dir=tmp_path)
+        refused = (
+            client.get("/v1/models/branching/nodes"),
+            client.post("/v1/extractors", json=spec),
+            client.post("/v1/models/branching/features?nodes=conv", **image),
+        )
+    assert "model 'branching': Branching cannot be traced: `if maps.mean() > 0:`" in caplog.text
+    for response in refused:
         assert response.status_code == 422, response.text
         problem = response.json()
         assert (problem["type"], problem["module"]) == ("/problems/not-traceable", "Branching")
         assert problem["source"].endswith("if maps.mean() > 0:")
         assert "torch.where" in problem["detail"]
-    sys.modules.pop("branching_for_tests")
-    register({})
 
 
 UNUSUAL = """
@@ -369,28 +373,25 @@ class Unusual(nn.Module):
 """
 
 
+UNUSUAL_ENTRY = """
+[models.unusual]
+builder = "own_models:Unusual"
+preprocessing = { resize_size = 64, crop_size = 64 }
+"""
+
+
 def test_values_that_are_sparse_or_have_no_elements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_client: Callable[..., Client], photos: dict[str, bytes]
+    tmp_path: Path, make_client: Callable[..., Client], photos: dict[str, bytes]
 ) -> None:
-    (tmp_path / "unusual_for_tests.py").write_text(UNUSUAL)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "models.toml").write_text(
-        """
-        [models.unusual]
-        builder = "unusual_for_tests:Unusual"
-        preprocessing = { resize_size = 64, crop_size = 64 }
-        """
-    )
-    client = make_client(models_dir=tmp_path)
-    nodes = {node["name"]: node for node in client.get("/v1/models/unusual/graph").json()["nodes"]}
+    image = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
+    with own_models(tmp_path, UNUSUAL, UNUSUAL_ENTRY):
+        client = make_client(models_dir=tmp_path)
+        nodes = {node["name"]: node for node in client.get("/v1/models/unusual/graph").json()["nodes"]}
+        refused = client.post("/v1/models/unusual/features?nodes=to_sparse", **image)
+        empty = client.post("/v1/models/unusual/features?nodes=narrow", **image).json()["outputs"][0]
+        projected = client.post("/v1/models/unusual/features?nodes=narrow&project=3", **image)
     assert (nodes["to_sparse"]["extractable"], nodes["to_sparse"]["bytes"]) == (False, None)
-    options = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
-    refused = client.post("/v1/models/unusual/features?nodes=to_sparse", **options)
     assert "'to_sparse' is not a tensor with a row per image" in refused.json()["detail"]
-    empty = client.post("/v1/models/unusual/features?nodes=narrow", **options).json()["outputs"][0]
     assert (empty["shape"], empty["data"]) == ([1, 0, 8, 8], [])
-    projected = client.post("/v1/models/unusual/features?nodes=narrow&project=3", **options)
     assert projected.status_code == 422, projected.text
     assert "project=3 needs rows with values" in projected.json()["detail"]
-    sys.modules.pop("unusual_for_tests")
-    register({})
