@@ -291,7 +291,7 @@ async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: Mak
         assert (await running.features(records[0], jpegs)).images == 3
 
 
-FIFTY = """
+TWENTY = """
 import asyncio, gc, json
 from service.engine import Engine
 from service.schemas.specs import ExtractorSpec
@@ -308,7 +308,7 @@ async def main():
     before = resident()
     graph = None
     sizes = []
-    for count in (1, 50):
+    for count in (1, 20):
         while len(engine.records.list()) < count:
             nodes = ["layer4"] if graph is None else [graph[-3 - len(engine.records.list())], graph[-90]]
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
@@ -318,7 +318,7 @@ async def main():
             graph = [node.name for node in record.runtime.graph.nodes if node.extractable]
         sizes.append(resident())
     nodes = sum(len(r.runtime.extractor.module.graph.nodes) for r in engine.records.list()[1:])
-    print(json.dumps({"before": before, "one": sizes[0], "fifty": sizes[1], "node": (sizes[1] - sizes[0]) / nodes}))
+    print(json.dumps({"before": before, "one": sizes[0], "twenty": sizes[1], "node": (sizes[1] - sizes[0]) / nodes}))
     await engine.close()
 
 asyncio.run(main())
@@ -327,8 +327,8 @@ asyncio.run(main())
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures resident memory as Linux tells it")
-async def test_fifty_extractors_cost_little_more_than_one() -> None:
-    done = subprocess.run([sys.executable, "-c", FIFTY], capture_output=True, text=True, timeout=600)
+async def test_twenty_extractors_cost_little_more_than_one() -> None:
+    done = subprocess.run([sys.executable, "-c", TWENTY], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
     print(measured)
@@ -336,7 +336,7 @@ async def test_fifty_extractors_cost_little_more_than_one() -> None:
     assert measured["one"] - measured["before"] > 0.9 * weights
     # Against what the first one added, not against a process that holds torch as well.
     # All have run once: where a node lies between a convolution and its batch norm, the convolution is packed anew.
-    assert measured["fifty"] - measured["before"] < 1.5 * (measured["one"] - measured["before"])
+    assert measured["twenty"] - measured["before"] < 1.3 * (measured["one"] - measured["before"])
 
 
 async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_rows_are_the_regions_of_the_whole_maps(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("named", ["x.tar/{}", "x.tar/./{}", "{root}/x.tar/{}", "{root}/x.tar/./{}"])
+@pytest.mark.parametrize("named", ["x.tar/{}", "{root}/x.tar/./{}"])
 def test_boxes_of_an_archive_of_a_whole_folder(
     named: str, folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

@@ -157,8 +157,6 @@ def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_p
 
     with pytest.raises(FxError, match="out is not empty"):
         merge(parts, out)
-    with pytest.raises(FxError, match=r"\d+\.png is in several of the folders"):
-        merge([str(out), parts[1]], tmp_path / "twice")
     with pytest.raises(FxError, match="rows holds features; name folders created by fxserve extract --reduce"):
         merge([parts[0], str(tmp_path / "rows")], tmp_path / "other")
     extract(job(tmp_path / "less", *files[:1], reduce="mean"), SETTINGS)
@@ -231,13 +229,6 @@ def test_what_cannot_be_merged_leaves_nothing(folder: Callable[..., Path], tmp_p
     with pytest.raises(FxError, match=r"1 of 3 images of .*b are not done yet"):
         merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_another_fit_is_another_data_set(folder: Callable[..., Path], tmp_path: Path) -> None:
-    spec = {"model": "squeezenet1_1", "return_nodes": {"features.5": "mid"}, "image_size": 64}
-    extract(job(tmp_path / "out", folder(2), reduce="mean", spec={**spec, "fit": "stretch"}), SETTINGS)
-    with pytest.raises(FxError, match="fit stretch, not None"):
-        extract(job(tmp_path / "out", folder(2), reduce="mean", spec=spec), SETTINGS)
 
 
 def test_maps_of_other_dimensions_have_no_places_among_these() -> None:
