@@ -63,10 +63,27 @@ def coloured(values, low=None, high=None):
     return np.stack([np.interp(shares, points, [p[c] for p in colours]) for c in range(3)], axis=-1)
 
 
+def principal_colours(several):
+    """The first three principal components of maps ``[C, H, W]`` on one scale, as colours ``[H, W, 3]``."""
+    positions = np.concatenate([maps.reshape(len(maps), -1).T for maps in several])
+    centred = positions - positions.mean(axis=0)
+    _, _, directions = np.linalg.svd(centred, full_matrices=False)
+    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in directions[:3]]
+    scores = centred @ (directions[:3].T * signs)
+    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    colours = 255 * ((scores - low) / (high - low)).clip(0, 1)
+    return colours.reshape(len(several), *several[0].shape[1:], 3)
+
+
 def pixels(canvas):
     """Return the pixels of ``canvas``, ``[H, W, 4]``."""
     drawn = canvas.evaluate("c => c.toDataURL('image/png')").partition(",")[2]
     return np.array(PIL.Image.open(io.BytesIO(base64.b64decode(drawn))).convert("RGBA")).astype(int)
+
+
+def listed(page):
+    """The models in the list, whether or not they are in memory."""
+    return [text.split()[0] for text in page.locator(".results a").all_inner_texts()]
 
 
 def shown(page, node, photo="chelsea.jpg"):

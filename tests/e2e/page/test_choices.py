@@ -9,13 +9,20 @@ import torch
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import GRAPH, TILES, asked, check_tiles, eventually, pixels, shown, shown_channels, until
+from tests.e2e.page.seen import (
+    GRAPH,
+    TILES,
+    asked,
+    check_tiles,
+    eventually,
+    listed,
+    pixels,
+    shown,
+    shown_channels,
+    until,
+)
 
 CROPPED = photos.files()[3].read_bytes()[:400]  # a JPEG that ends after its header
-
-
-def listed(page):
-    return [text.split()[0] for text in page.locator(".results a").all_inner_texts()]
 
 
 @pytest.mark.exhaustive

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.page.seen import BLOCK, TILES, VIT, asked, looks, until
+from tests.e2e.page.seen import BLOCK, TILES, VIT, asked, looks, principal_colours, until
 
 NODE = "features.12"
 TRAINED, RANDOM = "squeezenet1_1 IMAGENET1K_V1", "squeezenet1_1 random"
@@ -31,18 +31,6 @@ def numbers(page):
 
 def label(view, title):
     return f"{view} of {NODE} of {title} over chelsea.jpg"
-
-
-def principal_colours(several):
-    """The first three principal components of maps ``[C, H, W]`` on one scale, as colours ``[H, W, 3]``."""
-    positions = np.concatenate([maps.reshape(len(maps), -1).T for maps in several])
-    centred = positions - positions.mean(axis=0)
-    _, _, directions = np.linalg.svd(centred, full_matrices=False)
-    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in directions[:3]]
-    scores = centred @ (directions[:3].T * signs)
-    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
-    colours = 255 * ((scores - low) / (high - low)).clip(0, 1)
-    return colours.reshape(len(several), *several[0].shape[1:], 3)
 
 
 @pytest.mark.exhaustive

@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import shlex
 import subprocess
 import sys
 
@@ -23,6 +24,7 @@ from tests.e2e.page.seen import (
     asked,
     check_tiles,
     coloured,
+    listed,
     pixels,
     shown,
     shown_channels,
@@ -57,11 +59,6 @@ def test_the_shell_is_small_on_the_wire(open_server, visit):
         }"""
     )
     assert 20_000 < sent < 130_000 < whole
-
-
-def listed(page):
-    """The models in the list, whether or not they are in memory."""
-    return [text.split()[0] for text in page.locator(".results a").all_inner_texts()]
 
 
 def test_choose_a_model_open_a_module_and_look(open_server, visit):
@@ -168,9 +165,13 @@ def test_a_channel_that_is_far_down_can_be_chosen(open_server, visit):
 
 @pytest.mark.exhaustive
 def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
+    file = tmp_path / "IMG 2041 (my cat's).jpg"
+    file.write_bytes(CHELSEA.read_bytes())
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.4")
     shown_channels(page)
-    (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
+    page.set_input_files("input[type=file]", file)
+    shown(page, "features.4", file.name)
+    assert f"@{file.name}" in shlex.split(page.locator(".request code").inner_text())
     maps = asked(open_server, "squeezenet1_1", "features.4", "DEFAULT")
     code = page.locator(".request code").bounding_box()
     assert code["x"] + code["width"] < 1280  # a long URL is wrapped, not cut off

@@ -19,6 +19,7 @@ from tests.e2e.page.seen import (
     looks,
     pixels,
     point,
+    principal_colours,
     said,
     shown_channels,
     until,
@@ -114,13 +115,10 @@ def test_the_photo_under_a_map_is_what_the_chosen_weights_see_of_it(start, visit
 def test_tokens_are_maps_on_the_grid_that_the_service_says(open_server, visit):
     page = visit(open_server.url).go(f"m={VIT}&n={BLOCK}")
     tokens = asked(open_server, VIT, BLOCK, "random")[0, 1:]  # without the class token
-    check_tiles(page, tokens.T.reshape(-1, 14, 14))
-    u, s, v = np.linalg.svd(tokens - tokens.mean(axis=0), full_matrices=False)
-    signs = [np.sign(direction[np.abs(direction).argmax()]) for direction in v[:3]]
-    scores = (u * s)[:, :3] * signs
-    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
+    maps = tokens.T.reshape(-1, 14, 14)
+    check_tiles(page, maps)
     page.get_by_role("button", name="PCA").click()
-    looks(page, f"PCA of {BLOCK} over chelsea.jpg", 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(14, 14, 3))
+    looks(page, f"PCA of {BLOCK} over chelsea.jpg", principal_colours([maps])[0])
     tokens = tokens[:, :96]
     found = page.evaluate(
         """async ([shape, data, grid]) => {
@@ -282,13 +280,7 @@ def test_principal_components_of_two_photos_have_one_basis_and_one_scale(open_se
     maps = [
         asked(open_server, "squeezenet1_1", "features.12", "DEFAULT", photos.files()[i].read_bytes())[0] for i in (1, 3)
     ]
-    height, width = maps[0].shape[1:]
-    rows = np.concatenate([one.reshape(len(one), -1).T for one in maps])
-    u, s, v = np.linalg.svd(rows - rows.mean(axis=0), full_matrices=False)
-    scores = (u * s)[:, :3] * [np.sign(direction[np.abs(direction).argmax()]) for direction in v[:3]]
-    low, high = (np.quantile(scores, q, axis=0, method=m) for q, m in ((0.01, "lower"), (0.99, "higher")))
-    wanted = 255 * ((scores - low) / (high - low)).clip(0, 1).reshape(2, height, width, 3)
-    for number, photo in enumerate(("chelsea", "rocket")):
-        looks(page, f"PCA of features.12 over {photo}.jpg", wanted[number])
+    for photo, wanted in zip(("chelsea", "rocket"), principal_colours(maps), strict=True):
+        looks(page, f"PCA of features.12 over {photo}.jpg", wanted)
     page.goto(f"{open_server.url}/#m=squeezenet1_1&n=features.12&v=pca&n2=features.3")
     page.get_by_text("their colours cannot be compared").wait_for()
