@@ -22,6 +22,7 @@ from fxcore.graph.model_part import ModelPart
 from fxcore.models.catalog import register
 from fxcore.models.descriptions import read_models
 from fxcore.models.user_models import BadUserModel, UserEntry, UserModel, user_entry
+from tests.fxcore.hooks import hooked
 
 MODULE = '''
 import torch
@@ -117,14 +118,6 @@ def read(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         return dict(read_models(tmp_path))
 
     return described
-
-
-def hooked(model: nn.Module, path: str, batch: torch.Tensor) -> torch.Tensor:
-    """What a forward hook on a module sees."""
-    seen: list[torch.Tensor] = []
-    with model.get_submodule(path).register_forward_hook(lambda m, i, output: seen.append(output.clone())):
-        model(batch)
-    return seen[0]
 
 
 def assert_like_hooks(entry: UserEntry, model: nn.Module, nodes: list[str]) -> None:

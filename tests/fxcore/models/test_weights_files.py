@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fxcore import get_model, load_model
 from fxcore.errors import UnknownWeights, WeightsUnavailable
 from fxcore.models.user_models import UserModel, user_entry
-from tests.fxcore.models.test_weights import SMALL, Bomb, drawn
+from tests.fxcore.models.test_weights import DAMAGE, SMALL, Bomb, drawn
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_file_without_versions_fits_a_model_that_insists_on_one(folder: Path) 
     _same(load_model(get_model("mnasnet0_5"), "file:own.safetensors", folder), state)
 
 
-@pytest.mark.parametrize(("name", "size"), [("googlenet", 64), ("inception_v3", 96), ("quantized_googlenet", 64)])
+@pytest.mark.parametrize(("name", "size"), [("googlenet", 64), ("quantized_googlenet", 64)])
 @pytest.mark.exhaustive
 def test_heads_that_only_training_runs_may_be_missing(name: str, size: int, folder: Path) -> None:
     build = torchvision.models.get_model_builder(name)
@@ -150,18 +150,15 @@ def test_a_pickle_with_code_is_refused_and_not_run(folder: Path, tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["../outside.pth", "./own.pth", "sub/own.pth", "sub", "..", "own.pth\x00", "missing.pth"]
-)
-def test_names_lead_nowhere_else(name: str, folder: Path, state: OrderedDict[str, Tensor]) -> None:
+def test_names_lead_nowhere_else(folder: Path, state: OrderedDict[str, Tensor]) -> None:
     (folder / "sub").mkdir()
     for file in (folder / "own.pth", folder / "sub" / "own.pth", folder.parent / "outside.pth"):
         torch.save(state, file)
-    with pytest.raises(UnknownWeights) as caught:
-        load_model(get_model(SMALL), f"file:{name}", folder)
-    assert caught.value.extra["available"] == ["file:own.pth"]
-    with pytest.raises(UnknownWeights):
-        load_model(get_model(SMALL), f"file:{folder / 'own.pth'}", folder)
+    elsewhere = ("../outside.pth", "./own.pth", "sub/own.pth", "sub", "..", "own.pth\x00", "missing.pth")
+    for name in (*elsewhere, folder / "own.pth"):
+        with pytest.raises(UnknownWeights) as caught:
+            load_model(get_model(SMALL), f"file:{name}", folder)
+        assert caught.value.extra["available"] == ["file:own.pth"]
 
 
 def test_no_folder_holds_nothing(tmp_path: Path) -> None:
@@ -171,22 +168,15 @@ def test_no_folder_holds_nothing(tmp_path: Path) -> None:
         assert caught.value.extra["available"] == []
 
 
-@pytest.mark.parametrize("content", ["text", "list", "numbers", "numbered", "other model", "broken safetensors"])
-def test_files_that_are_no_state_dict_of_the_model(content: str, folder: Path) -> None:
-    file = folder / "own.pth"
-    if content == "text":
-        file.write_text("hello")
-    elif content == "list":
-        torch.save([1, 2], file)
-    elif content == "numbers":
-        torch.save({"lr": 0.1}, file)
-    elif content == "numbered":
-        torch.save({0: torch.zeros(2)}, file)
-    elif content == "other model":
-        torch.save(torchvision.models.squeezenet1_1(weights=None).state_dict(), file)
-    else:
+@pytest.mark.parametrize("damage", [*DAMAGE, "broken safetensors"])
+def test_files_that_are_no_state_dict_of_the_model(damage: str, folder: Path, state: OrderedDict[str, Tensor]) -> None:
+    if damage == "broken safetensors":
         file = folder / "own.safetensors"
         file.write_bytes(b"\x10\0\0\0\0\0\0\0nonsense")
+    else:
+        file = folder / "own.pth"
+        torch.save(state, file)
+        DAMAGE[damage](file)
     with pytest.raises(WeightsUnavailable) as caught:
         load_model(get_model(SMALL), f"file:{file.name}", folder)
     assert caught.value.extra == {"file": file.name, "folder": str(folder)}
