@@ -203,14 +203,13 @@ def odd_files() -> dict[str, bytes]:
 
 
 FAMILIES = [
-    "resnet50", "mobilenet_v3_large", "efficientnet_v2_s", "vit_l_16", "swin_v2_t", "inception_v3", "maxvit_t",
-    "convnext_tiny", "quantized_resnet18", "fcn_resnet50", "lraspp_mobilenet_v3_large", "raft_small",
-    "fasterrcnn_mobilenet_v3_large_320_fpn", "ssd300_vgg16",
+    "resnet50", "efficientnet_v2_s", "swin_v2_t", "fcn_resnet50", "raft_small",
+    "fasterrcnn_mobilenet_v3_large_320_fpn",
 ]  # fmt: skip
 
 
 def all_weights() -> list[Any]:
-    """Every published set of weights with an image as input; by default those of one model of a family.
+    """Every published set of weights with an image as input; by default one for each kind of preprocessing.
 
     The first set that prepares images in some way is tested with files of every kind, the others with one.
     """
@@ -281,15 +280,7 @@ def test_pil_is_given_the_upper_bits_of_16(channels: int):
     assert torch.equal(Decoder(preprocessing).image(deep_png(pixels)), expected)
 
 
-@pytest.mark.exhaustive
-def test_an_animation_is_its_first_frame(coffee: PIL.Image.Image, plain: Preprocessing):
-    still, moving = (
-        encoded(coffee, "GIF", save_all=True, append_images=more) for more in ([], [coffee.rotate(90), coffee])
-    )
-    assert torch.equal(made(plain, moving), made(plain, still))
-
-
-@pytest.mark.parametrize("model", ["fasterrcnn_resnet50_fpn", "raft_small", "vit_b_16", "maxvit_t"])
+@pytest.mark.parametrize("model", ["fasterrcnn_resnet50_fpn", "raft_small"])
 def test_every_kind_of_preprocessing(coffee: PIL.Image.Image, model: str):
     preprocessing = get_model(model).preprocessing()
     data = encoded(coffee, orientation=6)
@@ -384,7 +375,7 @@ def test_rows_of_other_preprocessing_are_complete(coffee: PIL.Image.Image):
     assert Decoder(own).batch(row[None]).data_ptr() == row.data_ptr()
 
 
-@pytest.mark.parametrize("damage", ["cut", "end", "header", "body", "empty", "text"])
+@pytest.mark.parametrize("damage", ["cut", "end", "header", "body"])
 def test_damaged_files_are_refused_as_by_pil(coffee: PIL.Image.Image, plain: Preprocessing, damage: str):
     data = encoded(coffee)
     damaged = {
@@ -392,8 +383,6 @@ def test_damaged_files_are_refused_as_by_pil(coffee: PIL.Image.Image, plain: Pre
         "end": data[:-2],
         "header": data[:200],
         "body": data[:5000] + b"\x00" * 600 + data[5600:],
-        "empty": b"",
-        "text": b"no image at all",
     }[damage]
     try:
         expected = open_image(damaged)

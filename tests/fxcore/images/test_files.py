@@ -19,19 +19,13 @@ from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.decoding import decode
 from fxcore.images.files import FORMATS, MAX_SCANS, image_header, is_image, plain_header
-from tests.hostile_images import scans
+from tests.hostile_images import saved, scans
 
 
 @pytest.fixture(scope="module")
 def cat() -> PIL.Image.Image:
     """300 x 451 pixels, RGB."""
     return PIL.Image.fromarray(skimage.data.chelsea())
-
-
-def encoded(image: PIL.Image.Image, format: str, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)  # type: ignore[arg-type]
-    return buffer.getvalue()
 
 
 def pixels(image: PIL.Image.Image) -> np.ndarray:
@@ -43,7 +37,7 @@ def pixels(image: PIL.Image.Image) -> np.ndarray:
 
 @pytest.mark.parametrize("format", [*FORMATS, "DIB"])
 def test_formats(format: str, cat: PIL.Image.Image) -> None:
-    data = encoded(cat, format)
+    data = saved(cat, format)
     image = open_image(data)
     assert image.mode == "RGB"
     expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
@@ -67,7 +61,7 @@ def test_a_file_that_begins_as_a_bitmap_by_chance_is_no_image() -> None:
 def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
     """Each decoder is a way in for whoever sends files; only those that people use stay open."""
     with pytest.raises(BadImage, match="JPEG, PNG"):
-        open_image(encoded(cat, format))
+        open_image(saved(cat, format))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,7 @@ def test_other_formats_are_refused(format: str, cat: PIL.Image.Image) -> None:
 def test_the_size_of_plain_files_needs_no_decoder(
     mode: str, format: str, options: dict[str, object], cat: PIL.Image.Image
 ) -> None:
-    data = encoded(cat.convert(mode), format, **options)
+    data = saved(cat.convert(mode), format, **options)
     with PIL.Image.open(io.BytesIO(data)) as image:
         assert (plain_header(data) or ())[:2] == (image.height, image.width)
     with pytest.raises(ImageTooLarge):
@@ -93,13 +87,13 @@ def test_the_size_of_plain_files_needs_no_decoder(
 
 
 def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
-    plain = encoded(cat, "JPEG")
+    plain = saved(cat, "JPEG")
     scan = plain.index(b"\xff\xda")
     turned = PIL.Image.Exif()
     turned[PIL.ExifTags.Base.Orientation] = 6
     late = plain[:scan] + b"\xff\xe1" + (len(turned.tobytes()) + 2).to_bytes(2, "big") + turned.tobytes() + plain[scan:]
     assert image_header(late)[:2] == (cat.width, cat.height)  # PIL heeds the block here too
-    with_exif, cmyk = encoded(cat, "JPEG", exif=turned), encoded(cat.convert("CMYK"), "JPEG")
+    with_exif, cmyk = saved(cat, "JPEG", exif=turned), saved(cat.convert("CMYK"), "JPEG")
     for data in (late, with_exif, cmyk, plain[:scan], plain[:2] * 100, b"\xff\xd8"):
         assert plain_header(data) is None
     assert plain_header(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
@@ -108,34 +102,34 @@ def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> 
 def test_webp_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
     turned = PIL.Image.Exif()
     turned[PIL.ExifTags.Base.Orientation] = 6
-    with_exif, clear = encoded(cat, "WEBP", exif=turned), cat.convert("RGBA")
+    with_exif, clear = saved(cat, "WEBP", exif=turned), cat.convert("RGBA")
     clear.putalpha(100)
-    several = encoded(cat, "WEBP", save_all=True, append_images=[cat.rotate(90)])
-    plain, lossless = encoded(cat, "WEBP"), encoded(cat, "WEBP", lossless=True)
+    several = saved(cat, "WEBP", save_all=True, append_images=[cat.rotate(90)])
+    plain, lossless = saved(cat, "WEBP"), saved(cat, "WEBP", lossless=True)
     key_frame, signature = plain[:20] + b"\1" + plain[21:], lossless[:20] + b"\x2e" + lossless[21:]
-    sound = encoded(cat, "BMP").replace(b"BM", b"RIFF", 1)
+    sound = saved(cat, "BMP").replace(b"BM", b"RIFF", 1)
     block = turned.tobytes()
     after = plain + b"EXIF" + struct.pack("<I", len(block)) + block + b"\0" * (len(block) % 2)
     after = after[:4] + struct.pack("<I", len(after) - 8) + after[8:]
-    for data in (with_exif, after, encoded(clear, "WEBP"), several, plain[:-2], key_frame, signature, sound, b"RIFF"):
+    for data in (with_exif, after, saved(clear, "WEBP"), several, plain[:-2], key_frame, signature, sound, b"RIFF"):
         assert plain_header(data) is None
     for data in (with_exif, after):
         assert image_header(data)[:2] == decode(data).shape[:2] == (cat.width, cat.height)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-def test_plain_webp_files_are_decoded_to_what_was_encoded(mode: str, cat: PIL.Image.Image) -> None:
+def test_plain_webp_files_are_decoded_to_what_was_saved(mode: str, cat: PIL.Image.Image) -> None:
     image = cat.convert(mode)
     if mode == "RGBA":
         image.putalpha(100)
-    data = encoded(image, "WEBP", lossless=True)
+    data = saved(image, "WEBP", lossless=True)
     assert plain_header(data) is not None
     np.testing.assert_array_equal(decode(data), pixels(cat))
 
 
 @pytest.mark.parametrize("lossless", [False, True])
 def test_plain_webp_files_cut_short_are_refused(lossless: bool, cat: PIL.Image.Image) -> None:
-    data = encoded(cat, "WEBP", lossless=lossless)
+    data = saved(cat, "WEBP", lossless=lossless)
     for size in (len(data) // 2, len(data) - 3, 40):
         with pytest.raises(BadImage):
             decode(data[:size])
@@ -143,11 +137,10 @@ def test_plain_webp_files_cut_short_are_refused(lossless: bool, cat: PIL.Image.I
 
 @pytest.mark.parametrize(
     ("mode", "format"),
-    [("L", "JPEG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("RGBA", "WEBP"),
-     ("CMYK", "JPEG"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "PNG"), ("1", "BMP")],
+    [("L", "JPEG"), ("LA", "PNG"), ("P", "GIF"), ("RGBA", "WEBP"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "BMP")],
 )  # fmt: skip
 def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
-    data = encoded(cat.convert(mode), format)
+    data = saved(cat.convert(mode), format)
     image = open_image(data)
     assert image.mode == "RGB"
     assert np.array_equal(pixels(image), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
@@ -158,34 +151,28 @@ def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
 def test_palettes_with_transparency(transparency: int | bytes, cat: PIL.Image.Image) -> None:
     """One transparent colour, or an alpha for each: the colours count, the alpha does not."""
     palette = cat.convert("P")
-    image = open_image(encoded(palette, "PNG", transparency=transparency))
+    image = open_image(saved(palette, "PNG", transparency=transparency))
     assert np.array_equal(pixels(image), pixels(palette.convert("RGB")))
 
 
 def test_alpha_is_dropped(cat: PIL.Image.Image) -> None:
     transparent = cat.copy()
     transparent.putalpha(PIL.Image.linear_gradient("L").resize(cat.size))
-    assert np.array_equal(pixels(open_image(encoded(transparent, "PNG"))), pixels(cat))
+    assert np.array_equal(pixels(open_image(saved(transparent, "PNG"))), pixels(cat))
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
 def test_16_bit_grey_keeps_its_upper_bits(format: str) -> None:
     """PIL's own conversion clips everything above 255 to white."""
     grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
-    image = open_image(encoded(PIL.Image.fromarray(grey), format))
+    image = open_image(saved(PIL.Image.fromarray(grey), format))
     assert np.array_equal(pixels(image), np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=-1))
 
 
-def test_of_an_animation_the_first_frame(cat: PIL.Image.Image) -> None:
-    frames = [cat.convert("P"), cat.transpose(PIL.Image.Transpose.ROTATE_180).convert("P")]
-    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert np.array_equal(pixels(open_image(data)), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
-
-
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("part", [0.01, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("part", [0.01, 0.6])
 def test_truncated_files(format: str, part: float, cat: PIL.Image.Image) -> None:
-    data = encoded(cat, format)
+    data = saved(cat, format)
     with pytest.raises(BadImage) as caught:
         open_image(data[: int(len(data) * part)])
     assert caught.value.detail
@@ -206,7 +193,7 @@ def test_what_is_no_image(data: bytes) -> None:
 @given(st.integers(0, 5), st.data())
 def test_damage_is_a_bad_image_or_none(which: int, data: st.DataObject) -> None:
     """Whatever bytes are overwritten: an image, or BadImage, never another error."""
-    file = bytearray(encoded(PIL.Image.fromarray(skimage.data.chelsea()[:40, :60]), FORMATS[which]))
+    file = bytearray(saved(PIL.Image.fromarray(skimage.data.chelsea()[:40, :60]), FORMATS[which]))
     for _ in range(data.draw(st.integers(1, 8))):
         position = data.draw(st.integers(0, min(len(file), 700) - 1))
         file[position] = data.draw(st.integers(0, 255))
@@ -220,7 +207,7 @@ def test_damage_is_a_bad_image_or_none(which: int, data: st.DataObject) -> None:
 def test_a_damaged_exif_block_spoils_no_image(block: bytes) -> None:
     small = PIL.Image.fromarray(skimage.data.chelsea()[:40, :60])
     for header in (b"Exif\0\0", b"Exif\0\0II*\0\x08\0\0\0", b"Exif\0\0MM\0*\0\0\0\x08"):
-        data = encoded(small, "JPEG", exif=header + block)
+        data = saved(small, "JPEG", exif=header + block)
         image = open_image(data)
         assert {image.height, image.width} == {40, 60}
         assert image_header(data)[:2] == (image.height, image.width)
@@ -246,13 +233,13 @@ def test_a_jpeg_has_few_scans(read: Callable[[bytes], object]) -> None:
 def test_only_the_scans_of_a_jpeg_count(read: Callable[[bytes], object], cat: PIL.Image.Image) -> None:
     """Comments, and what phones put behind the image, may hold any bytes."""
     marks = b"\xff\xda" * 500
-    data = encoded(cat, "JPEG", comment=marks) + marks
+    data = saved(cat, "JPEG", comment=marks) + marks
     assert data.count(b"\xff\xda") > 1000
     read(data)
 
 
 def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
-    data = encoded(cat, "PNG")
+    data = saved(cat, "PNG")
     assert open_image(data, 300 * 451).size == (451, 300)
     for read in (open_image, image_header):
         with pytest.raises(ImageTooLarge) as caught:
@@ -266,7 +253,7 @@ def test_the_limit_is_judged_by_the_header(cat: PIL.Image.Image) -> None:
 @pytest.mark.exhaustive
 def test_a_decompression_bomb_is_never_decoded() -> None:
     """30,000 x 30,000 pixels in a file of 110 kB."""
-    data = encoded(PIL.Image.new("1", (30_000, 30_000)), "PNG")
+    data = saved(PIL.Image.new("1", (30_000, 30_000)), "PNG")
     assert len(data) < 200_000
     with pytest.raises(ImageTooLarge) as caught:
         open_image(data, 50_000_000)
