@@ -13,7 +13,7 @@ from fxcore import build_extractor, model_graph
 from fxcore.backends import BACKENDS, Options
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.node_info import is_extractable
-from tests.fxcore.model_list import ALL, FIXED_SIZE, SMALL, TRACEABLE, each, filled
+from tests.fxcore.model_list import ALL, FIXED_SIZE, SMALL, TRACEABLE, each, entry_of, filled
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -49,7 +49,7 @@ def check(expected: dict[str, Tensor], found: dict[str, Tensor], precision: str)
 
 @pytest.mark.parametrize("name", each(ALL))
 def test_values(name: str) -> None:
-    graph = model_graph(name)
+    graph = model_graph(entry_of(name))
     if not name.startswith(FIXED_SIZE) and graph.entry.task in SMALL:
         graph = graph.at(SMALL[graph.entry.task], SMALL[graph.entry.task])
     model = filled(name)
@@ -70,4 +70,4 @@ def test_values(name: str) -> None:
 def test_names(name: str) -> None:
     """torchvision's, of the model on the device."""
     model = filled(name).to(CUDA)
-    assert list(model_graph(name).eval_nodes) == get_graph_node_names(model)[1]
+    assert list(model_graph(entry_of(name)).eval_nodes) == get_graph_node_names(model)[1]

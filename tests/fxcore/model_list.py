@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, partial
+from typing import Any
 
 import pytest
+import timm
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
@@ -19,81 +21,32 @@ ALL = [entry.name for entry in list_models("torchvision")]
 CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("detection", "optical_flow")]
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
-# A small model of each timm family that has one.
-TIMM = [
-    "timm.convit_tiny", "timm.cpubone_nano", "timm.cspnext_tiny", "timm.darknet17", "timm.deit_tiny_patch16_224",
-    "timm.dla34", "timm.dpn68", "timm.edgenext_xx_small", "timm.efficientformer_l1", "timm.efficientformerv2_s0",
-    "timm.efficientvim_m1", "timm.efficientvit_b0", "timm.efficientvit_m0", "timm.ese_vovnet19b_slim_dw",
-    "timm.fasternet_t0", "timm.ghostnet_050", "timm.gmlp_ti16_224", "timm.hardcorenas_b", "timm.hgnetv2_b0",
-    "timm.hrnet_w18_small", "timm.iformer_t", "timm.inception_next_atto", "timm.lcnetv2_small",
-    "timm.legacy_seresnet18", "timm.levit_128", "timm.lowformer_b0", "timm.mobilenetv3_small_050",
-    "timm.mobilevit_xxs", "timm.pit_xs_224", "timm.pvt_v2_b0", "timm.regnetx_002", "timm.repghostnet_050",
-    "timm.repvit_m1", "timm.resnest14d", "timm.resnetv2_18", "timm.rexnet_100", "timm.shvit_s1", "timm.skresnet18",
-    "timm.starnet_s050", "timm.swiftformer_xs", "timm.swin_tiny_patch4_window7_224", "timm.test_byobnet",
-    "timm.test_coatnet", "timm.test_convnext", "timm.test_efficientnet", "timm.test_mambaout", "timm.test_nfnet",
-    "timm.test_resnet", "timm.test_vit", "timm.test_vit_relpos", "timm.tiny_vit_5m_224", "timm.visformer_tiny",
-    "timm.vit_tiny_r_s16_p8_224",
-]  # fmt: skip
-
 # One model of each family, a small one if there is a choice. Exhaustive tests run over all of these.
 FAMILIES = frozenset(
     (
-        "alexnet",
-        "convnext_tiny",
-        "deeplabv3_mobilenet_v3_large",
-        "densenet121",
-        "efficientnet_b0",
-        "efficientnet_v2_s",
-        "fasterrcnn_mobilenet_v3_large_320_fpn",
-        "fcn_resnet50",
-        "fcos_resnet50_fpn",
-        "googlenet",
-        "inception_v3",
-        "keypointrcnn_resnet50_fpn",
-        "lraspp_mobilenet_v3_large",
-        "maskrcnn_resnet50_fpn",
-        "maxvit_t",
-        "mc3_18",
-        "mnasnet0_5",
-        "mobilenet_v2",
-        "mobilenet_v3_small",
-        "mvit_v2_s",
-        "quantized_mobilenet_v2",
-        "raft_small",
-        "regnet_y_400mf",
-        "resnet18",
-        "resnext50_32x4d",
-        "retinanet_resnet50_fpn",
-        "s3d",
-        "shufflenet_v2_x0_5",
-        "squeezenet1_1",
-        "ssd300_vgg16",
-        "ssdlite320_mobilenet_v3_large",
-        "swin3d_t",
-        "swin_t",
-        "swin_v2_t",
-        "vgg11",
-        "vit_b_32",
-        "wide_resnet50_2",
+        *("alexnet", "convnext_tiny", "deeplabv3_mobilenet_v3_large", "densenet121", "efficientnet_b0"),
+        *("efficientnet_v2_s", "fasterrcnn_mobilenet_v3_large_320_fpn", "fcn_resnet50", "fcos_resnet50_fpn"),
+        *(
+            "googlenet",
+            "inception_v3",
+            "keypointrcnn_resnet50_fpn",
+            "lraspp_mobilenet_v3_large",
+            "maskrcnn_resnet50_fpn",
+        ),
+        *("maxvit_t", "mc3_18", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "mvit_v2_s"),
+        *("quantized_mobilenet_v2", "raft_small", "regnet_y_400mf", "resnet18", "retinanet_resnet50_fpn", "s3d"),
+        *("shufflenet_v2_x0_5", "squeezenet1_1", "ssd300_vgg16", "ssdlite320_mobilenet_v3_large", "swin3d_t", "swin_t"),
+        *("swin_v2_t", "vgg11", "vit_b_32"),
     )
 )
 
 # One model of each kind of architecture that the tests distinguish. Every test always runs over these.
 KINDS = frozenset(
     (
-        "convnext_tiny",
-        "lraspp_mobilenet_v3_large",
-        "mobilenet_v3_small",
-        "quantized_mobilenet_v2",
-        "raft_small",
-        "resnet18",
-        "shufflenet_v2_x0_5",
-        "ssdlite320_mobilenet_v3_large",
-        "swin_t",
-        "vit_b_32",
+        *("lraspp_mobilenet_v3_large", "quantized_mobilenet_v2", "raft_small", "resnet18"),
+        *("ssdlite320_mobilenet_v3_large", "swin_t", "vit_b_32"),
     )
 )
-
 
 OF_FAMILIES = [name for name in ALL if name in FAMILIES]
 
@@ -111,9 +64,6 @@ SMALL = {"classification": 64, "quantization": 64, "segmentation": 64, "video": 
 SMALLEST = 32
 FIXED_SIZE = ("vit_", "maxvit", "mvit", "s3d", "inception", "quantized_inception", "alexnet", "swin_v2")
 
-# Models that need teraflops but consist of identical blocks, so that testing a part is enough.
-LARGE = ("vit_h_14", "vit_l_", "mvit_", "regnet_y_128gf", "swin3d_b", "efficientnet_v2_l", "convnext_large")
-
 
 @cache
 def entry_of(name: str) -> ModelEntry:
@@ -124,6 +74,13 @@ def entry_of(name: str) -> ModelEntry:
     info = WeightsInfo("V1", "http://127.0.0.1:9/mvit-00000000.pth", 0, {}, ())
     preset = partial(VideoClassification, crop_size=(32, 32), resize_size=(32, 32))
     return TorchvisionEntry("mvit", "video", _mvit, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
+
+
+def small_swin() -> nn.Module:
+    """Build a timm Swin for images of 32 x 32, of four windows each, whose attention has 2 heads of 4 channels."""
+    sizes: Any = {"img_size": 32, "patch_size": 4, "window_size": 4, "num_classes": 5}
+    torch.manual_seed(0)
+    return timm.models.SwinTransformer(**sizes, embed_dim=8, depths=(2,), num_heads=(2,)).eval()
 
 
 def _mvit(*, weights: object = None) -> nn.Module:
@@ -149,12 +106,13 @@ _VALUES = torch.empty(1_000_003).uniform_(-0.05, 0.05, generator=torch.Generator
 
 
 def filled(name: str, *, shrink: bool = False) -> nn.Module:
-    """Return the model with some weights. Both sides of a comparison use them, so they only need to be drawn fast.
+    """Return a model of :func:`entry_of` with some weights, which only need to be drawn fast, since both sides of a
+    comparison use them.
 
     Args:
-        shrink: build a ViT for images of 4 x 4 patches, and MViT as in :func:`entry_of`.
+        shrink: build a ViT for images of 4 x 4 patches.
     """
-    model = (entry_of(name) if shrink else get_model(name)).build_weightless()
+    model = entry_of(name).build_weightless()
     if shrink and name.startswith("vit_"):
         _shrink(model)
     generator = torch.Generator().manual_seed(0)

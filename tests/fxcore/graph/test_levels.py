@@ -1,40 +1,31 @@
-"""C1…C5 and P2…, held against timm's feature_info and torchvision's own backbones (HAZARDS 17)."""
+"""C1…C5 and P2…, held against timm's feature_info and torchvision's own backbones (HAZARDS 17), and strides of maps."""
 
 from __future__ import annotations
 
 import pytest
 import timm
 import torch
-from timm.models.efficientnet import _gen_mnasnet_b1
+from torch import fx, nn
 from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from tests.fxcore.model_list import each
+from fxcore.graph.annotate import annotate
+from fxcore.graph.strides import Strides
+from tests.fxcore.model_list import SWEPT, each
 
 # torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
 # timm's copies of torchvision's; its own have other widths.
 COUNTERPARTS = {
     "resnet18": "resnet18",
-    "resnet50": "resnet50",
-    "wide_resnet50_2": "wide_resnet50_2",
-    "resnext50_32x4d": "resnext50_32x4d",
     "regnet_x_400mf": "regnetx_004_tv",
-    "regnet_x_1_6gf": "regnetx_016",
-    "regnet_y_400mf": "regnety_004",
     "regnet_y_800mf": "regnety_008_tv",
-    "regnet_y_8gf": "regnety_080_tv",
     "efficientnet_b0": "efficientnet_b0",
-    "efficientnet_b3": "efficientnet_b3",
     "efficientnet_v2_s": "tf_efficientnetv2_s",
     "mobilenet_v2": "mobilenetv2_100",
-    "mobilenet_v3_large": "mobilenetv3_large_100",
     "mobilenet_v3_small": "mobilenetv3_small_100",
-    "mnasnet0_5": "mnasnet_050",
     "mnasnet1_0": "mnasnet_100",
-    "mnasnet1_3": "1.3",
     "densenet121": "densenet121",
     "vgg11": "vgg11",
-    "vgg16_bn": "vgg16_bn",
     "inception_v3": "inception_v3",
     "swin_t": "swin_tiny_patch4_window7_224",
     "swin_v2_t": "swinv2_tiny_window8_256",
@@ -45,12 +36,8 @@ COUNTERPARTS = {
 
 @pytest.mark.parametrize("name", each(COUNTERPARTS, frozenset(("mobilenet_v3_small", "resnet18", "swin_t", "vgg11"))))
 def test_channels_and_reductions_are_timms(name: str) -> None:
-    counterpart = COUNTERPARTS[name]
     with torch.device("meta"):
-        if counterpart == "1.3":  # timm publishes no such width
-            model = _gen_mnasnet_b1("mnasnet_100", 1.3, features_only=True)
-        else:
-            model = timm.create_model(counterpart, pretrained=False, features_only=True)
+        model = timm.create_model(COUNTERPARTS[name], pretrained=False, features_only=True)
     expected = {f["reduction"]: f["num_chs"] for f in model.feature_info.get_dicts() if f["reduction"] > 1}
     levels = model_graph(name).levels
     assert {level.stride: level.channels for level in levels.values()} == expected
@@ -120,11 +107,9 @@ def test_pyramid_levels_are_the_backbones_outputs(name: str, keys: dict[str, str
     assert {level for level in graph.levels if level[0] == "P"} == set(keys.values())
 
 
-def test_a_model_of_one_resolution_has_no_levels() -> None:
-    assert model_graph("vit_b_32").levels == {}
-
-
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "vgg11", "inception_v3"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "vgg11", *(pytest.param(n, marks=SWEPT) for n in ("mobilenet_v3_small", "inception_v3"))]
+)
 def test_levels_and_strides_are_the_models_at_any_size(name: str) -> None:
     """Maps of small inputs have few positions, and one of 65 pixels has 3 at stride 32: nearer to stride 16."""
     graph = model_graph(name)
@@ -135,3 +120,33 @@ def test_levels_and_strides_are_the_models_at_any_size(name: str) -> None:
             assert other.levels == graph.levels
             for level in graph.levels.values():
                 assert other.stride_of(other.by_name[level.node]) == level.stride, (size, level)
+
+
+def test_a_map_of_its_own_size_has_the_stride_of_its_input() -> None:
+    """VGG pools to 7 x 7 positions whatever it is given."""
+    graph = model_graph("vgg11")
+    for size, stride in ((128, 16), (224, 32), (448, 64)):  # 18.3, 32 and 64 pixels a position
+        other = graph.at(size, size)
+        assert other.stride_of(other.by_name["avgpool"]) == stride
+
+
+def strides(size: tuple[int, int], *layers: nn.Module) -> Strides:
+    """Of ``layers`` one after another; their nodes are ``_0``, ``_1``, …"""
+    module = fx.symbolic_trace(nn.Sequential(*layers))
+    annotate(module.to("meta"), [(3, *size)], torch.device("meta"))
+    return Strides(size, {node.name: node for node in module.graph.nodes})
+
+
+def test_the_stride_of_few_positions_counts_their_padding() -> None:
+    assert strides((65, 65), *(nn.Conv2d(3, 3, 3, stride=2, padding=1) for _ in range(5))).of("_4") == 32
+
+
+@pytest.mark.parametrize("size", [(64, 64), (64, 96)])
+def test_maps_larger_than_the_input_have_no_stride(size: tuple[int, int]) -> None:
+    found = strides(size, nn.Conv2d(3, 12, 3, padding=2), nn.PixelShuffle(2), nn.AvgPool2d(2))
+    assert [found.of(name) for name in ("_0", "_1", "_2")] == [1, None, 1]
+
+
+@pytest.mark.parametrize(("patch", "size"), [(7, (224, 224)), (7, (224, 294)), (14, (518, 518)), (32, (224, 224))])
+def test_patches_have_the_stride_of_their_convolution(patch: int, size: tuple[int, int]) -> None:
+    assert strides(size, nn.Conv2d(3, 8, patch, patch)).of("_0") == patch

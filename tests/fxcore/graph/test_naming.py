@@ -26,19 +26,11 @@ def test_an_exact_name_comes_before_a_path() -> None:
     }
 
 
-def test_one_name_alone_may_be_given_as_it_is() -> None:
-    assert model_graph("resnet18").resolve("layer4") == {"layer4": "layer4.1.relu_1"}
-
-
-def test_the_order_is_that_of_the_asking() -> None:
-    """HAZARDS 8: not the order of execution."""
-    asked = ["layer4", "C1", "layer2.0.conv1", "x"]
-    assert list(model_graph("resnet18").resolve(asked)) == asked
-
-
-def test_two_names_for_one_node_are_two_keys() -> None:
-    resolved = model_graph("resnet18").resolve(["layer4", "C5", "layer4.1.relu_1"])
-    assert resolved == dict.fromkeys(["layer4", "C5", "layer4.1.relu_1"], "layer4.1.relu_1")
+def test_each_name_is_a_key_in_the_order_of_the_asking() -> None:
+    """HAZARDS 8: not the order of execution. A node may have several names."""
+    resolved = model_graph("resnet18").resolve(["layer4", "C5", "layer4.1.relu_1", "x"])
+    last = "layer4.1.relu_1"
+    assert list(resolved.items()) == [("layer4", last), ("C5", last), (last, last), ("x", "x")]
 
 
 @pytest.mark.parametrize("asked", [{"layer3": "a", "layer4": "a"}, ["layer4", "layer4"]])
@@ -121,11 +113,8 @@ def test_every_suggestion_can_be_asked_for() -> None:
         ("resnet18", "layer5"),
         ("swin_t", "features.9"),
         ("vit_b_32", "encoder.layer"),
-        ("googlenet", "x"),
     ):
         graph = model_graph(model)
-        if name in graph.by_name:
-            continue
         with pytest.raises(UnknownNode) as caught:
             graph.resolve([name])
         for suggestion in caught.value.extra["suggestions"]:
@@ -143,7 +132,6 @@ def test_nodes_that_are_no_tensors_are_refused_by_name() -> None:
             "getitem",
             "encoder.layers.encoder_layer_0.self_attention",
         ],
-        "densenet121": [],
         "shufflenet_v2_x0_5": ["stage2.1.chunk", "stage2.0.size"],
         "swin_t": ["features.1.0.attn.relative_position_bias_table"],
     }
