@@ -35,10 +35,6 @@ def with_autocast(x: Tensor) -> Tensor:
 
 UNSEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "isinstance": lambda x: x * 2 if isinstance(x, Tensor) else x,
-    "type": lambda x: x * 2 if type(x) is Tensor else x,
-    "is_tensor": lambda x: x * 2 if torch.is_tensor(x) else x,
-    "hasattr": lambda x: x * 2 if hasattr(x, "tensors") else x,
-    "dtype": lambda x: x * 2 if x.dtype is torch.float32 else x,
     "dictionary by size": lambda x: x * {4: 2}.get(x.size(1), 1),
     "try": with_try,
     "autocast": with_autocast,

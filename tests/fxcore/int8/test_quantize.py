@@ -25,8 +25,7 @@ from fxcore.tensors import Tensors
 TABLE = [
     ("resnet18", {"C3": 0.995, "C5": 0.98, "fc": 0.99}, 32),
     ("mobilenet_v2", {"C1": 0.98, "C2": 0.9, "classifier": 0.9}, 66),
-    ("regnet_y_400mf", {"C3": 0.97, "C5": 0.7, "fc": 0.98}, 152),
-    ("vit_b_16", {"encoder.layers.encoder_layer_3": 0.99}, 51),
+    ("vit_b_32", {"encoder.layers.encoder_layer_3": 0.99}, 51),
 ]
 
 
@@ -181,8 +180,7 @@ def test_transposed_convolutions_stay_in_float(engine: str, monkeypatch: pytest.
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
-@pytest.mark.parametrize("engine", ["x86", "fbgemm", "onednn"])
-@pytest.mark.parametrize("by_a_function", [False, True])
+@pytest.mark.parametrize(("engine", "by_a_function"), [("x86", False), ("fbgemm", True), ("onednn", False)])
 def test_products_of_many_groups_do_not_overflow(
     engine: str, by_a_function: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +202,7 @@ def test_products_of_many_groups_do_not_overflow(
     assert verify(model, found.module, rows[0]).relative < 0.02
 
 
-@pytest.mark.parametrize(("groups", "channels"), [(13, 2), (10, 2), (13, 4), (5, 4)])
+@pytest.mark.parametrize(("groups", "channels"), [(13, 2), (5, 4)])
 def test_uneven_groups_stay_in_float_where_packing_them_writes_too_far(
     groups: int, channels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,17 +246,15 @@ def test_layers_that_differ_from_their_class_stay_in_float(kind: str, place: int
     assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
 
 
-@pytest.mark.parametrize("activation", [nn.PReLU(8), nn.PReLU()])
-def test_prelu_stays_float(activation: nn.Module) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), activation).eval()
-    rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
-    assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
-
-
-@pytest.mark.parametrize("activation", [nn.Sigmoid(), nn.Hardsigmoid(), nn.Softmax(1)])
-@pytest.mark.parametrize("before", [nn.ConvTranspose2d(16, 8, 2, 2), nn.Conv2d(16, 8, 1)])
-def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(activation: nn.Module, before: nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("before", "activation"),
+    [
+        (nn.ConvTranspose2d(16, 8, 2, 2), nn.Sigmoid()),
+        (nn.Conv2d(16, 8, 1), nn.Hardsigmoid()),
+        (nn.Conv2d(16, 8, 1), nn.Softmax(1)),
+    ],
+)
+def test_what_sigmoids_read_from_a_float_layer_is_not_cut_off(before: nn.Module, activation: nn.Module) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), before, activation, nn.Conv2d(8, 4, 1)).eval()
     for weights in model.parameters():

@@ -33,14 +33,12 @@ SHAPES = {
     "vit_b_32": (12, (1, 12, 17, 17)),
     "swin_t": (12, (1, 4, 3, 49, 49)),
     "swin_v2_t": (12, (1, 64, 3, 64, 64)),
-    "maxvit_t": (22, (1, 64, 2, 49, 49)),
-    "swin3d_t": (12, (1, None, 3, None, None)),
-    "mvit_v1_b": (16, (1, 1, None, None)),
+    "mvit_v2_s": (3, (1, 1, None, None)),
 }
 
 
 @pytest.mark.usefixtures("memory_given_back")
-@pytest.mark.parametrize("name", each(SHAPES, frozenset(("vit_b_32", "swin_t", "swin_v2_t"))))
+@pytest.mark.parametrize("name", each(SHAPES, frozenset(("vit_b_32", "swin_t"))))
 def test_weights_of_each_family(name: str) -> None:
     original, module = opened(filled(name, shrink=True))
     x = small_input(name)

@@ -1,10 +1,12 @@
-"""Writes through views: whoever reads the memory later, by whatever name, sees what was written.
+"""Writes (HAZARDS 4), also through views: a node's value is what it was when the node ran, and whoever reads the memory
+later, by whatever name, sees what was written.
 
 The reference is the model run eagerly.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.ops import stochastic_depth
 
-from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore import build_extractor, trace
 from fxcore.graph.model_graph import trace_graph
 from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_place
 from tests.fxcore.conftest import OwnEntry
@@ -43,9 +45,44 @@ def hidden_write_and_view(x: Tensor) -> Tensor:
     return x.add_(1)[:, 1:3]
 
 
-def base_of_a_slice(y: Tensor) -> Tensor:
-    y[:, :2].clamp_(min=0)
+@fx.wrap
+def hidden_write_into_second(y: Tensor, x: Tensor) -> Tensor:
+    x.mul_(2)
+    return y + 1
+
+
+@fx.wrap
+def hidden_write_without_result(x: Tensor) -> None:
+    x.neg_()
+
+
+def without_a_user(y: Tensor) -> Tensor:
+    y.mul_(3)  # pytorch#68301: it would be dropped as dead code
     return y
+
+
+def chain(y: Tensor) -> Tensor:
+    y.add_(1).mul_(2)
+    y.sub_(0.5)
+    return F.relu(y, True)
+
+
+def out_argument(y: Tensor) -> Tensor:
+    torch.add(y, 1, out=y)
+    return y
+
+
+def second_argument(y: Tensor) -> Tensor:
+    return y + hidden_write_into_second(torch.relu(y), y)
+
+
+def no_result(y: Tensor) -> Tensor:
+    hidden_write_without_result(y)
+    return y
+
+
+def underscored(y: Tensor) -> Tensor:
+    return torch.relu_(y) + F.hardtanh_(y)
 
 
 def compared_in_place(y: Tensor) -> Tensor:
@@ -59,11 +96,6 @@ def base_of_a_slice_by_a_computed_size(y: Tensor) -> Tensor:
     y[:, :, :half].mul_(3)
     part = y[:, y.size(1) // 2]
     part += 1
-    return y
-
-
-def base_of_windows(y: Tensor) -> Tensor:
-    y.unfold(2, 2, 2).mul_(3)
     return y
 
 
@@ -109,24 +141,10 @@ def overlapping(y: Tensor) -> Tensor:
     return torch.cat([b[:, :2], a[:, :2]], 1)
 
 
-def one_of_two(y: Tensor) -> Tensor:
-    first, last = y.narrow(1, 0, 2), y.narrow(1, 2, 2)
-    tail = y[:, 1:].flatten(2)
-    first.relu_()
-    tail.mul_(3)
-    return torch.cat([last, first], 1) + y
-
-
 def result_kept(y: Tensor) -> Tensor:
     written = y[:, :2].add_(1)
     y.mul_(2)
     return torch.cat([written, y[:, 2:]], 1)
-
-
-def in_chunks(y: Tensor) -> Tensor:
-    parts = y.chunk(2, 1)
-    parts[1].neg_()
-    return y + torch.cat([parts[1], parts[0]], 1)
 
 
 def without_a_pure_name(y: Tensor) -> Tensor:
@@ -138,11 +156,6 @@ def without_a_pure_name(y: Tensor) -> Tensor:
 
 def through_a_copy(y: Tensor) -> Tensor:
     y.permute(0, 2, 3, 1).flatten(1).relu_()  # flatten has to copy here: nothing is written to y
-    return y
-
-
-def hidden_in_a_slice(y: Tensor) -> Tensor:
-    hidden_write(y[:, 1:], 2.0)
     return y
 
 
@@ -163,11 +176,6 @@ def views_that_are_hidden(y: Tensor) -> Tensor:
     part = hidden_view(y)
     y.neg_()
     return torch.cat([part, part], 1)
-
-
-def keeps_its_type(y: Tensor) -> Tensor:
-    y.mul_(torch.tensor([1.5, -2.0, 0.5, 3.0], dtype=torch.float64).view(4, 1, 1))
-    return y
 
 
 def augmented_beside_another_name(y: Tensor) -> Tensor:
@@ -228,38 +236,16 @@ def augmented_constant(y: Tensor) -> Tensor:
 
 
 KNOWN: list[Callable[[Tensor], Tensor]] = [
-    augmented_beside_another_name,
-    augmented_constant,
-    augmented_in_a_list,
-    augmented_items,
-    augmented_keeps_its_type,
-    augmented_sizes,
-    augmented_slices,
-    assigned_items,
-    base_of_a_slice,
-    base_of_a_slice_by_a_computed_size,
-    base_of_windows,
-    summed_in_place,
-    base_of_a_slice_of_a_slice,
-    base_of_a_flattened_one,
-    flattened_before,
-    the_same,
-    the_same_written,
-    overlapping,
-    one_of_two,
-    result_kept,
-    in_chunks,
-    without_a_pure_name,
-    keeps_its_type,
-    compared_in_place,
+    *(augmented_beside_another_name, augmented_constant, augmented_in_a_list, augmented_items),
+    *(augmented_keeps_its_type, augmented_sizes, augmented_slices, assigned_items),
+    *(base_of_a_slice_by_a_computed_size, summed_in_place, base_of_a_slice_of_a_slice),
+    *(base_of_a_flattened_one, flattened_before, the_same, the_same_written, overlapping, result_kept),
+    *(without_a_pure_name, compared_in_place, without_a_user, chain, out_argument, underscored),
 ]
 ANNOTATED = [
     *KNOWN,
-    through_a_copy,
-    hidden_in_a_slice,
-    hidden_and_read_by_a_view,
-    hidden_in_two_views,
-    views_that_are_hidden,
+    *(through_a_copy, hidden_and_read_by_a_view, hidden_in_two_views, views_that_are_hidden, second_argument),
+    *(no_result, nn.ReLU(inplace=True), nn.Hardtanh(-0.1, 0.1, inplace=True)),
 ]
 
 
@@ -268,7 +254,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.same, self.last = nn.Conv2d(3, 4, 3), same, nn.Conv2d(4, 2, 1)
-        self.write = write
+        self.write = copy.deepcopy(write)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.write(self.first(x)))
@@ -278,18 +264,26 @@ def image() -> Tensor:
     return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("write", ANNOTATED, ids=lambda f: f.__name__)
-def test_extractors_read_what_was_written(
-    write: Callable[[Tensor], Tensor], layout: torch.memory_format, own_entry: OwnEntry
-) -> None:
+@pytest.mark.parametrize("write", ANNOTATED, ids=lambda f: getattr(f, "__name__", None))
+def test_extractors_read_what_was_written(write: Callable[[Tensor], Tensor], own_entry: OwnEntry) -> None:
     model, graph = Model(write).eval(), trace_graph(own_entry(lambda: Model(write)))
     with torch.no_grad():
         first, expected = model.first(image()), model(image())
+        for part in model.modules():  # as load_model leaves it
+            if getattr(part, "inplace", False):
+                part.inplace = False
         module = build_extractor(graph, model, graph.resolve(["first", "last"])).module
-        values = module.to(memory_format=layout)(image().to(memory_format=layout))
-    torch.testing.assert_close(values["first"], first)
-    torch.testing.assert_close(values["last"], expected)
+        for layout in (torch.contiguous_format, torch.channels_last):
+            values = module.to(memory_format=layout)(image().to(memory_format=layout))
+            torch.testing.assert_close(values["first"], first)
+            torch.testing.assert_close(values["last"], expected)
+        # Every node gives alone what it gives in company.
+        names = [node.name for node in graph.nodes if node.extractable]
+        together = build_extractor(graph, model, graph.resolve(names)).module(image())
+        for name in names:
+            assert torch.equal(
+                build_extractor(graph, model, graph.resolve([name])).module(image())[name], together[name]
+            )
 
 
 @pytest.mark.parametrize("write", KNOWN, ids=lambda f: f.__name__)
@@ -392,17 +386,7 @@ def test_untrackable_writes_are_reported(own_entry: OwnEntry) -> None:
         build_extractor(graph, Model(write).eval(), graph.resolve(["last"]))
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.zero_(),
-        lambda x: x.fill_(2.0),
-        lambda x: x.copy_(x + 1),
-        lambda x: x.normal_(),
-        lambda x: x.uniform_(),
-        lambda x: x.exponential_(),
-    ],
-)
+@pytest.mark.parametrize("write", [lambda x: x.zero_(), lambda x: x.copy_(x + 1), lambda x: x.normal_()])
 def test_what_has_no_pure_name_writes_to_a_copy(write: Callable[[Tensor], Tensor]) -> None:
     pure = out_of_place(fx.symbolic_trace(lambda x: (write(x), x.exp())).eval())
     assert applied(pure)[-1].changes == 1
@@ -421,14 +405,6 @@ def test_what_is_no_write_stays() -> None:
     assert torch.equal(out_of_place(module)(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_an_extractor_has_nothing_left_to_turn() -> None:
-    graph, model = model_graph("resnet18"), load_model(get_model("resnet18"), "random")
-    module = build_extractor(graph, model, graph.resolve(["layer4"])).module
-    pure = out_of_place(module)
-    assert applied(pure)[-1].changes == 0
-    assert len(pure.graph.nodes) == len(module.graph.nodes)
-
-
 def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
@@ -443,10 +419,3 @@ def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
     assert [n.op for n in folded.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
     with torch.no_grad():
         assert torch.equal(folded(image())["add"], model(image()))
-
-
-def test_sums_of_integers_keep_their_type() -> None:
-    pure = out_of_place(trace(lambda x: x.int().cumsum_(1)))
-    x = torch.tensor([[1.0, 2.0, 3.0]])
-    assert torch.equal(pure(x), x.int().cumsum_(1))
-    assert pure(x).dtype == torch.int32

@@ -97,7 +97,7 @@ def function(x: Tensor, mode: str = "max") -> dict[str, Tensor]:
     return {mode: torch.ops.aten.add.Tensor(pooled, 1), "sizes": pooled * x.shape[0]}
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_functions_kept_whole_stay_so(protocol: int) -> None:
     made = trace(function, leaf_functions=(whole,), concrete_args={"mode": "max"})
     again = pickle.loads(pickle.dumps(made, protocol))

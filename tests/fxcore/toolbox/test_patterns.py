@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -71,32 +72,21 @@ def test_tapped_inner_values_keep_a_match_away() -> None:
 def test_a_pattern_holds_no_tensor() -> None:
     """Whatever the model's own constant is, it would go by the same name."""
 
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tensor([9, 9, 9])
-
     with pytest.raises(BadPattern, match="tensor"):
-        replace_pattern(traced(Net()), lambda x: x + torch.arange(3), lambda x: x * 0)
+        replace_pattern(trace(lambda x: x + torch.tensor([9, 9, 9])), lambda x: x + torch.arange(3), lambda x: x * 0)
 
 
 def test_arguments_that_hold_computed_values_are_no_literals() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor, i: Tensor) -> Tensor:
-            return x[:, i + 1] + x[:, 1:]
-
     x, i = torch.randn(2, 3), torch.tensor(1)
-    changed = replace_pattern(traced(Net()), lambda a: op(operator.getitem, name="take")(a), lambda a, take: -take(a))
+    module = trace(lambda x, i: x[:, i + 1] + x[:, 1:])
+    changed = replace_pattern(module, lambda a: op(operator.getitem, name="take")(a), lambda a, take: -take(a))
     assert applied(changed)[-1].changes == 1
     assert torch.equal(changed(x, i), x[:, 2] - x[:, 1:])
 
 
 def test_a_wildcard_may_be_a_list_of_values() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return torch.cat([x, y.exp()], 1)
-
     x, y = torch.randn(2, 2), torch.randn(2, 2)
-    module = traced(Net())
+    module = trace(lambda x, y: torch.cat([x, y.exp()], 1))
     changed = replace_pattern(module, lambda xs: op(torch.cat, name="cat")(xs), lambda xs, cat: cat([xs[0].neg(), *xs]))
     assert torch.equal(changed(x, y), torch.cat([-x, x, y.exp()], 1))
 
@@ -123,38 +113,35 @@ def test_a_match_that_writes_what_others_read_stays() -> None:
     assert verify(lambda v: ((v - 0.5).relu() + v - 0.5,), alone, x).allclose
 
 
-def test_a_match_that_writes_what_a_view_reads_stays() -> None:
-    def compute(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = x - 0.5
-        view = y.flatten(1)
-        return y.relu_() * 2, view
+def read_by_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x - 0.5
+    view = y.flatten(1)
+    return y.relu_() * 2, view
 
+
+def read_as_another_argument(x: Tensor) -> Tensor:
+    y = x - 0.5
+    view = y.view(-1).view(4, 6)
+    return y.relu_() + view
+
+
+def overwritten_in_between(x: Tensor) -> Tensor:
+    y = x - 0.5
+    z = y.relu()
+    y.flatten(1).add_(1)
+    return z * 2
+
+
+@pytest.mark.parametrize(
+    ("compute", "pattern", "replacement"),
+    [
+        (read_by_a_view, lambda a: op("relu_")(a) * 2, lambda a: a.relu() * 2),
+        (read_as_another_argument, lambda a, b: op("relu_")(a) + b, lambda a, b: a.relu() + b),
+        (overwritten_in_between, lambda a: op("relu")(a) * 2, lambda a: a.relu() * 2),
+    ],
+)
+def test_a_match_among_writes_stays(compute: Any, pattern: Any, replacement: Any) -> None:
     x = torch.randn(4, 6)
-    kept = replace_pattern(trace(compute), lambda a: op("relu_")(a) * 2, lambda a: a.relu() * 2)
-    assert applied(kept)[-1].changes == 0
-    assert verify(compute, kept, x).max_abs == 0
-
-
-def test_a_match_that_overwrites_another_of_its_arguments_stays() -> None:
-    def compute(x: Tensor) -> Tensor:
-        y = x - 0.5
-        view = y.view(-1).view(4, 6)
-        return y.relu_() + view
-
-    x = torch.randn(4, 6)
-    kept = replace_pattern(trace(compute), lambda a, b: op("relu_")(a) + b, lambda a, b: a.relu() + b)
-    assert applied(kept)[-1].changes == 0
-    assert verify(compute, kept, x).max_abs == 0
-
-
-def test_a_match_whose_argument_is_overwritten_in_between_stays() -> None:
-    def compute(x: Tensor) -> Tensor:
-        y = x - 0.5
-        z = y.relu()
-        y.flatten(1).add_(1)
-        return z * 2
-
-    x = torch.randn(4, 6)
-    kept = replace_pattern(trace(compute), lambda a: op("relu")(a) * 2, lambda a: a.relu() * 2)
+    kept = replace_pattern(trace(compute), pattern, replacement)
     assert applied(kept)[-1].changes == 0
     assert verify(compute, kept, x).max_abs == 0

@@ -28,7 +28,6 @@ from fxcore.transforms import (
     fuse_conv_bn,
     insert_after,
     op,
-    out_of_place,
     remove,
     replace_activation,
     replace_module,
@@ -39,28 +38,6 @@ from fxcore.transforms import (
     wrap,
 )
 from tests.fxcore.capture import traced
-
-
-def test_out_of_place_leaves_the_input_and_the_original() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            y = self.first(x)
-            z = F.relu(y, inplace=True)
-            z += 1
-            return {"y": y, "z": z.mul_(2)}
-
-    module = traced(InPlace())
-    x = -torch.ones(2, 3)
-    expected = module(x.clone())["z"]
-    pure = out_of_place(module)
-    assert torch.equal(pure(x)["z"], expected)
-    assert torch.equal(x, -torch.ones(2, 3))
-    assert module.get_submodule("first.0").inplace is True
-
 
 # normalisation
 
@@ -117,13 +94,6 @@ def test_normalised_images_stay_in_half_precision(dtype: torch.dtype) -> None:
     folded = fold_normalization(traced(model), mean=[0.5] * 3, std=[0.25] * 3)
     # Both round once: dividing by a power of two rounds nothing.
     assert torch.equal(folded(image), model((image - 0.5) / 0.25))
-
-
-def test_bad_normalisations_are_refused() -> None:
-    module = traced(nn.Sequential(nn.Conv2d(3, 4, 3)))
-    for mean, std in (([0.5], [0.0]), ([0.5, 0.5], [1.0]), ([], [])):
-        with pytest.raises(BadParameter):
-            fold_normalization(module, mean=mean, std=std)
 
 
 # removal and replacement
@@ -214,11 +184,7 @@ def test_a_class_in_place_of_a_name_takes_no_settings_from_the_old_module() -> N
 
 
 def test_replacement_of_functions_and_methods() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(x) + x.exp()
-
-    module = traced(Net())
+    module = trace(lambda x: torch.relu(x) + x.exp())
     x = torch.randn(5)
     assert torch.equal(replace_op(module, torch.relu, torch.sigmoid)(x), x.sigmoid() + x.exp())
     assert torch.equal(replace_op(module, "exp", torch.cos)(x), x.relu() + x.cos())
@@ -304,11 +270,7 @@ def test_tensors_that_are_no_part_of_the_model_become_buffers() -> None:
 def test_rules_say_what_torch_says(name: str) -> None:
     function: Callable[[Tensor], Tensor] = ACTIVATIONS[name]
 
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    module = traced(Net())
+    module = trace(lambda x: function(x))
     simple = decompose(module, [name])
     assert applied(simple)[-1].changes == 1
     assert not any(n.target is function for n in simple.graph.nodes)
@@ -317,11 +279,7 @@ def test_rules_say_what_torch_says(name: str) -> None:
 
 
 def test_own_rules_and_other_settings() -> None:
-    class Net(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.gelu(torch.square(x), approximate="tanh").neg()
-
-    module = traced(Net())
+    module = trace(lambda x: F.gelu(torch.square(x), approximate="tanh").neg())
     simple = decompose(module, ["gelu"], rules={torch.square: lambda x: x * x, "neg": lambda x: 0 - x})
     assert applied(simple)[-1].changes == 2
     assert any(n.target is F.gelu for n in simple.graph.nodes)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torchvision.models import resnet18
 
 from fxcore import trace
@@ -20,9 +20,14 @@ from tests.fxcore.capture import traced
 # splitting
 
 
-@pytest.mark.parametrize("node", ["relu", "layer1.0.conv2", "layer2.0.downsample.0", "avgpool", "fc", "x"])
-def test_halves_make_the_whole(node: str) -> None:
-    module = traced(resnet18())
+@pytest.fixture(scope="module")
+def resnet() -> fx.GraphModule:
+    return traced(resnet18())
+
+
+@pytest.mark.parametrize("node", ["relu", "layer1.0.conv2", "layer2.0.downsample.0", "fc", "x"])
+def test_halves_make_the_whole(node: str, resnet: fx.GraphModule) -> None:
+    module = resnet
     halves = split_at(module, node)
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(halves(x), module(x))
@@ -86,11 +91,8 @@ DOMAINS: list[tuple[Callable[[Tensor], Tensor], float, float]] = [
     (torch.cos, 0, math.pi),
     (torch.tan, -HALF_PI + 0.001, HALF_PI - 0.001),
     (torch.asin, -1, 1),
-    (torch.arcsin, -1, 1),
     (torch.acos, -1, 1),
-    (torch.arccos, -1, 1),
     (torch.atan, -INF, INF),
-    (torch.arctan, -INF, INF),
     (torch.sinh, -INF, INF),
     (torch.arcsinh, -INF, INF),
     (torch.acosh, 1, INF),
@@ -182,24 +184,6 @@ def test_rows_of_a_reshape_that_keeps_them_may_be_any_number() -> None:
     torch.testing.assert_close(inverse(x.flatten(1) * 2), x)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.leaky_relu(x, 0.0),
-        lambda x: F.softplus(x, threshold=2),
-        lambda x: torch.add(torch.ones(()), x, alpha=0),
-        lambda x: torch.div(x, 2, rounding_mode="floor"),
-        lambda x: x.view(torch.int32),
-        lambda x: x / x.shape[0],
-        lambda x: torch.sin(x) + torch.cos(x),
-        lambda x: torch.cosh(x),
-    ],
-)
-def test_settings_that_lose_the_input(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(NotInvertible):
-        invert(function, torch.rand(2))
-
-
 def test_inverse_of_a_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(), nn.Linear(4, 4)).double().eval()
@@ -216,14 +200,6 @@ def test_a_linear_layer_without_bias_has_an_inverse_without() -> None:
     assert torch.allclose(inverse(model(x)), x, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "function", [lambda x: x + x, lambda x: x.relu(), lambda x: x**2, lambda x: x.exp() * x, lambda x: x - x]
-)
-def test_what_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
-    with pytest.raises(NotInvertible):
-        invert(function)
-
-
 def test_an_identity_that_is_none_has_no_inverse() -> None:
     class Doubled(nn.Identity):
         def forward(self, x: Tensor) -> Tensor:
@@ -232,6 +208,26 @@ def test_an_identity_that_is_none_has_no_inverse() -> None:
     model = nn.Sequential(Doubled())
     with pytest.raises(NotInvertible):
         invert(trace(model, leaf_modules=[Doubled]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.leaky_relu(x, 0.0),
+        lambda x: F.softplus(x, threshold=2),
+        lambda x: torch.add(torch.ones(()), x, alpha=0),
+        lambda x: torch.div(x, 2, rounding_mode="floor"),
+        lambda x: x.view(torch.int32),
+        lambda x: x / x.shape[0],
+        lambda x: torch.sin(x) + torch.cos(x),
+        lambda x: torch.cosh(x),
+        lambda x: x.relu(),
+        lambda x: x**2,
+    ],
+)
+def test_what_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(NotInvertible):
+        invert(function, torch.rand(2))
 
 
 @pytest.mark.parametrize(

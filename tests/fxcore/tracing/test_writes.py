@@ -308,7 +308,7 @@ class Deep(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("model", [Gated(), Deep()], ids=["gated", "deep"])
+@pytest.mark.parametrize("model", [Gated(), pytest.param(Deep(), marks=pytest.mark.exhaustive)], ids=["gated", "deep"])
 def test_sums_may_be_nested_deeply(model: nn.Module) -> None:
     x = torch.randn(2, 3)
     assert torch.equal(trace(model.eval())(x), model(x))

@@ -1,7 +1,8 @@
-"""The advice of an error, and that following it helps."""
+"""The advice of an error, that following it helps, and what a function needs of its inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fxcore import create_extractor, trace
 from fxcore.errors import NotTraceable
+from fxcore.tracing.failures.fake_tensors import fake_failure, needs_values
 
 
 class Packed(nn.Module):
@@ -92,3 +94,65 @@ def test_what_is_missing_without_hooks_is_no_hooks_fault() -> None:
     module = Hooked("by name").eval()
     module.stem._forward_hooks.clear()
     refused(module, "other")
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [lambda x: x * x.amax().item(), lambda x: x[x > 0], lambda x: x if x.sum() > 0 else -x, lambda x: x.tolist()],
+)
+def test_values_that_are_read(reads: Callable[[Tensor], object]) -> None:
+    failure = fake_failure(reads, (torch.rand(2, 3),))
+    assert failure is not None
+    assert needs_values(failure)
+
+
+def test_shapes_that_do_not_match() -> None:
+    failure = fake_failure(torch.matmul, (torch.rand(2, 3), torch.rand(2, 3)))
+    assert failure is not None
+    assert not needs_values(failure)
+
+
+def test_nothing() -> None:
+    weight = torch.rand(3, 4)  # a real one
+    assert fake_failure(lambda x: x.relu() @ weight, (torch.rand(2, 3),)) is None
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.mix(x)
+
+
+class HalfOperation(Half):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.mT
+
+
+class Full(Half):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.mix(x.float())
+
+
+@pytest.mark.parametrize("part", [Half(), HalfOperation()])
+def test_autocast_that_a_model_turns_on_is_refused(part: nn.Module) -> None:
+    model, x = nn.Sequential(part, nn.Tanh()).eval(), torch.randn(3, 4)
+    with pytest.raises(NotTraceable, match=r"in 0 \(Half.*runs under an autocast that the model turns on") as caught:
+        trace(model)
+    assert (caught.value.extra["kind"], caught.value.extra["module"]) == ("context", "0")
+    for leaves in ("auto", ("0",)):  # as the error advises
+        assert torch.equal(trace(model, leaf_modules=leaves)(x), model(x))
+
+
+def test_autocast_around_the_trace_is_no_matter() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Full(), nn.Tanh()).eval(), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        extractor = create_extractor(model, ["0", "2"], x, leaf_modules=["1"])
+        assert extractor(x)["0"].dtype is torch.bfloat16
+    assert torch.equal(extractor(x)["2"], model(x))
