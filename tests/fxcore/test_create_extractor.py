@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.utils import parametrizations, parametrize
-from torchvision.models import mobilenet_v3_small, resnet18, swin_v2_t
+from torchvision.models import resnet18, squeezenet1_1
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import fxcore
 from fxcore.errors import BadArgument, BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
 from fxcore.exports import CannotExport, export, export_folder
-from fxcore.graph.cut import OpenCut
 from tests.fxcore.hooks import hooked
 
 
@@ -52,9 +51,7 @@ def captioner() -> Captioner:
 IDS, IMAGE = torch.arange(10).view(2, 5), torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    "build", [resnet18, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (mobilenet_v3_small, swin_v2_t))]
-)
+@pytest.mark.parametrize("build", [squeezenet1_1, pytest.param(resnet18, marks=pytest.mark.exhaustive)])
 def test_the_values_of_torchvisions_extractor(build: Any) -> None:
     model, x = build().eval(), torch.rand(2, 3, 64, 64)
     paths = get_graph_node_names(model)[1]
@@ -63,14 +60,6 @@ def test_the_values_of_torchvisions_extractor(build: Any) -> None:
         found = fxcore.create_extractor(model, {name: "key"}, x)(x)
         assert list(found) == ["key"]
         assert torch.equal(found["key"], expected), name
-
-
-def test_in_place_operations_do_not_change_what_was_asked_for() -> None:
-    model, x = resnet18().eval(), torch.rand(1, 3, 64, 64)
-    found = fxcore.create_extractor(model, ["layer1", "layer1.0.bn1"], x)(x)
-    model.layer1[0].relu.inplace = False  # the hook itself would see what the ReLU wrote
-    assert torch.equal(found["layer1.0.bn1"], hooked(model, "layer1.0.bn1", x))
-    assert torch.equal(found["layer1"], hooked(model, "layer1", x))
 
 
 def test_nodes_have_the_metadata_of_torchs_shape_propagation(captioner: Captioner) -> None:
@@ -240,8 +229,7 @@ def test_any_inputs_by_position_and_by_name(captioner: Captioner) -> None:
     assert torch.equal(bare(IDS, IMAGE)["out"], captioner(IDS, IMAGE))
 
 
-@pytest.mark.parametrize("first", ["moving, k=2", "moving, k=2, /"])
-@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(("first", "hooked"), [("moving, k=2", True), ("moving, k=2, /", False)])
 @pytest.mark.parametrize("name", ["fixed", "function", "positions", "inner", "defaults", "narrow", "forward", "call"])
 def test_arguments_with_any_name(name: str, hooked: bool, first: str) -> None:
     scope: dict[str, Any] = {}
@@ -351,14 +339,11 @@ def test_what_is_refused(captioner: Captioner) -> None:
     "call",
     [
         lambda m: fxcore.transforms.decompose(m, rules=3),
-        lambda m: fxcore.transforms.decompose(m, rules=[torch.relu]),
         lambda m: fxcore.transforms.decompose(m, 3),
         lambda m: fxcore.transforms.fold_normalization(m, mean="abc", std=3),
-        lambda m: fxcore.transforms.fold_normalization(m, mean=["a", "b", "c"], std=[1, 1, 1]),
         lambda m: fxcore.transforms.fold_normalization(m, mean=[0, 0, 0], std=None),
         lambda m: fxcore.trace(m, leaf_modules=3),
         lambda m: fxcore.trace(m, leaf_modules=[nn.ReLU()]),
-        lambda m: fxcore.trace(m, leaf_modules=[int]),
         lambda m: fxcore.trace(m, leaf_functions=len),
         lambda m: fxcore.trace(m, concrete_args=["input"]),
     ],
@@ -367,37 +352,6 @@ def test_values_of_a_wrong_type_are_refused_by_name(call: Any) -> None:
     module: fx.GraphModule = fxcore.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
     with pytest.raises(FxError, match=r"rules|operations|mean|leaf_modules|leaf_functions|concrete_args"):
         call(module)
-
-
-class Gated(nn.Module):
-    """Adds a token for each row, as transformers do, and overwrites a value that another name has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.token, self.last = nn.Linear(4, 6), nn.Parameter(torch.rand(1, 1, 6)), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        kept = y
-        y += 1
-        z = torch.cat([self.token.expand(x.size(0), -1, -1), kept], 1)
-        return self.last(z) * x.mean()
-
-
-def test_it_begins_at_inner_nodes_and_gives_what_the_module_does() -> None:
-    module, x = Gated().eval(), torch.rand(3, 5, 4)
-    begin = ["first", "mean"]
-    front = fxcore.create_extractor(module, begin, (torch.rand(2, 5, 4),))
-    back = fxcore.create_extractor(module, {"mul": "end"}, (torch.rand(2, 5, 4),), inputs=begin)
-    assert [str(n.target) for n in back.graph.find_nodes(op="placeholder")] == begin
-    with torch.no_grad():
-        assert torch.equal(back(**front(x))["end"], module(x))
-
-
-def test_what_it_would_need_beside_its_inputs_is_named() -> None:
-    with pytest.raises(OpenCut, match="give mean too") as caught:
-        fxcore.create_extractor(Gated().eval(), ["mul"], (torch.rand(2, 5, 4),), inputs=["first"])
-    assert caught.value.extra["missing"] == ["mean"]
 
 
 class Parametrized(nn.Module):

@@ -64,7 +64,7 @@ def test_the_model_inside_is_traced(name: str) -> None:
     assert inside[0] is wrapper
 
 
-@pytest.mark.parametrize("path", ["module.4", "_orig_mod.4", "4", "module._orig_mod.4"])
+@pytest.mark.parametrize("path", ["module.4", "module._orig_mod.4"])
 def test_nodes_may_be_named_by_the_wrappers_paths(path: str) -> None:
     wrapper = nn.DataParallel(model())
     with torch.no_grad():
@@ -111,9 +111,8 @@ class Parted(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("same", [False, True], ids=["new", "the same"])
-@pytest.mark.parametrize("outer", ["", "module.", "_orig_mod."])
-def test_wrappers_inside_users_models_are_removed(same: bool, outer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("outer", "same"), [("", True), ("module.", False), ("_orig_mod.", False)])
+def test_wrappers_inside_users_models_are_removed(outer: str, same: bool, tmp_path: Path) -> None:
     torch.manual_seed(1)
     plain, wrapped = Parted(plain=True).eval(), Parted()
     for target, source in zip(wrapped.state_dict().values(), drawn_like(wrapped), strict=True):
@@ -171,7 +170,7 @@ class Named(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("name", ["layer", "layer.*", "module.layer.*", ["layer.*"], ["module.layer.*", "mul"], "mul"])
+@pytest.mark.parametrize("name", ["layer", "module.layer.*", ["module.layer.*", "mul"]])
 def test_groups_and_single_names_in_a_wrapper(name: str | list[str]) -> None:
     plain = Named()
     names = name.removeprefix("module.") if isinstance(name, str) else [one.removeprefix("module.") for one in name]

@@ -18,7 +18,7 @@ from fxcore.rendering.render import FORMATS, Format, render
 from fxcore.tracing.names import PATH
 
 SVG = "{http://www.w3.org/2000/svg}"
-MODELS = ["resnet18", "vit_b_16", "fasterrcnn_resnet50_fpn", "densenet121"]
+MODELS = ["vit_b_16", "densenet121"]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +78,11 @@ def test_table_has_no_empty_columns_and_shows_what_shape_prop_found() -> None:
     assert [row.split("{}")[-1].split("  ")[-2:] for row in rows[:2]] == [["[3, 4]", "float32"], ["[3, 2]", "float32"]]
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_code_is_what_torch_fx_generates(model: str) -> None:
-    graph = model_graph(model)
+def test_code_is_what_torch_fx_generates() -> None:
+    graph = model_graph("vit_b_16")
     code = render(graph, "code")
     assert code == fx.GraphModule(graph.traced_modules[""], graph.graph).code.lstrip("\n")
-    compile(code, model, "exec")
+    compile(code, "vit_b_16", "exec")
 
 
 def test_code_written_by_many_threads_leaves_the_graph_as_it_was() -> None:
@@ -191,7 +190,7 @@ def test_an_extractors_graph_shows_its_keys(extractor_graph: fx.Graph) -> None:
     assert "layer4" not in render(extractor_graph, "table")
 
 
-@pytest.mark.parametrize("model", [*MODELS, None])
+@pytest.mark.parametrize("model", ["vit_b_16", None])
 def test_dot_and_mermaid_hold_nothing_but_nodes_and_edges(model: str | None) -> None:
     graph = model_graph(model) if model else hostile_graph()
     plain = graph if isinstance(graph, fx.Graph) else graph.graph
