@@ -5,23 +5,26 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fxcore import Edit, Extractor, build_extractor, load_model, model_graph
+from fxcore import Edit, Extractor, ModelEntry, build_extractor, load_model, model_graph
 from fxcore.analysis.verify import verify
 from fxcore.exports import FORMATS, export, export_folder
 from fxcore.exports.subject import subject_of
+from tests.fxcore.conftest import OwnEntry
 from tests.fxcore.exports.test_export import run
+from tests.fxcore.model_list import small_swin
 
 
-def edited(name: str, key: str, at: list[str], inputs: dict[str, str] | None = None) -> Extractor:
-    graph = model_graph(name)
+def edited(entry: str | ModelEntry, keys: Any, at: list[str], inputs: dict[str, str] | None = None) -> Extractor:
+    graph = model_graph(entry)
     model = load_model(graph.entry, "random")
-    return build_extractor(graph, model, graph.resolve([key]), inputs=inputs, edits=graph.resolve(at))
+    return build_extractor(graph, model, graph.resolve(keys), inputs=inputs, edits=graph.resolve(at))
 
 
 def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
@@ -37,15 +40,17 @@ def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_file_takes_the_edits_of_its_extractor(format: str, tmp_path: Path) -> None:
-    """Two edits, of which one is of an output; edits of a part of a model, and of windows, several rows an image."""
+def test_files_run_elsewhere_and_take_edits(format: str, own_entry: OwnEntry, tmp_path: Path) -> None:
+    """Two edits, of which one is of an output; edits of a part of a model, and of windows, several rows an image. The
+    number of rows is free. Keys are not in the order of execution, one node has two, and one is the input."""
     for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
         pytest.importorskip(package)
     begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
+    keys = {"C4": "late", "x": "image", "C3": "C3", "features.12": "again"}
     extractors = [
-        edited("squeezenet1_1", "features.5", ["features.5", "features.3"]),
+        edited("squeezenet1_1", keys, ["features.12", "features.3"]),
         edited("resnet18", "layer3", ["layer2.1.conv2"], begin),
-        edited("timm.swin_tiny_patch4_window7_224", "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
+        edited(own_entry(small_swin), "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
     ]
     asked, batches = [], []
     for place, extractor in enumerate(extractors):
@@ -58,9 +63,10 @@ def test_a_file_takes_the_edits_of_its_extractor(format: str, tmp_path: Path) ->
             save_file({str(i): x.contiguous() for i, x in enumerate(inputs)}, folder / f"inputs{rows}.safetensors")
             asked.append(f"{place}:{file.name}:{rows}")
             batches.append((extractor, inputs, folder / f"outputs{rows}.safetensors"))
-    run(format, asked, tmp_path)
-    for extractor, inputs, made in batches:
-        values = load_file(made)
+    for (extractor, inputs, made), found_keys in zip(batches, run(format, asked, tmp_path), strict=True):
+        assert found_keys == [output.key for output in extractor.outputs]
+        stored = load_file(made)
+        values = {key: stored[key] for key in found_keys}
         found = verify(extractor.module, lambda *x, v=values: v, inputs)
         assert found.relative < 1e-4, found
         kept = (*inputs[: len(extractor.inputs)], *extractor.factors([], *inputs[: len(extractor.inputs)]))
@@ -85,15 +91,9 @@ def test_a_folder_says_which_inputs_edit_which_node(tmp_path: Path, monkeypatch:
     torch.testing.assert_close(values, extractor.module(images, *factors)["features.5"])
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "node", "layout"),
-    [
-        ("vit_b_32", "encoder.layers.encoder_layer_0", "encoder.layers.encoder_layer_0.ln_1", "tokens"),
-        ("timm.swin_tiny_patch4_window7_224", "layers.0.blocks.0", "layers.0.blocks.0.attn.qkv", None),
-    ],
-)
-def test_the_layout_of_factors_is_said_if_it_is_known(name: str, key: str, node: str, layout: str | None) -> None:
-    extractor = edited(name, key, [node])
+@pytest.mark.parametrize(("node", "layout"), [("norm1", "NHWC"), ("attn.qkv", None)])
+def test_the_layout_of_factors_is_said_if_it_is_known(node: str, layout: str | None, own_entry: OwnEntry) -> None:
+    extractor = edited(own_entry(small_swin), "layers.0.blocks.0", [f"layers.0.blocks.0.{node}"])
     description = subject_of(extractor, None).description()
     assert [spec["layout"] for spec in description["inputs"]] == ["NCHW", layout, layout]
     assert [tuple(spec["shape"][1:]) for spec in description["inputs"][1:]] == [

@@ -202,7 +202,7 @@ def test_named_tuples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("squeezenet1_1", ["features.2"], "torch, safetensors"),
         ("swin_t", ["features.1"], "torch, safetensors, torchvision"),
-        ("timm.swin_tiny_patch4_window7_224", ["layers.0"], "torch, safetensors, timm"),
+        ("timm.test_efficientnet", ["blocks.1"], "torch, safetensors, timm"),
     ],
 )
 def test_the_folder_says_which_packages_it_needs(name: str, nodes: list[str], needed: str, tmp_path: Path) -> None:
