@@ -1,4 +1,4 @@
-"""Check a traced graph by running it: compare it with its module, and with itself.
+"""Check a traced graph by running it: compare it with its module, and each single image with a batch.
 
 Tracing records one path through the code. Branches on types and attributes, ``try`` blocks and ``autocast`` are not
 recorded, so the graph may silently compute different values.
@@ -8,25 +8,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.draws import Draws, deterministic
-from fxcore.analysis.samples import SAME, Sample, near, sampled
+from fxcore.analysis.samples import CLOSE, SAME, Sample, near, sampled
 from fxcore.analysis.verify import flat, flat_nodes
 from fxcore.errors import FxError, summarize
+from fxcore.models.weightless import BUILD_LOCK
 from fxcore.nesting import clones, map_tensors, tensors_in
-from fxcore.passes.effects import UNINITIALIZED, is_uninitialized
+from fxcore.passes.effects import UNINITIALIZED, is_random, is_uninitialized
 from fxcore.passes.zero_memory import ZEROED
+from fxcore.tracing.constants import FROZEN
 from fxcore.tracing.dispatch_modes import LenientMode
 from fxcore.tracing.interpreter import Interpreter, Watcher
 from fxcore.tracing.names import public_name
 
+_FIVE = [1, 0, 2, 3, 3]
+"""Rows of a batch of five. From the third row on they are no palindrome, so that reversing them is seen."""
+
 
 class GraphDiffers(FxError):
     """A graph and the module that it was traced from compute different values; ``node`` is the first that differs."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The dependence of a batch's values on its images.
+
+    Attributes:
+        apart: names of the nodes whose rows in a batch are not those of the single images, in order.
+        dependent: the first node whose values for an image depend on the other images, if the model's result depends
+            on them too; else None.
+    """
+
+    apart: list[str] = field(default_factory=list)
+    dependent: str | None = None
 
 
 def check_graph(
@@ -62,14 +81,14 @@ def check_graph(
     targets = {node: path for node, path in targets.items() if path not in scripted}  # these take no hooks
     name = type(module).__name__
     seen: dict[str, list[Sample]] = {path: [] for path in targets.values()}
-    with deterministic(), memory_set(traced):
+    with _deterministic(), _memory_set(traced):
         with _watched(module, seen):
             expected = module(*clones(inputs))
         if any("forward" in vars(part) for part in module.modules()):
             # It may call parts of the module that this one is a copy of; then only the results are compared.
             targets = {node: path for node, path in targets.items() if seen[path]}
         first: str | None = None
-        random = Draws(traced)
+        random = _Draws(traced)
 
         def compare(node: fx.Node, value: Any) -> None:
             """Compare the outputs of modules with ``seen``, and remove the compared samples."""
@@ -128,7 +147,7 @@ def other_inputs(inputs: Sequence[Any]) -> list[Any]:
     >>> other.sort().values.tolist()
     [0, 1, 2, 3]
     """
-    with deterministic():
+    with _deterministic():
         return list(map_tensors(_other, list(inputs)))
 
 
@@ -141,8 +160,55 @@ def _other(value: Tensor) -> Tensor:
     return value.flatten()[torch.randperm(value.numel(), device=value.device)].view(value.shape)
 
 
+def compare_rows(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> Rows:
+    """Compare a batch of two, and one of five, with each single image, node by node.
+
+    In a single order, rows that are sorted by value could be in the right place by chance, so the second batch begins
+    in the other order. Some models change only the third row and those after it. The second batch also has a bright
+    and a dark image, which change the sign of a mean, or the number of values above a threshold.
+
+    Args:
+        traced: a graph without in-place operations.
+        inputs: two rows each, all different.
+
+    Raises:
+        Exception: whatever the graph raises for five rows, for two, or for one.
+
+    >>> from fxcore import trace
+    >>> compare_rows(trace(lambda x: torch.stack([x, -x]).flatten(0, 1).abs()), (torch.randn(2, 3),))
+    Rows(apart=['flatten', 'abs'], dependent=None)
+    >>> compare_rows(trace(lambda x: x - x.mean(0)), (torch.randn(2, 3),))
+    Rows(apart=['sub'], dependent='sub')
+    """
+    images = [torch.cat([x, _unlike(x)]) for x in inputs]
+    single = ([x[row : row + 1] for x in images] for row in range(4))
+    batches = (inputs, [x[_FIVE] for x in images], *single)
+    state: dict[fx.Node, str] = {}
+    with _deterministic(), _memory_set(traced):
+        for node, (batch, five, *alone) in _in_step(traced, batches):
+            if isinstance(batch, Tensor):
+                found = _relation(batch, *alone[:2]), _relation(five, *(alone[row] for row in _FIVE))
+                state[node] = max(found, key=_RELATIONS.index)
+    apart = [public_name(node) for node, found in state.items() if found in ("mixed", "differs")]
+    results = {state[node] for node in traced.graph.output_node().all_input_nodes if node in state}
+    differing = next((public_name(node) for node, found in state.items() if found == "differs"), None)
+    depends = "differs" in results or not results & {"alone", "mixed"}
+    return Rows(apart, differing if depends else None)
+
+
+_RELATIONS = ("none", "alone", "mixed", "differs")
+"""Results of :func:`_relation`, by increasing dependence of an image's values on the others in its batch."""
+
+
+def _unlike(x: Tensor) -> Tensor:
+    """Return a bright and a dark image with the noise of the two images ``x``."""
+    bright, dark = x.split(1)
+    offset = 2 * x.std() if x.is_floating_point() else 0
+    return torch.cat([bright / 2 + offset, dark / 2 - offset]).to(x.dtype)
+
+
 def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
-    """Return the first node that computes another value from the same inputs when called again; None if there is none.
+    """Return the first node that computes another value from the same inputs after others; None if there is none.
 
     Modules that are kept whole may hold state between calls. Random values are not compared.
 
@@ -150,36 +216,35 @@ def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | Non
     >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
     True
     """
-    with deterministic(), memory_set(traced):
-        for node, values in in_step(traced, (inputs, inputs)):
-            if not same_tensors(*values):
+    others = other_inputs(inputs)
+    with _deterministic(), _memory_set(traced):
+        for node, (first, _, again) in _in_step(traced, (inputs, others, inputs)):
+            pairs = zip(tensors_in(first), tensors_in(again), strict=True)
+            if not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
                 return public_name(node)
     return None
 
 
-def same_tensors(one: Any, other: Any) -> bool:
-    """Return whether the tensors in two values of a node are equal, up to rounding."""
-    pairs = zip(*map(tensors_in, (one, other)), strict=True)
-    return all(near(sampled(a), sampled(b), SAME) for a, b in pairs)
+def draws(traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether ``traced`` computes with random numbers when it runs on ``inputs``.
+
+    >>> from fxcore import trace
+    >>> draws(trace(lambda x: x + torch.rand_like(x)), [torch.ones(2)]), draws(trace(lambda x: x + 1), [torch.ones(2)])
+    (True, False)
+    """
+    with _deterministic():
+        found = _Draws(traced)
+        Watcher(traced, lambda node, _: found.note(node)).run(*clones(inputs))
+    return bool(found.nodes)
 
 
-def keeps_state(module: nn.Module, inputs: Sequence[Any]) -> bool:
-    """Return whether ``module`` computes another result from the same inputs after it was called with others."""
-    results = []
-    for some in (inputs, other_inputs(inputs), inputs):
-        with deterministic():
-            results.append(_tensors(module(*clones(some))))
-    first, _, second = results
-    return list(first) != list(second) or not same_tensors(list(first.values()), list(second.values()))
-
-
-def in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
+def _in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Run ``traced`` on all ``batches`` at once, node by node, and yield each node with its values, except for random
     ones."""
     runs = [Interpreter(traced) for _ in batches]
     for run, given in zip(runs, batches, strict=True):
         run.args_iter = iter(clones(given))
-    random = Draws(traced)
+    random = _Draws(traced)
     for node in traced.graph.nodes:
         if node.op == "output":
             return
@@ -191,6 +256,32 @@ def in_step(traced: fx.GraphModule, batches: Sequence[Sequence[Any]]) -> Iterato
         for run in runs:  # drop the values that no later node reads
             for done in run.user_to_last_uses.get(node, ()):
                 run.env.pop(done, None)
+
+
+def _relation(batch: Tensor, *alone: Any) -> str:
+    """Classify the values of a batch relative to those of the single images.
+
+    ``alone`` if the batch is the concatenation of the single values along any dimension; ``mixed`` if it has the same
+    rows in a different order, or not as many of each image; ``none`` if no dimension grows with the batch; else
+    ``differs``.
+    """
+    if not all(isinstance(one, Tensor) and one.ndim == batch.ndim for one in alone):
+        return "differs"
+    axes = [i for i in range(batch.ndim) if batch.shape[i] == sum(one.shape[i] for one in alone)]
+    if not axes:
+        return "none" if all(one.shape == batch.shape for one in alone) else "differs"
+    counts = [one.shape[axes[0]] for one in alone]
+    if len(set(counts)) > 1:
+        return "mixed"
+    parts = torch.split(batch, counts, axes[0])
+    if any(part.shape != one.shape for part, one in zip(parts, alone, strict=True)):
+        return "differs"
+    if all(near(sampled(one), sampled(part), CLOSE) for part, one in zip(parts, alone, strict=True)):
+        return "alone"
+    expected = torch.cat(alone, axes[0])
+    if axes[0] == 0 and near(expected.flatten().sort().values, batch.flatten().sort().values, CLOSE):
+        return "mixed"
+    return "differs"
 
 
 @contextlib.contextmanager
@@ -230,6 +321,51 @@ def _tensors(value: Any) -> dict[str, Tensor]:
     return {key: item for key, item in flat(value).items() if isinstance(item, Tensor)}
 
 
+_KNOWN = ("torch", "torchvision", "_operator", "builtins", "math")
+
+
+class _Draws:
+    """The nodes that have run whose values depend on random numbers.
+
+    Functions and modules of others that are kept whole are recognised by the generators that they draw from.
+    """
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.nodes: set[fx.Node] = set()
+        self._traced = traced
+        self._unknown = {node for node in traced.graph.nodes if not _is_torchs(traced, node)}
+        self._generators = self._states()
+
+    def note(self, node: fx.Node) -> None:
+        """Add ``node``, which was the last to run, if its values depend on random numbers."""
+        before, self._generators = self._generators, self._states()
+        drawn = FROZEN in node.meta and node.meta[FROZEN].random
+        drawn |= node in self._unknown and self._generators != before
+        drawn |= is_random(self._traced, node) and not is_uninitialized(node)
+        if drawn or not self.nodes.isdisjoint(node.all_input_nodes):
+            self.nodes.add(node)
+
+    def _states(self) -> list[bytes]:
+        generators = (torch.default_generator, *torch.cuda.default_generators) if self._unknown else ()
+        return [generator.get_state().numpy().tobytes() for generator in generators]
+
+
+def _is_torchs(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether ``node`` calls nothing but what torch or Python defines, of which it is known what draws."""
+    if node.op == "call_module":
+        parts = traced.get_submodule(str(node.target)).modules()
+        return all(type(part).__module__.startswith("torch.nn.") for part in parts)
+    origin = getattr(node.target, "__module__", None) or "torch"  # some of torch's functions have none
+    return node.op != "call_function" or origin.partition(".")[0] in _KNOWN
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    with torch.no_grad(), BUILD_LOCK, torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
 class _Zeroing(LenientMode):
     """Set memory that would be uninitialised to zero, so that values that depend on it can be compared."""
 
@@ -238,7 +374,7 @@ class _Zeroing(LenientMode):
         return result.zero_() if func.__name__.partition(".")[0] in UNINITIALIZED else result
 
 
-def memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+def _memory_set(traced: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     """Zero uninitialised memory within the block if ``traced`` has any; other graphs run as they are."""
     any_unset = any(is_uninitialized(node) or ZEROED in node.meta for node in traced.graph.nodes)
     return _Zeroing() if any_unset else contextlib.nullcontext()

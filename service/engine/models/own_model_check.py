@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.analysis.agreement import (
-    GraphDiffers,
-    changing_node,
-    check_graph,
-    keeps_state,
-)
-from fxcore.analysis.draws import draws
-from fxcore.analysis.rows import Rows, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows, draws
 from fxcore.analysis.verify import verify
 from fxcore.backends import BACKENDS, Options
 from fxcore.copies import private_copy
@@ -59,8 +52,8 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
     traced = whole_module(graph, _out_of_place(module), dtype)
     try:
         others = _checked_images(module, traced, graph, dtype)
-        changing = changing_node(traced, others) or ("its forward" if keeps_state(module, others) else None)
-        rows = compare_rows(traced, others) if entry.batch else Rows()
+        changing = changing_node(traced, others)
+        rows = compare_rows(traced, others) if entry.batch and changing is None else Rows()
     except Exception as error:
         if _computes_without_values(module, _images(graph, dtype, 1)):
             raise BadUserModel(

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torchvision.ops import stochastic_depth
 
 from fxcore import create_extractor, get_model, trace
-from fxcore.analysis.agreement import GraphDiffers, changing_node, check_graph
-from fxcore.analysis.draws import draws
-from fxcore.analysis.rows import Rows, compare_rows
+from fxcore.analysis.agreement import GraphDiffers, Rows, changing_node, check_graph, compare_rows, draws
 from fxcore.errors import FxError
 
 
@@ -69,7 +67,7 @@ def filled(x: Tensor) -> Tensor:
 
 
 def expert(x: Tensor) -> Tensor:
-    made, mask = x * 2, x.mean((1, 2)) > -9
+    made, mask = x * 2, x.mean((1, 2)) > 1
     made[mask] = x[mask].exp()
     return made
 
@@ -193,19 +191,15 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
     "function": (lambda x: F.batch_norm(x, None, None, training=True), ["batch_norm"], "batch_norm"),
     "memory": (lambda x: torch.empty_like(x).copy_(x), [], None),
     "memory across": (lambda x: filled(x).exp(), ["softmax", "exp"], "softmax"),
-    "sign of a mean": (lambda x: torch.where(x.mean() > 9, -x, x) * 2, ["where", "mul"], "where"),
-    "any": (lambda x: x * (x.isnan().any() * 2), ["mul_1"], "mul_1"),
-    "count": (lambda x: x + (x.mean((1, 2)) > 9).sum(), ["add"], "add"),
-    "last row": (lambda x: x + (x[-1:] - 99).relu(), ["add"], "add"),
-    "largest row": (lambda x: x + (x.max(0).values - 99).relu(), ["add"], "add"),
-    "shape, type and device": (
-        lambda x: x + torch.ones(5, 4).to(x) + torch.zeros_like(x[:1]) + x[0].new_ones(4),
-        [],
-        None,
-    ),
-    "mask": (lambda x: x[x.mean((1, 2)) > -9] * 2, ["getitem", "mul"], None),
+    "sign of a mean": (lambda x: torch.where(x.mean() > 0.5, -x, x) * 2, ["where", "mul"], "where"),
+    "any": (lambda x: x * ((x.mean((1, 2)) > 1).any() * 2), ["mul_1"], "mul_1"),
+    "count": (lambda x: x + (x.mean((1, 2)) > 1).sum(), ["add"], "add"),
+    "last row": (lambda x: x + (x[-1:] - 2).relu(), ["add"], "add"),
+    "largest row": (lambda x: x + (x.max(0).values - 2).relu(), ["add"], "add"),
+    "less the largest": (lambda x: (x - x.max()).softmax(-1) * 2, ["sub"], None),
+    "mask": (lambda x: x[x.mean((1, 2)) > 1] * 2, ["getitem", "mul"], None),
     "numbers": (
-        lambda x: x.index_select(0, (x.mean((1, 2)) > -9).nonzero()[:, 0]),
+        lambda x: x.index_select(0, (x.mean((1, 2)) > 1).nonzero()[:, 0]),
         ["nonzero", "getitem", "index_select"],
         None,
     ),
