@@ -106,12 +106,12 @@ class State:
 
         Raises:
             UnknownModel: it does not exist or is not served.
+            NotTraceable: it is an operator's own and cannot be traced.
             Unsupported: it is timm's, and timm is not installed.
         """
-        imports_timm = name.startswith(PREFIX) and not imported()
-        entry = await self.in_thread(caller, lambda: get_model(name)) if imports_timm else get_model(name)
         require_served(name, self.settings.models)
-        return entry
+        imports_timm = name.startswith(PREFIX) and not imported()
+        return await self.in_thread(caller, lambda: get_model(name)) if imports_timm else get_model(name)
 
     def request_seconds(self, timeout: float | None) -> float:
         """Return the time limit of a request, given its ``X-Request-Timeout``."""

@@ -83,7 +83,7 @@ async def model_metadata(state: Shared, caller: Calling, name: Name, target: Fou
 
 @router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady, dependencies=_VERSIONED)
 @router.get("/models/{name}/ready", response_model=ModelReady)
-@declares("read", problems.UnknownModel, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
+@declares("read", problems.UnknownModel, problems.NotTraceable, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
 async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
     """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
     [entry] = metadata.entries(state, [target])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxcore.errors import BadTensor, UnknownModel
+from fxcore.errors import BadTensor, NotTraceable, UnknownModel
 from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.model_part import ModelPart
 from fxcore.images.preprocessing import Preprocessing
@@ -39,6 +39,7 @@ async def find(state: State, caller: Caller, name: str, version: str = VERSION) 
 
     Raises:
         Problem: 404: neither exists, or not in that version.
+        NotTraceable: it is an operator's own model, and cannot be traced.
         NotReady: neither is in memory, and the store of extractors cannot be read.
     """
     target = await _any_version(state, caller, name)
@@ -54,10 +55,12 @@ async def _any_version(state: State, caller: Caller, name: str) -> ExtractorReco
         return record
     try:
         model = await state.model(caller, name)
-    except UnknownModel as no_model:
+    except (UnknownModel, NotTraceable) as no_model:
         try:
             return await state.engine.extractors.look_up(name)
         except UnknownExtractor as no_extractor:
+            if isinstance(no_model, NotTraceable):
+                raise no_model from None
             near = [*no_extractor.extra["suggestions"], *no_model.extra["suggestions"]]
             hint = f"; did you mean {', '.join(near)}?" if near else "; POST /v2/repository/index lists all"
             detail = f"there is no extractor or model {name!r}{hint}"

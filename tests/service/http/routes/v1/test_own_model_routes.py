@@ -350,6 +350,7 @@ def test_models_that_cannot_be_traced_say_why(
             client.post("/v1/extractors", json=spec),
             client.post("/v1/models/branching/features?nodes=conv", **image),
         )
+        hidden = make_client(models_dir=tmp_path, models=["resnet18"]).get("/v1/models/branching/nodes")
     assert "model 'branching': Branching cannot be traced: `if maps.mean() > 0:`" in caplog.text
     for response in refused:
         assert response.status_code == 422, response.text
@@ -357,6 +358,7 @@ def test_models_that_cannot_be_traced_say_why(
         assert (problem["type"], problem["module"]) == ("/problems/not-traceable", "Branching")
         assert problem["source"].endswith("if maps.mean() > 0:")
         assert "torch.where" in problem["detail"]
+    assert (hidden.status_code, "source" in hidden.json()) == (404, False)
 
 
 UNUSUAL = """
