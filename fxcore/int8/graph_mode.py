@@ -105,8 +105,11 @@ def observe(
 
 
 def _hide_hooked(module: fx.GraphModule) -> None:
-    """Wrap layers with hooks or a forward of their own, which torch would fuse or replace without these."""
-    called = {str(node.target) for node in module.graph.nodes if node.op == "call_module" and len(node.args) == 1}
+    """Wrap layers with hooks or a forward of their own, which torch would fuse or replace without these.
+
+    torch replaces no layer with several inputs, which nn.Sequential could not pass on.
+    """
+    called = dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "call_module" and len(n.args) == 1)
     for path in called:
         if hooked(layer := module.get_submodule(path)):
             module.set_submodule(path, nn.Sequential(layer))
