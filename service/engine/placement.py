@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -52,10 +53,12 @@ def pick_device(asked: str) -> torch.device:
     """Return the device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` on this machine.
 
     Raises:
-        ValueError: the machine does not have this device.
+        ValueError: it is none of these, or the machine does not have it.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if re.fullmatch(r"cpu|cuda(:\d+)?", asked) is None:
+        raise ValueError(f"device {asked!r} is not supported; use auto, cpu, cuda or cuda:N")
     device = torch.device(asked)
     if device.type != "cuda":
         return device
