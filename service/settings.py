@@ -110,16 +110,17 @@ class Settings(BaseSettings):
         default="auto", description="Device that models run on: `auto` (CUDA if available), `cpu`, `cuda`, `cuda:1`."
     )
     compute_threads: int = Field(
-        default_factory=cores_per_worker, ge=1, description="Threads that compute a batch on CPU."
+        default_factory=cores_per_worker, ge=1, le=1024, description="Threads that compute a batch on CPU."
     )
     decode_threads: int = Field(
         default_factory=lambda settings: max(1, cores_per_worker(settings) // 2),
         ge=1,
+        le=1024,
         description="Threads that decode and preprocess images; with more than half the cores they compete with the "
         "model for them.",
     )
-    encode_threads: int = Field(default=2, ge=1, description="Threads that encode responses.")
-    build_threads: int = Field(default=2, ge=1, description="Threads that trace models and build extractors.")
+    encode_threads: int = Field(default=2, ge=1, le=1024, description="Threads that encode responses.")
+    build_threads: int = Field(default=2, ge=1, le=1024, description="Threads that trace models and build extractors.")
 
     lowering: bool = Field(
         default=True,

@@ -68,6 +68,13 @@ def test_an_empty_host_is_refused_and_not_every_interface(monkeypatch: pytest.Mo
         Settings()
 
 
+@pytest.mark.parametrize("name", ["compute_threads", "decode_threads", "encode_threads", "build_threads"])
+def test_more_threads_than_any_machine_runs_are_refused(name: str) -> None:
+    assert getattr(Settings(**{name: 1024}), name) == 1024
+    with pytest.raises(ValidationError, match="should be less than or equal to 1024"):
+        Settings(**{name: 1025})
+
+
 def test_a_folder_to_calibrate_on_is_there_at_the_start(tmp_path: Path) -> None:
     assert Settings(calibration_dir=tmp_path).calibration_dir == tmp_path
     with pytest.raises(ValidationError, match=f"there is no folder {tmp_path / 'gone'}"):
