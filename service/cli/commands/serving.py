@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,8 +118,8 @@ def _check_dependencies(settings: Settings) -> None:
     Later errors would only be in the log of a process.
 
     Raises:
-        FxError: the store, the file of keys or OpenTelemetry is not usable, or an extractor to preload is not described
-            as it must be.
+        FxError: the host, the store, the file of keys or OpenTelemetry is not usable, or an extractor to preload is not
+            described as it must be.
     """
     from fxcore.errors import FxError
     from service.app import traces_type
@@ -127,6 +128,7 @@ def _check_dependencies(settings: Settings) -> None:
     from service.http.access.keys import Keys
 
     try:
+        _check_host(settings.host)
         for text in settings.preload:
             _check_preload(text)
         if settings.extractors is not None:
@@ -151,6 +153,21 @@ def _check_dependencies(settings: Settings) -> None:
             traces_type()
     except (ValueError, StoreError) as error:
         raise FxError(str(error)) from error
+
+
+def _check_host(host: str) -> None:
+    """Check that the host to listen on can be resolved.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError) as error:  # the latter for names such as a..b
+        raise ValueError(
+            f"host: {host!r} cannot be resolved; use an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all "
+            "interfaces"
+        ) from error
 
 
 def _check_preload(text: str) -> None:

@@ -31,6 +31,17 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("host", ["no such host", "a..b"])
+def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
+    with pytest.raises(FxError, match=rf"^host: '{host}' cannot be resolved; use an address of this machine"):
+        serving._check_dependencies(Settings(host=host))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::"])
+def test_addresses_of_this_machine(host: str) -> None:
+    serving._check_dependencies(Settings(host=host))
+
+
 def test_extractors_to_preload_must_be_readable() -> None:
     serving._check_dependencies(Settings(preload=("resnet18@random:C4,C5", "resnet18@file:mine.pth", "resnet18")))
     with pytest.raises(FxError, match=r"^FXSERVE_PRELOAD: 'resnet18:' is not MODEL:NODE,NODE, such as resnet50:C4,C5"):
