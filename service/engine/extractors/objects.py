@@ -29,6 +29,9 @@ _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memo
 """Protocols whose drivers can create an object only if it does not exist."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_OF_ONE = FileNotFoundError, IsADirectoryError, PermissionError
+"""Errors of one object that do not mean that the store cannot be read."""
+
 _PART_SECONDS = 24 * 3600.0
 
 
@@ -118,13 +121,14 @@ class Objects:
     def read_all(self, folder: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return the objects with these names in ``folder`` that exist and can be used.
 
-        Drivers of buckets read them concurrently.
+        One that cannot be read, such as another user's file, does not affect the others. Drivers of buckets read them
+        concurrently.
         """
         paths = [f"{folder}/{name}" for name in names]
         with self._errors(StoreError):
             found = self._fs.cat_ranges([f"{self._root}/{path}" for path in paths], None, None, on_error="return")
             for error in found:
-                if isinstance(error, Exception) and not isinstance(error, FileNotFoundError):
+                if isinstance(error, Exception) and not isinstance(error, _OF_ONE):
                     raise error
         contents = {}
         for name, path, data in zip(names, paths, found, strict=True):

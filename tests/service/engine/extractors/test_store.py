@@ -270,6 +270,24 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
         assert store.find(IDS[1]) == IDS[1]
 
 
+@pytest.mark.parametrize("kind", ["a folder", "another user's"])
+def test_a_file_that_cannot_be_read_harms_no_other(tmp_path: Path, kind: str) -> None:
+    url = str(tmp_path)
+    whole = put(opened(url), IDS[0])
+    foreign = tmp_path / "specs" / f"{IDS[1]}.json"
+    if kind == "a folder":
+        foreign.mkdir()
+    else:
+        put(opened(url), IDS[1])
+        foreign.chmod(0)
+        if os.access(foreign, os.R_OK):
+            pytest.skip("root reads every file")
+    store = opened(url)
+    assert store.all() == [(whole, None)]
+    with pytest.raises(StoreError, match=f"cannot be read: .*{IDS[1]}"):
+        store.find(IDS[1])
+
+
 @pytest.mark.parametrize("content", [b"", b'{"version": 2, "id": 3}', b'{"version": 3}'])
 def test_a_damaged_name_can_be_given_again(url: str, content: bytes) -> None:
     store = opened(url)
