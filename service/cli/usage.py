@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
@@ -44,6 +45,8 @@ def _message_of(error: Exception) -> tuple[str, int] | None:
         return f"{'.'.join(map(str, first['loc'][:1]))}: {first['msg']} (it is {first['input']!r})", 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}", 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of a write, which names no file
+        return str(error.strerror), 1
     if hasattr(error, "format_message"):  # typer's usage errors; it does not export their base class
         context = getattr(error, "ctx", None)
         return error.format_message() + (f" (see {context.command_path} --help)" if context else ""), 2

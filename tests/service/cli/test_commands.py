@@ -31,6 +31,7 @@ from service.http.server import supervisor
 from service.http.server.run import run_workers
 from service.settings import SHARED_WEIGHTS, Settings
 from tests.service.cli.running import fxserve, rows
+from tests.small_disk import small_disk
 
 
 def test_help_comes_without_importing_anything_heavy() -> None:
@@ -345,6 +346,13 @@ def signals() -> Iterator[None]:
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill()
+        result = fxserve("graph", "alexnet", "--out", disk.path / "graph.json")
+    assert (result.exit_code, result.stderr) == (1, "fxserve: No space left on device\n")
 
 
 @pytest.mark.usefixtures("signals")
