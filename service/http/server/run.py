@@ -76,8 +76,9 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
         exempt_imports()
         fork_processes()
     config = uvicorn.Config(app, **options)
-    supervisor = Supervisor(config, [_bound(config)])
-    supervisor.run()
+    with _bound(config) as listening:  # closed before the exit, which takes seconds: nobody would answer
+        supervisor = Supervisor(config, [listening])
+        supervisor.run()
     if status := supervisor.exit_status():
         sys.exit(status)
 

@@ -367,6 +367,16 @@ def test_serve_reports_a_port_in_use() -> None:
     assert "address already in use" in result.stderr
 
 
+def test_the_socket_of_several_processes_closes_with_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The exit takes seconds. Connections accepted meanwhile would be reset."""
+    listening: list[socket.socket] = []
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: listening.extend(self.sockets))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
+    assert [each.fileno() for each in listening] == [-1]
+
+
 @pytest.mark.exhaustive
 def test_spawned_processes_say_that_they_live_before_they_import_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
