@@ -116,7 +116,10 @@ def _read(file: Path) -> list[Key]:
         if text:
             keys.append(_parse(text, f"{file}, line {number}"))
             if any(keys[-1].name == key.name for key in keys[:-1]):
-                raise KeysInvalid(f"{file}, line {number}: duplicate name")
+                raise KeysInvalid(
+                    f"{file}, line {number}: an earlier line has the same name; give each key a name of its own, such "
+                    "as alice and alice-2 while both are in use"
+                )
     if not keys:
         raise KeysInvalid(f"{file} has no keys; fxserve key NAME creates one")
     return keys

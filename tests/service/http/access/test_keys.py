@@ -56,6 +56,12 @@ def test_a_file_that_is_wrong_is_refused_without_showing_it(file, text):
     assert "000" not in str(caught.value)
 
 
+def test_two_keys_of_one_name_are_refused(file):
+    file.write_text(line("alice", "read", "one") + line("bob", "read", "two") + line("alice", "read", "three"))
+    with pytest.raises(KeysInvalid, match=r", line 3: an earlier line has the same name; give each key a name of its"):
+        Keys(file)
+
+
 def test_a_file_that_is_not_there(file):
     with pytest.raises(KeysInvalid, match="No such file"):
         Keys(file)
