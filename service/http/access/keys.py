@@ -11,6 +11,7 @@ import hmac
 import logging
 import re
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -103,7 +104,10 @@ def _digest(secret: str) -> bytes:
 
 def _read(file: Path) -> list[Key]:
     try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe may wait for ever
+            raise KeysInvalid(f"{file} is not a regular file, which can be read again on SIGHUP")
+        if status.st_size > _MAX_FILE_BYTES:
             raise KeysInvalid(f"{file} is larger than {_MAX_FILE_BYTES:,} bytes")
         lines = file.read_text("utf-8").splitlines()
     except OSError as error:

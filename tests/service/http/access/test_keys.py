@@ -1,4 +1,6 @@
 import hashlib
+import os
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +56,16 @@ def test_a_file_that_is_wrong_is_refused_without_showing_it(file, text):
         Keys(file)
     assert "secret" not in str(caught.value)
     assert "000" not in str(caught.value)
+
+
+def test_a_pipe_is_refused():
+    """It could be read once only, and reading one without a writer would stop the event loop."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
+        pipe.write(line("alice", "read", "one"))
+        pipe.close()
+        with pytest.raises(KeysInvalid, match=f"/dev/fd/{reading} is not a regular file"):
+            Keys(Path(f"/dev/fd/{reading}"))
 
 
 def test_two_keys_of_one_name_are_refused(file):
