@@ -202,7 +202,7 @@ _RELATIONS = ("none", "alone", "mixed", "differs")
 
 def _unlike(x: Tensor) -> Tensor:
     """Return a bright and a dark image with the noise of the two images ``x``."""
-    bright, dark = x.split(1)
+    bright, dark = x[:1], x[1:]
     offset = 2 * x.std() if x.is_floating_point() else 0
     return torch.cat([bright / 2 + offset, dark / 2 - offset]).to(x.dtype)
 
