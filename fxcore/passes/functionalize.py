@@ -32,6 +32,9 @@ _CONVERTING = frozenset(
 )
 """Operations whose out-of-place form returns booleans for any operands, or 64-bit integers for smaller ones."""
 
+_RESHAPING = ("as_strided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+"""Methods whose in-place forms change the shape of one tensor, and no memory: its other views stay as they are."""
+
 _OF_VALUE = ("value", "carries", "rows", "axes")
 """Keys in ``node.meta`` that describe a node's value, see :func:`fxcore.graph.annotate.annotate`."""
 
@@ -195,11 +198,22 @@ class _Functionalizer:
         return True
 
     def _substitute(self, base: fx.Node, node: fx.Node) -> None:
-        """Make later readers of ``base`` read ``node``, which overwrote it and is now out-of-place."""
+        """Make later readers of ``base`` read ``node``, which overwrote it and is now out-of-place.
+
+        Raises:
+            CannotTransform: ``node`` reshapes ``base`` in place, and another view of its memory is read later.
+        """
         aliases, storage = self.aliases, self.aliases.storage_of(base)
         current = aliases.current(base)
         others = [m for m in self._read_after(node, storage) if aliases.current(m) is not current]
         whole = node
+        if others and node.op == "call_method" and node.target in _RESHAPING:
+            raise CannotTransform(
+                f"{public_name(node)} reshapes memory in place that {public_name(others[0])}, which is read later, "
+                f"shares; let the model call {node.target}() instead",
+                transform="out_of_place",
+                node=public_name(others[0]),
+            )
         if others:
             views = self._views_of([base, *others], storage, node)
             with self.graph.inserting_before(node.next):

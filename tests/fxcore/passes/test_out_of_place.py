@@ -419,3 +419,21 @@ def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
     assert [n.op for n in folded.graph.nodes] == ["placeholder", "get_attr", "call_function", "output"]
     with torch.no_grad():
         assert torch.equal(folded(image())["add"], model(image()))
+
+
+@pytest.mark.parametrize("view", [lambda y: y[0], lambda y: F.dropout(y, training=False)])
+def test_reshapes_in_place_beside_a_view_are_reported(view: Callable[[Tensor], Tensor]) -> None:
+    """The view keeps its shape."""
+    module = trace(lambda x: (view(y := x * 2), y.transpose_(0, 1)))
+    with pytest.raises(CannotTransform, match=r"^transpose_ reshapes memory .* call transpose\(\) instead$"):
+        out_of_place(module)
+
+
+def test_reshapes_in_place_without_another_view_are_followed() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        y.transpose_(0, 1).add_(1)
+        return y
+
+    x = torch.randn(2, 3)
+    assert torch.equal(out_of_place(trace(model))(x), model(x))
