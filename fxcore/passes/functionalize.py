@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.passes.base import CannotTransform
 from fxcore.passes.memory_formats import ignore_memory_formats
-from fxcore.tracing.names import PATH, public_name
+from fxcore.tracing.names import PATH, operation_name, public_name
 from fxcore.tracing.writes import (
     IN_PLACE_OPERATORS,
     ON_COPY,
@@ -33,7 +33,13 @@ _CONVERTING = frozenset(
 """Operations whose out-of-place form returns booleans for any operands, or 64-bit integers for smaller ones."""
 
 _RESHAPING = ("as_strided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
-"""Methods whose in-place forms change the shape of one tensor, and no memory: its other views stay as they are."""
+"""Operations whose in-place forms change the shape of one tensor, and no memory."""
+
+_NEW_TENSORS = {
+    *("chunk", "detach", "diagonal", "expand", "getitem", "movedim", "narrow", "permute", "select", "split"),
+    *("transpose", "unbind", "unfold", "unsqueeze", "view"),
+}
+"""Operations that never return their argument itself."""
 
 _OF_VALUE = ("value", "carries", "rows", "axes")
 """Keys in ``node.meta`` that describe a node's value, see :func:`fxcore.graph.annotate.annotate`."""
@@ -129,6 +135,8 @@ class _Functionalizer:
         self.inputs = {node: node.all_input_nodes for node in graph.nodes}
         self.aliases = _Aliases(graph, modules)
         self.writes: dict[fx.Node, _Write] = {}
+        # By storage, a node that reshaped one of several values in place. It wrote no memory, so the others stay.
+        self._reshaped: dict[int, fx.Node] = {}
         for node in graph.nodes:
             if ON_COPY in node.meta:
                 continue
@@ -198,23 +206,18 @@ class _Functionalizer:
         return True
 
     def _substitute(self, base: fx.Node, node: fx.Node) -> None:
-        """Make later readers of ``base`` read ``node``, which overwrote it and is now out-of-place.
-
-        Raises:
-            CannotTransform: ``node`` reshapes ``base`` in place, and another view of its memory is read later.
-        """
+        """Make later readers of ``base`` read ``node``, which overwrote or reshaped it and is now out-of-place."""
         aliases, storage = self.aliases, self.aliases.storage_of(base)
         current = aliases.current(base)
         others = [m for m in self._read_after(node, storage) if aliases.current(m) is not current]
         whole = node
-        if others and node.op == "call_method" and node.target in _RESHAPING:
-            raise CannotTransform(
-                f"{public_name(node)} reshapes memory in place that {public_name(others[0])}, which is read later, "
-                f"shares; let the model call {node.target}() instead",
-                transform="out_of_place",
-                node=public_name(others[0]),
-            )
+        if others and operation_name(node) in _RESHAPING:
+            self._check_distinct(others, base, node)
+            self._reshaped[storage] = node
+            self._redirect({base: node}, storage)
+            return
         if others:
+            self._check_not_reshaped(node, storage)
             views = self._views_of([base, *others], storage, node)
             with self.graph.inserting_before(node.next):
                 if views[base]:  # the write goes through a view, so only a part of the storage changes
@@ -226,6 +229,35 @@ class _Functionalizer:
             self._redirect({aliases.roots[storage]: whole, **again}, storage)
         self._redirect({base: node}, storage)
         aliases.roots[storage] = whole
+
+    def _check_distinct(self, others: Iterable[fx.Node], base: fx.Node, by: fx.Node) -> None:
+        """Check that ``others`` are other tensors than ``base``, which ``by`` reshapes.
+
+        Raises:
+            CannotTransform: one may be ``base`` itself, as in ``y.contiguous()``.
+        """
+        for m in others:
+            if operation_name(m) not in _NEW_TENSORS and ("value" not in m.meta or _same_view(m, base)):
+                raise CannotTransform(
+                    f"{public_name(by)} reshapes in place a tensor that {public_name(m)}, which is read later, may be; "
+                    f"let the model call {operation_name(by)}() instead",
+                    transform="out_of_place",
+                    node=public_name(m),
+                )
+
+    def _check_not_reshaped(self, writer: fx.Node, storage: int) -> None:
+        """Check that ``writer`` does not overwrite memory of several values, one of which was reshaped in place.
+
+        Raises:
+            CannotTransform: it does; the values after it are not followed.
+        """
+        if (reshaped := self._reshaped.get(storage)) is not None:
+            raise CannotTransform(
+                f"{public_name(writer)} overwrites memory that {public_name(reshaped)} reshaped in place and other "
+                f"values share; let the model call {operation_name(reshaped)}() instead",
+                transform="out_of_place",
+                node=public_name(reshaped),
+            )
 
     def _write_to_copies(self, node: fx.Node, bases: Sequence[fx.Node]) -> None:
         """Pass copies of ``bases`` to ``node``; later readers read the copies."""
@@ -251,6 +283,7 @@ class _Functionalizer:
             with self.graph.inserting_before(node):
                 copy = self.graph.call_method("clone", (root,))
         else:
+            self._check_not_reshaped(node, storage)
             root = aliases.roots[storage]
             views = self._views_of([*arguments, *readers], storage, node)
             with self.graph.inserting_before(node):

@@ -421,15 +421,44 @@ def test_what_was_overwritten_once_can_be_folded(own_entry: OwnEntry) -> None:
         assert torch.equal(folded(image())["add"], model(image()))
 
 
-@pytest.mark.parametrize("view", [lambda y: y[0], lambda y: F.dropout(y, training=False)])
-def test_reshapes_in_place_beside_a_view_are_reported(view: Callable[[Tensor], Tensor]) -> None:
-    """The view keeps its shape."""
-    module = trace(lambda x: (view(y := x * 2), y.transpose_(0, 1)))
-    with pytest.raises(CannotTransform, match=r"^transpose_ reshapes memory .* call transpose\(\) instead$"):
+@pytest.mark.parametrize("view", [lambda y: y[0], lambda y: y.view(-1), lambda y: y.detach()])
+@pytest.mark.parametrize(
+    "reshape", [lambda y: y.transpose_(0, 1), lambda y: y.unsqueeze_(1), lambda y: torch.as_strided_(y, (6,), (1,))]
+)
+def test_reshapes_in_place_leave_other_views_as_they_are(
+    view: Callable[[Tensor], Tensor], reshape: Callable[[Tensor], Tensor]
+) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        other = view(y)
+        reshape(y)
+        return other, y * 3
+
+    x = torch.randn(2, 3)
+    for found, expected in zip(out_of_place(trace(model))(x), model(x), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_reshapes_in_place_of_what_may_be_another_value_are_reported() -> None:
+    module = trace(lambda x: (F.dropout(y := x * 2, training=False), y.transpose_(0, 1)))
+    with pytest.raises(CannotTransform, match=r"that dropout, .* may be; let the model call transpose\(\) instead$"):
         out_of_place(module)
 
 
-def test_reshapes_in_place_without_another_view_are_followed() -> None:
+@pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: F.relu_(y)])
+def test_writes_to_what_was_reshaped_beside_a_view_are_reported(write: Callable[[Tensor], Tensor]) -> None:
+    def model(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        other = y[0]
+        y.transpose_(0, 1)
+        write(y)
+        return other, y
+
+    with pytest.raises(CannotTransform, match=r"that transpose_ reshaped .* call transpose\(\) instead$"):
+        out_of_place(trace(model))
+
+
+def test_writes_to_what_was_reshaped_alone_are_followed() -> None:
     def model(x: Tensor) -> Tensor:
         y = x * 2
         y.transpose_(0, 1).add_(1)
