@@ -92,8 +92,10 @@ def observe(
     private = copy.deepcopy(fork(module)).eval()
     copies = separate(private)
     pass_positionally(private)
-    _hide_hooked(private)
+    hidden = _hide_hooked(private)
     mapping = get_default_qconfig_mapping(ranges(private))
+    for path in hidden:
+        mapping.set_module_name(path, None)
     kept = _leave_in_float(private, mapping, keep, set(floating_dimensions(private, example)))
     scopes = {node.name: (public_name(node), class_of(private, node)) for node in private.graph.nodes}
     fused = fuse(private, is_qat=False)
@@ -104,15 +106,29 @@ def observe(
     return observed, kept, copies
 
 
-def _hide_hooked(module: fx.GraphModule) -> None:
+def _hide_hooked(module: fx.GraphModule) -> list[str]:
     """Wrap layers with hooks or a forward of their own, which torch would fuse or replace without these.
 
-    torch replaces no layer with several inputs, which nn.Sequential could not pass on.
+    Return the paths of all modules in the wrappers.
     """
-    called = dict.fromkeys(str(n.target) for n in module.graph.nodes if n.op == "call_module" and len(n.args) == 1)
-    for path in called:
+    hidden = []
+    for path in dict.fromkeys(str(node.target) for node in module.graph.nodes if node.op == "call_module"):
         if hooked(layer := module.get_submodule(path)):
-            module.set_submodule(path, nn.Sequential(layer))
+            wrapper = _Opaque(layer)
+            module.set_submodule(path, wrapper)
+            hidden += [f"{path}.{name}" for name, _ in wrapper.named_modules() if name]
+    return hidden
+
+
+class _Opaque(nn.Module):
+    """A layer of a type that torch does not know."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
 
 
 def _of_known_range(mapping: QConfigMapping) -> set[Any]:

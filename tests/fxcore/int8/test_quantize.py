@@ -246,6 +246,24 @@ def test_layers_that_differ_from_their_class_stay_in_float(kind: str, place: int
     assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
 
 
+class Upscaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.up = nn.ConvTranspose2d(8, 8, 3, stride=2)
+        self.up.register_forward_hook(lambda module, args, output: output * 3 + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.first(x), output_size=[34, 34])
+
+
+def test_layers_with_hooks_may_take_keywords() -> None:
+    torch.manual_seed(0)
+    model = Upscaled().eval()
+    rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
+    assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
+
+
 @pytest.mark.parametrize(
     ("before", "activation"),
     [
