@@ -198,6 +198,8 @@ BATCHES: dict[str, tuple[Callable[[Tensor], Tensor], list[str], str | None]] = {
     "largest row": (lambda x: x + (x.max(0).values - 2).relu(), ["add"], "add"),
     "less the largest": (lambda x: (x - x.max()).softmax(-1) * 2, ["sub"], None),
     "mask": (lambda x: x[x.mean((1, 2)) > 1] * 2, ["getitem", "mul"], None),
+    "mask, then mean": (lambda x: (y := x[x.mean((1, 2)) > -1]) - y.mean(0), ["getitem", "sub"], "sub"),
+    "maximum of no values": (lambda x: x / x[x > 0].max(), ["truediv"], "truediv"),
     "numbers": (
         lambda x: x.index_select(0, (x.mean((1, 2)) > 1).nonzero()[:, 0]),
         ["nonzero", "getitem", "index_select"],
