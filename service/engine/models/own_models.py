@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +63,6 @@ def _tried(name: str, entry: UserEntry) -> UserEntry | FxError:
     try:
         return checked(entry, model_graph(entry, weights))
     except NotTraceable as error:
-        return error
+        return copy.copy(error)  # without its traceback, whose frames hold the model
     except (Exception, SystemExit) as error:  # the model's own code may raise anything, and scripts end the process
         return as_bad_model(name, error)

@@ -28,6 +28,7 @@ _JPEG = "image/jpeg"
 @declares(
     "read",
     problems.UnknownModel,
+    problems.NotTraceable,
     problems.Unsupported,
     problems.NotFound,
     problems.UnknownNode,
@@ -77,6 +78,7 @@ async def show_statistics(
 @declares(
     "read",
     problems.UnknownModel,
+    problems.NotTraceable,
     problems.Unsupported,
     problems.NotFound,
     problems.BadImage,

@@ -319,6 +319,8 @@ def test_nodes_with_rows_of_several_images_are_not_served(tmp_path: Path, make_c
     np.testing.assert_allclose(safetensors.numpy.load(served.content)["permute_1"], expected, rtol=1e-4, atol=1e-5)
 
 
+SMALL = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.2"]}
+
 BRANCHING = """
 from torch import nn
 
@@ -350,6 +352,9 @@ def test_models_that_cannot_be_traced_say_why(
             client.post("/v1/extractors", json=spec),
             client.post("/v1/models/branching/features?nodes=conv", **image),
         )
+        in_v2 = [client.get(f"/v2/models/branching{rest}") for rest in ("", "/ready")]
+        client.post("/v1/extractors?wait=60", json={**SMALL, "name": "branching"})
+        named = client.get("/v2/models/branching/ready")
         hidden = make_client(models_dir=tmp_path, models=["resnet18"]).get("/v1/models/branching/nodes")
     assert "model 'branching': Branching cannot be traced: `if maps.mean() > 0:`" in caplog.text
     for response in refused:
@@ -358,6 +363,10 @@ def test_models_that_cannot_be_traced_say_why(
         assert (problem["type"], problem["module"]) == ("/problems/not-traceable", "Branching")
         assert problem["source"].endswith("if maps.mean() > 0:")
         assert "torch.where" in problem["detail"]
+    for response in in_v2:
+        assert response.status_code == 400
+        assert "if maps.mean() > 0:" in response.json()["error"]
+    assert named.json()["ready"]
     assert (hidden.status_code, "source" in hidden.json()) == (404, False)
 
 
