@@ -57,7 +57,7 @@ def pick_device(asked: str) -> torch.device:
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if re.fullmatch(r"cpu|cuda(:\d+)?", asked) is None:
+    if re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", asked) is None:
         raise ValueError(f"device {asked!r} is not supported; use auto, cpu, cuda or cuda:N")
     device = torch.device(asked)
     if device.type != "cuda":

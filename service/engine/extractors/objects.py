@@ -29,9 +29,6 @@ _CONDITIONAL = frozenset(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memo
 """Protocols whose drivers can create an object only if it does not exist."""
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_OF_ONE = FileNotFoundError, IsADirectoryError, PermissionError
-"""Errors of one object that do not mean that the store cannot be read."""
-
 _PART_SECONDS = 24 * 3600.0
 
 
@@ -127,8 +124,10 @@ class Objects:
         paths = [f"{folder}/{name}" for name in names]
         with self._errors(StoreError):
             found = self._fs.cat_ranges([f"{self._root}/{path}" for path in paths], None, None, on_error="return")
+            # A bucket that may not be read refuses each object.
+            passing = FileNotFoundError, IsADirectoryError, *((PermissionError,) if self._local else ())
             for error in found:
-                if isinstance(error, Exception) and not isinstance(error, _OF_ONE):
+                if isinstance(error, Exception) and not isinstance(error, passing):
                     raise error
         contents = {}
         for name, path, data in zip(names, paths, found, strict=True):
