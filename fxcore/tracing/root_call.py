@@ -1,8 +1,8 @@
 """Trace the call of a module rather than the forward of its class.
 
 torch.fx traces ``type(root).forward``. It misses hooks of the root, ``root.forward = ...``, and a ``__call__`` defined
-by its class, all of which run when the root is called (pytorch#105445). Nor does it keep a root whole that is itself a
-layer of torch.nn, as it does inside a model.
+by its class, all of which run when the root is called (pytorch#105445). It traces into layers of torch.nn that are the
+root, which it keeps whole inside a model.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
         message = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of validators' messages
         if error["type"] == "json_invalid":
             path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
-        elif error["type"] in ("model_type", "model_attributes_type"):  # pydantic names Python's classes
+        elif error["type"] in ("model_type", "model_attributes_type", "dict_type"):  # pydantic names Python's classes
             message = "Input should be a JSON object"
         found.append({"in": where, "field": _field(path), "message": message})
     first = found[0]

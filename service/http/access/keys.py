@@ -106,7 +106,7 @@ def _read(file: Path) -> list[Key]:
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode):  # reading a pipe may wait for ever
-            raise KeysInvalid(f"{file} is not a regular file, which can be read again on SIGHUP")
+            raise KeysInvalid(f"{file} must be a regular file: it is read again on SIGHUP")
         if status.st_size > _MAX_FILE_BYTES:
             raise KeysInvalid(f"{file} is larger than {_MAX_FILE_BYTES:,} bytes")
         lines = file.read_text("utf-8").splitlines()

@@ -64,7 +64,7 @@ def test_a_pipe_is_refused():
     with os.fdopen(reading), os.fdopen(writing, "w") as pipe:
         pipe.write(line("alice", "read", "one"))
         pipe.close()
-        with pytest.raises(KeysInvalid, match=f"/dev/fd/{reading} is not a regular file"):
+        with pytest.raises(KeysInvalid, match=f"/dev/fd/{reading} must be a regular file"):
             Keys(Path(f"/dev/fd/{reading}"))
 
 
