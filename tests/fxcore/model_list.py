@@ -22,31 +22,20 @@ CLOSED = [entry.name for entry in list_models("torchvision") if entry.task in ("
 TRACEABLE = [name for name in ALL if name not in CLOSED]
 
 # One model of each family, a small one if there is a choice. Exhaustive tests run over all of these.
-FAMILIES = frozenset(
-    (
-        *("alexnet", "convnext_tiny", "deeplabv3_mobilenet_v3_large", "densenet121", "efficientnet_b0"),
-        *("efficientnet_v2_s", "fasterrcnn_mobilenet_v3_large_320_fpn", "fcn_resnet50", "fcos_resnet50_fpn"),
-        *(
-            "googlenet",
-            "inception_v3",
-            "keypointrcnn_resnet50_fpn",
-            "lraspp_mobilenet_v3_large",
-            "maskrcnn_resnet50_fpn",
-        ),
-        *("maxvit_t", "mc3_18", "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "mvit_v2_s"),
-        *("quantized_mobilenet_v2", "raft_small", "regnet_y_400mf", "resnet18", "retinanet_resnet50_fpn", "s3d"),
-        *("shufflenet_v2_x0_5", "squeezenet1_1", "ssd300_vgg16", "ssdlite320_mobilenet_v3_large", "swin3d_t", "swin_t"),
-        *("swin_v2_t", "vgg11", "vit_b_32"),
-    )
-)
+FAMILIES = frozenset((
+    "alexnet", "convnext_tiny", "deeplabv3_mobilenet_v3_large", "densenet121", "efficientnet_b0", "efficientnet_v2_s",
+    "fasterrcnn_mobilenet_v3_large_320_fpn", "fcn_resnet50", "fcos_resnet50_fpn", "googlenet", "inception_v3",
+    "keypointrcnn_resnet50_fpn", "lraspp_mobilenet_v3_large", "maskrcnn_resnet50_fpn", "maxvit_t", "mc3_18",
+    "mnasnet0_5", "mobilenet_v2", "mobilenet_v3_small", "mvit_v2_s", "quantized_mobilenet_v2", "raft_small",
+    "regnet_y_400mf", "resnet18", "retinanet_resnet50_fpn", "s3d", "shufflenet_v2_x0_5", "squeezenet1_1",
+    "ssd300_vgg16", "ssdlite320_mobilenet_v3_large", "swin3d_t", "swin_t", "swin_v2_t", "vgg11", "vit_b_32",
+))  # fmt: skip
 
 # One model of each kind of architecture that the tests distinguish. Every test always runs over these.
-KINDS = frozenset(
-    (
-        *("lraspp_mobilenet_v3_large", "quantized_mobilenet_v2", "raft_small", "resnet18"),
-        *("ssdlite320_mobilenet_v3_large", "swin_t", "vit_b_32"),
-    )
-)
+KINDS = frozenset((
+    "lraspp_mobilenet_v3_large", "quantized_mobilenet_v2", "raft_small", "resnet18", "ssdlite320_mobilenet_v3_large",
+    "swin_t", "vit_b_32",
+))  # fmt: skip
 
 OF_FAMILIES = [name for name in ALL if name in FAMILIES]
 

@@ -93,6 +93,7 @@ def test_nothing_is_computed_that_was_not_asked_for(models: dict[str, nn.Module]
     nodes = [n.name for n in extractor.module.graph.nodes]
     assert nodes == ["x", "conv1", "bn1", "relu", "maxpool", "layer1_0_conv1", "layer1_0_bn1", "output"]
     assert not hasattr(extractor.module, "layer4")
+    assert not any(module.training for module in extractor.module.modules())  # HAZARDS 7
 
 
 def test_parameters_are_shared_with_the_model(models: dict[str, nn.Module]) -> None:

@@ -145,9 +145,6 @@ NAMES = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("memory_given_back")
-
-
 def batch_norms(module: nn.Module) -> int:
     return sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
@@ -164,8 +161,9 @@ def tapped(module: fx.GraphModule) -> fx.GraphModule:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("memory_given_back")
 @pytest.mark.parametrize("name", each(NAMES, QUICK))
-def test_values_stay(name: str) -> None:
+def test_passes_keep_the_values_of_torchvisions_models(name: str) -> None:
     model = filled(name, shrink=True)
     traced = trace(model)
     x = small_input(name)

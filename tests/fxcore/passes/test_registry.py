@@ -183,7 +183,9 @@ TOOLS: dict[str, Callable[[fx.GraphModule], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(TOOLS))
-def test_tools_give_its_values(extractor: fx.GraphModule, expected: dict[str, Tensor], name: str) -> None:
+def test_tools_give_the_values_of_torchvisions_extractor(
+    extractor: fx.GraphModule, expected: dict[str, Tensor], name: str
+) -> None:
     with torch.no_grad():
         assert torch.equal(TOOLS[name](extractor)["late"], expected["late"])
 
