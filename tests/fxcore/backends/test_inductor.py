@@ -1,4 +1,4 @@
-"""Inductor, CUDA graphs as far as they need no GPU, and what the processor computes in."""
+"""Inductor: the same values, and a clear word where there is no compiler. CUDA graphs: what needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import nn
 
 from fxcore import create_extractor
 from fxcore.analysis.verify import verify
-from fxcore.backends import BACKENDS, Options, faster_than_eager, why_bfloat16_is_slow
+from fxcore.backends import BACKENDS, Options, faster_than_eager
 from fxcore.backends.cudagraphs import Memory, captured_size
-from fxcore.backends.processor import adds_int8_products_exactly, computes_bfloat16
 
 CPU = torch.device("cpu")
 
@@ -69,31 +68,3 @@ def test_memory_that_graphs_share() -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (9, 12), (13, 16)])
 def test_sizes_that_cuda_graphs_are_recorded_for(rows: int, size: int) -> None:
     assert captured_size(rows) == size
-
-
-def test_openvino_has_it_too() -> None:
-    """OpenVINO emulates bfloat16 on some other processors, where it is slow."""
-    openvino = pytest.importorskip("openvino")
-    has = "BF16" in openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    assert has or BACKENDS["openvino"].unavailable(CPU, "bfloat16") is not None
-
-
-def test_with_a_torch_that_does_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Linux does: on Zen 3, Zen 4, a Xeon with AMX, Graviton 3, and where nothing is known."""
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr("fxcore.backends.processor.CPUINFO", cpuinfo := tmp_path / "cpuinfo")
-    for text, bfloat16, int8 in (
-        ("flags\t\t: fpu avx2 fma\n", False, False),
-        ("flags\t\t: fpu avx2 avx512_vnni avx512_bf16\n", True, True),
-        ("flags\t\t: fpu avx512_vnni amx_bf16 amx_tile\n", True, True),
-        ("BogoMIPS\t: 2100.00\nFeatures\t: fp asimd asimddp bf16\n", True, True),
-        ("", False, False),
-    ):
-        cpuinfo.write_text(text)
-        computes_bfloat16.cache_clear()
-        adds_int8_products_exactly.cache_clear()
-        assert (computes_bfloat16(), adds_int8_products_exactly()) == (bfloat16, int8), text
-        assert (why_bfloat16_is_slow(CPU) is None) == bfloat16
-    computes_bfloat16.cache_clear()
-    adds_int8_products_exactly.cache_clear()
-    assert why_bfloat16_is_slow(torch.device("cuda")) is None

@@ -1,16 +1,13 @@
-"""C1…C5 and P2…, held against timm's feature_info and torchvision's own backbones (HAZARDS 17), and strides of maps."""
+"""C1…C5 and P2…, held against timm's feature_info and torchvision's own backbones (HAZARDS 17)."""
 
 from __future__ import annotations
 
 import pytest
 import timm
 import torch
-from torch import fx, nn
 from torchvision.models._utils import IntermediateLayerGetter
 
 from fxcore import build_extractor, get_model, load_model, model_graph
-from fxcore.graph.annotate import annotate
-from fxcore.graph.strides import Strides
 from tests.fxcore.model_list import SWEPT, each
 
 # torchvision name → timm name. Of members of a family that differ in depth or width alone, some. The `_tv` RegNets are
@@ -120,33 +117,3 @@ def test_levels_and_strides_are_the_models_at_any_size(name: str) -> None:
             assert other.levels == graph.levels
             for level in graph.levels.values():
                 assert other.stride_of(other.by_name[level.node]) == level.stride, (size, level)
-
-
-def test_a_map_of_its_own_size_has_the_stride_of_its_input() -> None:
-    """VGG pools to 7 x 7 positions whatever it is given."""
-    graph = model_graph("vgg11")
-    for size, stride in ((128, 16), (224, 32), (448, 64)):  # 18.3, 32 and 64 pixels a position
-        other = graph.at(size, size)
-        assert other.stride_of(other.by_name["avgpool"]) == stride
-
-
-def strides(size: tuple[int, int], *layers: nn.Module) -> Strides:
-    """Of ``layers`` one after another; their nodes are ``_0``, ``_1``, …"""
-    module = fx.symbolic_trace(nn.Sequential(*layers))
-    annotate(module.to("meta"), [(3, *size)], torch.device("meta"))
-    return Strides(size, {node.name: node for node in module.graph.nodes})
-
-
-def test_the_stride_of_few_positions_counts_their_padding() -> None:
-    assert strides((65, 65), *(nn.Conv2d(3, 3, 3, stride=2, padding=1) for _ in range(5))).of("_4") == 32
-
-
-@pytest.mark.parametrize("size", [(64, 64), (64, 96)])
-def test_maps_larger_than_the_input_have_no_stride(size: tuple[int, int]) -> None:
-    found = strides(size, nn.Conv2d(3, 12, 3, padding=2), nn.PixelShuffle(2), nn.AvgPool2d(2))
-    assert [found.of(name) for name in ("_0", "_1", "_2")] == [1, None, 1]
-
-
-@pytest.mark.parametrize(("patch", "size"), [(7, (224, 224)), (7, (224, 294)), (14, (518, 518)), (32, (224, 224))])
-def test_patches_have_the_stride_of_their_convolution(patch: int, size: tuple[int, int]) -> None:
-    assert strides(size, nn.Conv2d(3, 8, patch, patch)).of("_0") == patch

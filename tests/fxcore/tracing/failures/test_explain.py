@@ -1,8 +1,7 @@
-"""The advice of an error, that following it helps, and what a function needs of its inputs."""
+"""The advice of an error, and that following it helps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from fxcore import create_extractor, trace
 from fxcore.errors import NotTraceable
-from fxcore.tracing.failures.fake_tensors import fake_failure, needs_values
 
 
 class Packed(nn.Module):
@@ -94,27 +92,6 @@ def test_what_is_missing_without_hooks_is_no_hooks_fault() -> None:
     module = Hooked("by name").eval()
     module.stem._forward_hooks.clear()
     refused(module, "other")
-
-
-@pytest.mark.parametrize(
-    "reads",
-    [lambda x: x * x.amax().item(), lambda x: x[x > 0], lambda x: x if x.sum() > 0 else -x, lambda x: x.tolist()],
-)
-def test_values_that_are_read(reads: Callable[[Tensor], object]) -> None:
-    failure = fake_failure(reads, (torch.rand(2, 3),))
-    assert failure is not None
-    assert needs_values(failure)
-
-
-def test_shapes_that_do_not_match() -> None:
-    failure = fake_failure(torch.matmul, (torch.rand(2, 3), torch.rand(2, 3)))
-    assert failure is not None
-    assert not needs_values(failure)
-
-
-def test_nothing() -> None:
-    weight = torch.rand(3, 4)  # a real one
-    assert fake_failure(lambda x: x.relu() @ weight, (torch.rand(2, 3),)) is None
 
 
 class Half(nn.Module):
