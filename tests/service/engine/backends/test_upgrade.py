@@ -151,12 +151,12 @@ async def test_a_backend_that_is_named_serves_from_the_start(
     engine: MakeEngine, jpegs: list[bytes], cache: Path
 ) -> None:
     async with engine(cache_dir=cache) as running:
-        record = await built(running, backend="openvino")
+        record = await built(running, "mobilenet_v3_small", backend="openvino")
         assert record.backend == "openvino"
         assert record.checks is not None
         assert [c["state"] for c in record.checks["candidates"]] == ["serving"]
         assert 0 < record.checks["max_rel_error"] < 1e-4
-        eager = await built(running, backend="eager")
+        eager = await built(running, "mobilenet_v3_small", backend="eager")
         responses = [await running.features(r, jpegs) for r in (record, eager)]
         assert 0 < far(responses[0].outputs, responses[1].outputs) < 1e-4
 
