@@ -120,6 +120,7 @@ def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_a_folder_runs_elsewhere_and_agrees(tmp_path: Path) -> None:
     """On a photograph, and on three at once. The other formats are tested with edits."""
     check([make("squeezenet1_1", {"C4": "late", "x": "image", "C3": "C3"})], "fx", tmp_path, (1, 3))
@@ -222,6 +223,7 @@ def _down(x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("in_this_process")
+@pytest.mark.exhaustive
 def test_a_file_that_openvino_computes_otherwise_is_refused() -> None:
     """Its converter makes of a division of integers that rounds down one that rounds towards zero."""
     openvino = pytest.importorskip("openvino")

@@ -147,6 +147,7 @@ def test_sigterm_ends_a_run_that_still_looks_for_its_first_image(tmp_path: Path)
             assert run.wait(20) == 143
 
 
+@pytest.mark.exhaustive
 def test_what_a_kill_may_leave_behind_is_put_right(
     folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]
 ) -> None:

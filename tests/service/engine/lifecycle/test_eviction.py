@@ -249,6 +249,7 @@ async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngi
         assert running.runtimes.eviction.bytes() == held
 
 
+@pytest.mark.exhaustive
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
         record, _ = await running.extractor(spec("mobilenet_v3_small"), PATIENCE)

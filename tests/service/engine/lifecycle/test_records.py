@@ -34,6 +34,7 @@ def near(records: Records, wrong: str) -> list[str]:
     return suggestions
 
 
+@pytest.mark.exhaustive
 def test_suggestions_are_searched_among_the_latest_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.engine.lifecycle.records.COMPARED", 3)
     records, [other, one, *_] = known("other", "layer-v", "layer-z", "layer-y")

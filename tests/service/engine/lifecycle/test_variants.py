@@ -27,6 +27,7 @@ def image(height: int, width: int) -> bytes:
     return encoded(np.random.default_rng(height).integers(0, 256, (height, width, 3), np.uint8), "PNG")
 
 
+@pytest.mark.exhaustive
 async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
@@ -152,6 +153,7 @@ async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> 
         assert not any(sized.retired for sized in runtime.variants.values())
 
 
+@pytest.mark.exhaustive
 async def test_each_size_has_the_backend_that_is_named(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
     async with engine() as running:

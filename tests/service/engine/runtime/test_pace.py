@@ -94,6 +94,7 @@ def sleeping(seconds: float) -> Callable[[torch.Tensor], None]:
 
 
 @pytest.mark.anyio
+@pytest.mark.exhaustive
 async def test_large_rows_of_a_slow_model_are_refused_before_they_are_computed(engine: MakeEngine) -> None:
     """Once rows of the usual size were measured, for all extractors of the model."""
     large = {"x": torch.zeros(1, 3, 1024, 1024)}

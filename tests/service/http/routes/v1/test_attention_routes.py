@@ -78,6 +78,7 @@ def test_maps_are_the_weights_that_the_model_uses(client: Any) -> None:
     assert torch.allclose(maps.sum(-1), torch.ones(()), atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_transform_brings_the_nodes_and_changes_no_other(client: Any) -> None:
     model, node, ordinary = "timm.test_vit", "blocks.0.attn.attention", "blocks.0.norm1"
     spec = {"model": model, "weights": "random", "backend": "eager"}

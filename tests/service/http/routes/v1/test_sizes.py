@@ -50,6 +50,7 @@ def made(model):
     return seeded(torchvision.models.get_model, model, weights=None)
 
 
+@pytest.mark.exhaustive
 def test_stretched_and_padded(client, photos, own):
     model, node = "timm.test_resnet", "layer4"
     module = made(model)
