@@ -155,6 +155,7 @@ def test_deadline_passed(small, slow, held):
     problem(response, 504, "deadline-exceeded")
 
 
+@pytest.mark.exhaustive
 def test_an_image_that_would_take_far_longer_than_its_deadline(small, photos, held):
     """It is refused at once, and others are served meanwhile."""
 

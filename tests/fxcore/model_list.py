@@ -40,6 +40,7 @@ KINDS = frozenset((
 OF_FAMILIES = [name for name in ALL if name in FAMILIES]
 
 # The other models run no product code that the models above do not, and coverage would double the time of a sweep.
+# Only for tests without a service: no_cover ends the tracing of threads that run meanwhile, for good.
 SWEPT = (pytest.mark.exhaustive, pytest.mark.no_cover)
 
 

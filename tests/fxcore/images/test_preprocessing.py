@@ -36,7 +36,7 @@ def photo(height: int, width: int) -> PIL.Image.Image:
         ("resnet50", "IMAGENET1K_V2"),
         ("vit_b_16", "IMAGENET1K_SWAG_E2E_V1"),
         ("efficientnet_v2_s", "IMAGENET1K_V1"),
-        ("fcn_resnet50", "COCO_WITH_VOC_LABELS_V1"),
+        pytest.param("fcn_resnet50", "COCO_WITH_VOC_LABELS_V1", marks=pytest.mark.exhaustive),
     ],
 )
 def test_images_become_what_the_preset_makes(name: str, weights: str) -> None:

@@ -173,6 +173,7 @@ def test_a_sized_vit_is_torchvisions_on_squares() -> None:
         sized(tiny(64), 64, 64)(images)
 
 
+@pytest.mark.exhaustive
 def test_torchvisions_vits_at_rectangles() -> None:
     """A wide image's patches under the positions of its grid, through torchvision's own encoder."""
     entry, size = get_model("vit_b_32"), (64, 160)

@@ -353,6 +353,7 @@ def in_wrappers(model: nn.Module) -> dict[str, Mapping[str, Any]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_of_wrapped_models(tmp_path: Path) -> None:
     """Of a model that converts old keys by their versions."""
     torch.manual_seed(2)

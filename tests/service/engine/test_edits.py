@@ -114,6 +114,7 @@ async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> 
         torch.testing.assert_close(one, wanted)
 
 
+@pytest.mark.exhaustive
 async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "mobilenet_v3_small")
@@ -132,6 +133,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         assert variant.retired
 
 
+@pytest.mark.exhaustive
 async def test_the_least_recently_edited_nodes_go_first(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variants, "MOST", 2)
     async with engine() as running:

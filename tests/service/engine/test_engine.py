@@ -107,6 +107,7 @@ async def test_outputs_that_are_not_asked_for_cost_nothing(engine: MakeEngine, j
     assert {key: values.shape for key, values in result.outputs.items()} == {"classes": (1, 1000)}
 
 
+@pytest.mark.exhaustive
 async def test_images_of_different_sizes(engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]) -> None:
     """A segmenter keeps the shape of its images: maps of several shapes are no tensor, pooled they are."""
     wide, tall = jpegs[0], encoded(np.ascontiguousarray(arrays["chelsea"].transpose(1, 0, 2)))

@@ -206,7 +206,7 @@ async def test_what_is_worse_is_left_aside(
         assert far((await running.features(record, jpegs)).outputs, before.outputs) < 1e-5
 
 
-@pytest.mark.parametrize("fault", ["short once", "short in a run"])
+@pytest.mark.parametrize("fault", [pytest.param("short once", marks=pytest.mark.exhaustive), "short in a run"])
 async def test_a_search_goes_on_after_a_shortage(
     engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:

@@ -214,6 +214,7 @@ async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeE
         assert one.records.known(record.id) is record
 
 
+@pytest.mark.exhaustive
 async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(engine: MakeEngine, tmp_path: Path) -> None:
     """Another process may have made the extractor: whether the reader may use it is not known."""
     folder, aside = tmp_path / "store", tmp_path / "aside"

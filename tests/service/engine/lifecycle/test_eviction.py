@@ -280,6 +280,7 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
         assert record.runtime is None
 
 
+@pytest.mark.exhaustive
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, "mobilenet_v3_small", nodes=[f"features.{i}"]) for i in range(1, 12)]

@@ -52,6 +52,7 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         assert all(sized.retired for sized in runtime.variants.values())
 
 
+@pytest.mark.exhaustive
 async def test_rows_of_pixels_are_computed_by_the_runtime_for_their_size(engine: MakeEngine) -> None:
     """Their own shape is ``[H, W, 3]``."""
     async with engine() as running:
@@ -65,6 +66,7 @@ async def test_rows_of_pixels_are_computed_by_the_runtime_for_their_size(engine:
             assert one.runtime is runtime.variants[64, 96]
 
 
+@pytest.mark.exhaustive
 async def test_a_size_is_not_evicted_between_its_build_and_its_use(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")

@@ -13,7 +13,7 @@ from fxcore import list_models
 from fxcore.memory import give_back
 from fxcore.tensors import RETURNED
 from service.codecs.tensors.datatypes import SAFETENSORS_NAMES, V2_NAMES
-from tests.fxcore.model_list import KINDS, SWEPT
+from tests.fxcore.model_list import KINDS
 from tests.get_routes import failures
 from tests.service.conftest import Client
 from tests.service.own_models import own_models
@@ -25,7 +25,7 @@ def _models() -> Iterator[object]:
     """One of each kind of torchvision's; timm's are asked of a real server. fxcore's own tests trace all."""
     torchvisions = [entry.name for entry in list_models("torchvision") if entry.name in KINDS]
     for name in [*torchvisions, "timm.test_vit"]:
-        yield pytest.param(name, marks=() if name in _ALWAYS else SWEPT)
+        yield pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,9 @@ def test_an_image_of_which_a_detector_leaves_nothing_is_refused() -> None:
     assert caught.value.extra["index"] == 1
 
 
-@pytest.mark.parametrize("model", ["resnet18", "ssdlite320_mobilenet_v3_large"])
+@pytest.mark.parametrize(
+    "model", ["resnet18", pytest.param("ssdlite320_mobilenet_v3_large", marks=pytest.mark.exhaustive)]
+)
 def test_what_a_model_resizes_images_to_is_not_bounded_by_their_largest_size(model: str) -> None:
     small = runtime_alone(model, ("C4",))
     for shape, preprocess in product([(100, 100), (50, 200), (200, 50)], ["default", "fast", "none"]):

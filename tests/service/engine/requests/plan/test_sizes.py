@@ -81,6 +81,7 @@ async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
         assert sum(((3, 32, 32 + width),) in known for width in range(64)) < 64
 
 
+@pytest.mark.exhaustive
 async def test_the_flops_of_rows_are_torchs(engine: MakeEngine) -> None:
     """Those of rows of about the usual size are in proportion to it."""
     async with engine() as running:

@@ -116,6 +116,7 @@ def test_one_model_agrees_with_torchvisions_own_words(client):
     assert set(detail["levels"]) == {"C1", "C2", "C3", "C4", "C5"}
 
 
+@pytest.mark.exhaustive
 def test_one_model_with_other_weights_has_their_preprocessing(client):
     default = client.get("/v1/models/resnet50").json()
     assert client.get("/v1/models/resnet50?weights=IMAGENET1K_V2").json() == default

@@ -238,8 +238,8 @@ def test_masks_with_too_many_pixels_in_all(client, photos):
     ("model", "node", "stride", "fit"),
     [
         ("resnet18", "C4", 16, "pad&image_size=96x160"),
-        ("swin_t", "features.3", 8, "stretch&image_size=160x96"),
-        ("timm.test_vit", "norm", 16, "native&image_size=96"),
+        pytest.param("swin_t", "features.3", 8, "stretch&image_size=160x96", marks=pytest.mark.exhaustive),
+        pytest.param("timm.test_vit", "norm", 16, "native&image_size=96", marks=pytest.mark.exhaustive),
     ],
 )
 def test_maps_swin_and_tokens_through_every_fit(client, photos, model, node, stride, fit):
