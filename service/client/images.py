@@ -143,6 +143,11 @@ def split_call(
         if encoded:
             raise ValueError(f"{field or 'edits'} {_NOT_ARRAYS}")
         tensors = {str(name): _floats(to_array(value)) for name, value in images.items()}
+        for name, tensor in tensors.items():
+            if not tensor.ndim or tensor.dtype.kind in "OSU":
+                raise TypeError(
+                    f"tensor {name!r} must be an array with one row per image, not {tensor.tolist()!r:.100}"
+                )
         if len({len(tensor) for tensor in tensors.values()}) != 1 or not len(next(iter(tensors.values()))):
             raise ValueError("tensors by name must have the same first dimension, at least 1")
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))

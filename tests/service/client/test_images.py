@@ -117,6 +117,12 @@ def test_tensors_by_name():
     assert (loaded["image2"] == 1).all()
 
 
+@pytest.mark.parametrize("value", [5, np.float32(3), torch.tensor(1.0), "cat.jpg", ["cat.jpg"], None])
+def test_tensors_by_name_are_arrays(value):
+    with pytest.raises(TypeError, match="tensor 'b' must be an array with one row per image, not"):
+        split_call({"a": np.zeros((1, 3, 2, 2)), "b": value}, 16, MB)
+
+
 @pytest.mark.parametrize(
     ("images", "error"),
     [
