@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from fxcore.errors import UnknownModel
+from fxcore.models.catalog import list_models
+from fxcore.models.timm_models import PREFIX, imported
 
 
 def is_served(name: str, allowed: Collection[str] | None) -> bool:
@@ -30,11 +33,15 @@ def require_served(name: str, allowed: Collection[str] | None) -> None:
     """Check that the model ``name`` is among ``allowed``.
 
     Raises:
-        UnknownModel: it is not among them.
+        UnknownModel: it is not among them; ``suggestions`` has similar names that are.
     """
-    if not is_served(name, allowed):
-        raise UnknownModel(
-            f"the model {name!r} is not served here; served: {', '.join(sorted(allowed or ()))}",
-            name=name,
-            suggestions=sorted(allowed or ()),
-        )
+    if is_served(name, allowed):
+        return
+    known = list_models("timm" if name.startswith(PREFIX) and imported() else None)
+    served = [entry.name for entry in known if is_served(entry.name, allowed)]
+    suggestions = get_close_matches(name[:128], served, n=5, cutoff=0.5)
+    hint = f"; did you mean {', '.join(suggestions)}?" if suggestions else ""
+    patterns = ", ".join(sorted(allowed or ()))
+    raise UnknownModel(
+        f"the model {name!r} is not served here; served: {patterns}{hint}", name=name, suggestions=suggestions
+    )

@@ -111,6 +111,13 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine) -> None:
             assert running.records.list() == []
 
 
+async def test_suggestions_are_served_models(engine: MakeEngine) -> None:
+    async with engine(models=("mobilenet_v3_*", "alexnet")) as running:
+        with pytest.raises(UnknownModel, match=r"; served: alexnet, mobilenet_v3_\*; did you mean mob") as caught:
+            await running.extractor(spec("mobilenet_v2"))
+        assert set(caught.value.extra["suggestions"][:2]) == {"mobilenet_v3_small", "mobilenet_v3_large"}
+
+
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
     async with engine() as running:
         with pytest.raises(Unsupported, match=r"float precisions, not int8\); available: float32,") as caught:
