@@ -300,7 +300,8 @@ class Extractors:
             self._runtimes.forget(self._records.find(id_or_name))
             return
         record = await self.known(id_or_name, again=True)
-        id = record.id if record is not None else await self._sharing.find(id_or_name)
+        id = None if record is None else record.id
+        id = id or await self._sharing.read(self._sharing.store.find, id_or_name, True)
         id = id or self._records.find(id_or_name).id
         await self._sharing.write(id, self._sharing.store.delete, id)
         record = self._records.get(id)

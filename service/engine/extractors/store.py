@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -127,12 +128,16 @@ class Store:
         content = self._objects.read(f"specs/{id}.json")
         return None if content is None else _stored(id, content)
 
-    def find(self, id_or_name: str) -> str | None:
-        """Return the id of the extractor with that id or name, or None."""
-        if _ID.fullmatch(id_or_name) and self.get(id_or_name) is not None:
+    def find(self, id_or_name: str, damaged: bool = False) -> str | None:
+        """Return the id of the extractor with that id or name, or None.
+
+        With ``damaged``, its object may be damaged.
+        """
+        has = partial(self._has, damaged=True) if damaged else self.get
+        if _ID.fullmatch(id_or_name) and has(id_or_name):
             return id_or_name
         entry = self._entry(id_or_name) if _NAME.fullmatch(id_or_name) else None
-        if entry is not None and self.get(entry["id"]) is not None:
+        if entry is not None and has(entry["id"]):
             return str(entry["id"])
         self.check()  # otherwise a store that is gone looks empty
         return None
@@ -252,14 +257,14 @@ class Store:
         pairs = (file.removesuffix(".json").partition(".") for file in self._objects.names_in("named"))
         return [(id, name) for id, _, name in pairs]
 
-    def _has(self, id: str) -> bool:
-        """Return whether the extractor ``id`` exists. A damaged one counts as missing: it can be saved again."""
+    def _has(self, id: str, damaged: bool = False) -> bool:
+        """Return whether the extractor ``id`` exists; ``damaged`` if it is damaged."""
         try:
             return self.get(id) is not None
         except NewerVersion:
             raise
         except DamagedObject:
-            return False
+            return damaged
 
     def _count(self) -> None:
         """Count the extractors and names if that is due: once a minute, and sooner if the store seems full.

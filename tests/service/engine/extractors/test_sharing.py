@@ -298,6 +298,24 @@ async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, 
             assert ids(url) == {known.id, record.id}
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_a_damaged_extractor_can_be_deleted(engine: MakeEngine, tmp_path: Path, by_name: bool) -> None:
+    url = str(tmp_path)
+    async with engine(extractors=url) as one:
+        record, _ = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+    (tmp_path / "specs" / f"{record.id}.json").write_bytes(b"\x00damaged")
+    async with engine(extractors=url) as other:
+        asked = "r" if by_name else record.id
+        with pytest.raises(NotReady, match="cannot be used"):
+            await other.extractors.look_up(asked)
+        await other.extractors.delete(asked)
+        with pytest.raises(UnknownExtractor):
+            await other.extractors.look_up(asked)
+        with pytest.raises(UnknownExtractor):
+            await other.extractors.delete(asked)
+    assert not [*tmp_path.glob("specs/*"), *tmp_path.glob("names/*"), *tmp_path.glob("named/*")]
+
+
 async def test_a_store_that_was_repaired_is_not_called_damaged(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
