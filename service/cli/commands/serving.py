@@ -44,7 +44,7 @@ def serve(
     fxserve serve --preload 'resnet50:C4,C5;vit_b_16@random:encoder' --log-level info
     FXSERVE_API_KEYS_FILE=keys.txt fxserve serve --host 0.0.0.0
     """
-    from service.http.server.signals import end_on_signals, hold_reloads, release_reloads
+    from service.http.server.signals import end, end_on_signals, hold_reloads, release_reloads
 
     end_on_signals()
     hold_reloads()
@@ -75,7 +75,7 @@ def serve(
         # The server processes read these options from the environment.
         os.environ |= {f"FXSERVE_{name.upper()}": str(value) for name, value in options.items() if value is not None}
         run_workers(settings, chosen)
-        return
+        end()
     from service.app import create_app
 
     run(create_app(settings), settings, chosen)

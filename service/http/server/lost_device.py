@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from service.engine import Engine
+from service.http.server.signals import end
 
 log = logging.getLogger("fxserve")
 
@@ -42,7 +41,7 @@ async def ended_when_device_lost(engine: Engine) -> AsyncIterator[None]:
         yield
     finally:
         if lost.is_set():
-            _end()
+            end(DEVICE_LOST)  # a regular exit frees CUDA's objects, which fails on a lost device
         watch.cancel()
 
 
@@ -55,11 +54,4 @@ async def _watch(engine: Engine, lost: asyncio.Event) -> None:
     log.critical("%s; the process ends with status %d", why, DEVICE_LOST)
     signal.raise_signal(signal.SIGTERM)
     await asyncio.sleep(engine.settings.grace_period + _SHUTDOWN_SECONDS)
-    _end()
-
-
-def _end() -> None:
-    # A regular exit frees CUDA's objects, which fails on a lost device.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(DEVICE_LOST)
+    end(DEVICE_LOST)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from service.garbage import exempt_imports
 from service.http.server import protocol_choice
+from service.http.server.server import Server
 from service.http.server.shared_folder import shared_folder
 from service.http.server.signals import release_reloads
 from service.observability import logs
@@ -118,7 +119,7 @@ def _startup_line(host: str, port: int, details: str) -> str:
     return f"fxserve on {url} ({details}): open it in a browser; reference at {url}/docs, Ctrl-C ends it"
 
 
-class _Server(uvicorn.Server):
+class _Server(Server):
     """Prints the server's URL once it listens."""
 
     def __init__(self, config: uvicorn.Config, device: str) -> None:

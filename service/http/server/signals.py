@@ -11,9 +11,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from service.engine import Engine
@@ -30,14 +30,18 @@ def end_on_signals() -> None:
     startup they are the only ones; without them, the first process of a container would ignore the signals.
     """
     for number in ENDING:
-        signal.signal(number, _end)
+        signal.signal(number, lambda number, frame: end())
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    # A regular exit would free every object of torch first, which takes seconds.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+def end(status: int = 0) -> NoReturn:
+    """Exit the process at once.
+
+    A regular exit would wait for all threads, and then free every object of torch, which takes seconds.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # its disk is full, or the signal came amid a line
+            stream.flush()
+    os._exit(status)
 
 
 def hold_reloads() -> None:

@@ -26,6 +26,7 @@ from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import multiprocess
 from uvicorn.supervisors.multiprocess import Multiprocess, Process
 
+from service.http.server.server import Server
 from service.http.server.signals import ENDING, RELOADING, end_on_signals, release_reloads
 from service.problems import Problem
 
@@ -47,7 +48,7 @@ _MISSING = {
     *({"handle_hup", "keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
     *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
     *({"is_alive", "start", "kill", "join", "pid", "target"} - {*dir(Process)}),
-    *({"process", "parent_conn", "get_subprocess"} - {*Process.__init__.__code__.co_names}),
+    *({"process", "parent_conn", "get_subprocess", "_server"} - {*Process.__init__.__code__.co_names}),
 }
 if _MISSING:
     raise ImportError(f"uvicorn's supervisor lacks {', '.join(sorted(_MISSING))}")
@@ -106,6 +107,12 @@ class Supervised(Process):
             super().start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def server(self) -> uvicorn.Server:
+        if self._server is None:
+            self._server = Server(self.config)
+        return self._server
 
     def target(self, sockets: list[socket] | None = None) -> None:
         threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()

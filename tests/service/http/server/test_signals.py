@@ -1,4 +1,5 @@
-"""SIGHUP while the service starts: it does not end the process, and what it is for is done once that is possible."""
+"""SIGHUP while the service starts: it does not end the process, and what it is for is done once that is possible.
+SIGTERM ends it even if nothing can be written."""
 
 from __future__ import annotations
 
@@ -67,3 +68,15 @@ def test_keys_that_change_during_the_start_are_read_again(tmp_path: Path) -> Non
     finally:
         process.terminate()
         process.wait(60)
+
+
+def test_sigterm_ends_a_process_whose_output_cannot_be_written() -> None:
+    script = """
+import os, signal, sys
+from service.http.server.signals import end_on_signals
+end_on_signals()
+sys.stdout = open("/dev/full", "w")
+print("a line")
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60).returncode == 0
