@@ -35,6 +35,9 @@ log = logging.getLogger("fxserve")
 _PARENT_SECONDS = 1.0
 """Seconds between two checks of a server process that its supervisor exists."""
 
+_JOIN_SECONDS = 0.5
+"""Maximum seconds until a second signal is passed on to the server processes."""
+
 _EARLY_SECONDS = 10.0
 """Age in seconds below which the end of a server process is early: the next one may end as soon."""
 
@@ -45,8 +48,11 @@ file of its counters, so replacing them without delay would fill the disk."""
 if any([*signature(kind).parameters] != ["config", "sockets"] for kind in (Multiprocess, Process)):
     raise ImportError("uvicorn's supervisor takes other arguments")
 _MISSING = {
-    *({"handle_hup", "keep_subprocess_alive", "run"} - {*dir(Multiprocess)}),
-    *({"processes"} - {*Multiprocess.__init__.__code__.co_names}),
+    *(
+        {"handle_hup", "handle_int", "handle_term", "join_all", "keep_subprocess_alive", "run", "terminate_all"}
+        - {*dir(Multiprocess)}
+    ),
+    *({"processes", "should_exit", "signal_queue"} - {*Multiprocess.__init__.__code__.co_names}),
     *({"is_alive", "start", "kill", "join", "pid", "target"} - {*dir(Process)}),
     *({"process", "parent_conn", "get_subprocess", "_server"} - {*Process.__init__.__code__.co_names}),
 }
@@ -115,6 +121,7 @@ class Supervised(Process):
         return self._server
 
     def target(self, sockets: list[socket] | None = None) -> None:
+        end_on_signals()
         threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()
         try:
             super().target(sockets)
@@ -148,6 +155,9 @@ class Supervisor(Multiprocess):
 
     On SIGHUP uvicorn replaces the processes one by one. This class passes the signal on instead: a process that ends
     still accepts connections, and refuses their requests, until its own are answered.
+
+    Each SIGTERM is passed on as SIGINT, and vice versa. Ctrl-C and systemd send a signal to all processes, and a second
+    one of the same kind makes a process end before its accepted requests are answered.
     """
 
     def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
@@ -161,9 +171,39 @@ class Supervisor(Multiprocess):
         self._has_served = False
 
     def handle_hup(self) -> None:
+        self._send(signal.SIGHUP)
+
+    def handle_term(self) -> None:
+        self._end(signal.SIGINT)
+
+    def handle_int(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: int) -> None:
+        self.should_exit.set()
+        if RELOADING:
+            self._send(number)
+
+    def _send(self, number: int) -> None:
         for process in self.processes:
             if process.pid is not None and process.process.is_alive():
-                os.kill(process.pid, signal.SIGHUP)
+                os.kill(process.pid, number)
+
+    def terminate_all(self) -> None:
+        if not RELOADING:  # Windows; elsewhere they have been sent a signal
+            super().terminate_all()
+
+    def join_all(self) -> None:
+        """Wait until all processes have ended. A second signal is passed on to them, too."""
+        for process in self.processes:
+            while process.process.is_alive():
+                process.process.join(_JOIN_SECONDS)
+                while self.signal_queue:
+                    match self.signal_queue.pop(0):
+                        case signal.SIGTERM:
+                            self.handle_term()
+                        case signal.SIGINT:
+                            self.handle_int()
 
     def keep_subprocess_alive(self) -> None:
         if self.should_exit.is_set():  # they have ended because of it
@@ -179,6 +219,8 @@ class Supervisor(Multiprocess):
                 process.start()
             process.is_alive = partial(self._is_alive, process)  # type: ignore[method-assign]
         super().keep_subprocess_alive()
+        if self.should_exit.is_set():  # the first process has failed to start
+            self._end(signal.SIGTERM)
 
     def _is_replaced(self, process: Process) -> bool:
         """Return whether ``process`` has ended and is to be replaced: always, except if it is the first to start."""

@@ -54,6 +54,8 @@ def create():
                 os._exit(7)
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Path(f"{os.getpid()}.hup").touch)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+            if Path("busy").exists():
+                asyncio.get_running_loop().run_in_executor(None, time.sleep, 1000)
             await send({"type": "lifespan.startup.complete"})
             await receive()
             await send({"type": "lifespan.shutdown.complete"})
@@ -80,7 +82,8 @@ FORKED = pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawne
 
 class Processes:
     """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, ``refused`` or ``broken`` fail
-    to create their application, ``slow`` wait before, and ``deaths`` exit at once, with a line of the time in it."""
+    to create their application, ``slow`` wait before, ``busy`` have a busy thread, and ``deaths`` exit at once, with a
+    line of the time in it."""
 
     def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
@@ -177,6 +180,15 @@ def test_sighup_replaces_no_process_and_sigterm_to_all_ends_them(tmp_path: Path,
         assert server.both() == processes
         os.killpg(server.process.pid, signal.SIGTERM)  # as Ctrl-C reaches all of them
         assert server.process.wait(30) == 0
+        assert server.log.read_text() == ""
+
+
+@pytest.mark.exhaustive
+@FORKED
+def test_the_end_does_not_wait_for_threads(tmp_path: Path, forked: bool) -> None:
+    (tmp_path / "busy").touch()
+    with Processes(tmp_path, forked) as server:
+        assert server.end() == 0
         assert server.log.read_text() == ""
 
 
