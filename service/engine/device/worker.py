@@ -191,7 +191,8 @@ class DeviceWorker:
         elif len(items) > 1 and not out_of_memory:
             halves = (items[: len(items) // 2], items[len(items) // 2 :])
         else:
-            items[0].job.fail(_error_for(error, out_of_memory))
+            [item] = items
+            item.job.fail(_error_for(error) if out_of_memory else item.runtime.failure(error, item.shape))
             return
         for half in halves:
             self._serve(half)
@@ -277,7 +278,7 @@ def _deliver(finished: Finished) -> None:
     except Exception as error:
         log.exception("the outputs of a batch could not be delivered")
         for job, _ in parts:
-            job.fail(_error_for(error, is_out_of_memory(error)))
+            job.fail(_error_for(error))
         return
     for key, over in finished.overflows.items():
         for (job, rows), piece in zip(parts, split_rows(over, counts), strict=True):
@@ -287,7 +288,7 @@ def _deliver(finished: Finished) -> None:
         try:
             job.deliver(rows, {key: piece[place] for key, piece in pieces.items()}, finished.borrowed)
         except Exception as error:
-            job.fail(_error_for(error, is_out_of_memory(error)))
+            job.fail(_error_for(error))
     announce([job for job, _ in parts])
 
 
@@ -319,8 +320,8 @@ def _rows(items: Sequence[Item]) -> int:
     return sum(len(item.rows) for item in items)
 
 
-def _error_for(error: BaseException, out_of_memory: bool) -> BadTensor | Problem:
+def _error_for(error: BaseException) -> BadTensor | Problem:
     """Return the error for a request whose rows failed with ``error``."""
-    if out_of_memory:
+    if is_out_of_memory(error):
         return OutOfMemory("not even one image of this request fits into the memory that is left; send a smaller one")
     return failure(error)

@@ -20,7 +20,6 @@ from fxcore.graph.flops import FlopCounter
 from service.choices import Attribution
 from service.engine.description import Description
 from service.engine.device.queue import Queue
-from service.engine.errors import failure
 from service.engine.options import FeatureResult
 from service.engine.requests.admission.admission import Ticket
 from service.engine.runtime.runtime import Runtime
@@ -156,7 +155,7 @@ async def attribute(
             try:
                 seconds += await asyncio.wrap_future(queue.run_idle(partial(_timed, work), max_wait=0.0))
             except Exception as error:
-                raise failure(error) from error
+                raise runtime.failure(error, shapes) from error
         parts.append((part.attributed, part.targets))  # not the part, which holds its values on the device
     attributed, targets = zip(*parts, strict=True)
     if len(parts) == 1:

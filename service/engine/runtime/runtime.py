@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxcore.backends import Lowered
+from fxcore.errors import BadTensor, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from service.byte_cache import ByteCache
 from service.engine.description import Description
+from service.engine.errors import failure
 from service.engine.options import FeatureOptions
 from service.engine.rows.shapes import ResponseRow, RowShape, RowSize
 from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.pace import Pace
 from service.engine.runtime.transformation import Transformed
+from service.problems import ComputeFailed, Problem
 
 SIZES_BYTES = 1024**2
 """Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
@@ -120,6 +124,22 @@ class Runtime:
     def at(self, shape: RowShape) -> Runtime:
         """Return the runtime for rows of ``shape``: a variant or itself."""
         return self.variants.get(shape[0][-2:], self) if self.variants else self  # rows may be vectors
+
+    def failure(self, error: BaseException, shape: Sequence[tuple[int, ...]]) -> BadTensor | Problem:
+        """Return the error for a request on whose rows of ``shape`` the model failed with ``error``.
+
+        A model that runs at its usual size fails at another because of that size, unless the device failed.
+        """
+        found = failure(error)
+        size = self.graph.preprocessing.nominal_size()
+        usual = self.graph.input_size == size and list(shape) == self.description.usual_shapes()
+        if usual or not isinstance(found, ComputeFailed) or isinstance(error, torch.AcceleratorError):
+            return found
+        *shown, expected = (" x ".join(map(str, dims)) for dims in (*shape, size))
+        return BadTensor(
+            f"{self.description.of} failed on an input of {', '.join(shown)}: {summarize(error)}; the usual size of "
+            f"{self.description.spec.model} is {expected}"
+        )
 
     def retire_variant(self, variant: Runtime) -> None:
         """Retire one of its variants, or one of theirs."""

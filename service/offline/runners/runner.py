@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadBox, BadImage, BadMask, BadPoint, FxError, ImageTooLarge
+from fxcore.errors import BadBox, BadImage, BadMask, BadPoint, BadTensor, FxError, ImageTooLarge
 from fxcore.images.decoding import PREPROCESS_MODES
 from service.client import exceptions
 from service.engine import FeatureOptions
@@ -23,12 +23,13 @@ Rows = dict[str, Tensor]
 # Errors that a single image can cause, in the engine and on a server.
 SERVER_IMAGE_ERRORS = (
     exceptions.ImageProblem,
+    exceptions.BadTensor,  # of a size that the model does not accept
     exceptions.TooLarge,
     exceptions.OutOfMemory,
     exceptions.ComputeFailed,
     exceptions.DeadlineExceeded,
 )
-_IMAGE_ERRORS = (*SERVER_IMAGE_ERRORS, BadImage, BadBox, BadPoint, BadMask, ImageTooLarge)
+_IMAGE_ERRORS = (*SERVER_IMAGE_ERRORS, BadImage, BadBox, BadPoint, BadMask, BadTensor, ImageTooLarge)
 
 
 class Unreadable(FxError):
