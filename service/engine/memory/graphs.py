@@ -40,7 +40,10 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
     try:
         return graph.at(*size)
     except BadTensor as error:
-        raise BadTensor(f"image_size: {error.detail}", **error.extra) from error
+        multiple = multiple_of(graph)
+        helps = any(side % multiple for side in size) and not any(side % multiple for side in graph.input_size)
+        hint = f"; choose multiples of {multiple}" if helps else ""
+        raise BadTensor(f"image_size: {error.detail}{hint}", **error.extra) from error
 
 
 def preprocessing_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> Preprocessing:

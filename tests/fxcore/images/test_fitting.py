@@ -151,6 +151,8 @@ def test_padding_stays_zero_where_the_model_normalises(photo):
         ("resnet18", 32),
         ("vit_b_32", 32),
         ("timm.test_vit", 16),
+        ("timm.crossvit_9_240", 120),
+        ("timm.pit_b_224", 28),
     ],
 )
 def test_multiple(model, multiple):

@@ -281,6 +281,22 @@ def test_wrong_sizes(client, photos, query, kind, detail):
     assert response.json()["detail"].count("image_size") <= 1
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("timm.test_vit", "its usual size is 160 x 160; choose multiples of 16"),
+        pytest.param(
+            "timm.crossvit_9_240", "usual size is 240 x 240; choose multiples of 120", marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_which_sizes_a_vision_transformer_accepts(client, model, says):
+    spec = {"model": model, "weights": "random", "return_nodes": ["head"], "image_size": 250}
+    response = client.post("/v1/extractors", json=spec)
+    assert response.status_code == 422, response.text
+    assert says in response.json()["detail"]
+
+
 @pytest.mark.parametrize("route", ["features?nodes=layer4", "attributions?of=fc&at=layer4"])
 def test_images_that_are_not_resized_are_not_fitted(client, photos, route):
     """A size may be given, which models are built for, and native, under which sizes may differ."""
