@@ -106,7 +106,8 @@ def invert(function: fx.GraphModule | Callable[[Tensor], Tensor], example: Tenso
     Args:
         function: a Python function, or a graph module.
         example: an input; needed to undo reshapes. The inverse then expects the shape of its output; the first
-            dimension may have another size if the reshapes keep it.
+            dimension may have another size if the reshapes keep it. Steps that broadcast the example have no inverse;
+            without an example, the input of such a step is returned in the shape of its output.
 
     Raises:
         NotInvertible: the step ``node`` has no inverse.
@@ -217,6 +218,12 @@ def _undo(
             number = attribute(module, str(number.target))
         if _loses_input(name, first, number):
             raise _no_inverse(node.name, f"{node.name}: many inputs have the same output")
+        if source in shapes and shapes[node] != shapes[source]:
+            before, after = (" x ".join(map(str, shapes[n])) for n in (source, node))
+            raise _no_inverse(
+                node.name,
+                f"{node.name} broadcasts its input from {before} to {after}; expand the input before the function",
+            )
         return _undo_arithmetic(node, name, first, others[0], fixed, settings.get("alpha", 1), value)
     if name == "leaky_relu":
         given = dict(zip(("negative_slope", "inplace"), others, strict=False)) | settings

@@ -178,6 +178,18 @@ def test_reshapes_are_undone_to_the_shape_of_an_example(function: Callable[[Tens
         torch.testing.assert_close(inverse(function(x)), x)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: torch.exp(x + torch.arange(3.0)[:, None]), lambda x: torch.arange(1.0, 4.0)[:, None] / x],
+)
+def test_a_step_that_broadcasts_the_example_has_no_inverse(function: Callable[[Tensor], Tensor]) -> None:
+    for shape in ((4,), (1, 4)):
+        with pytest.raises(NotInvertible, match=rf"broadcasts its input from {' x '.join(map(str, shape))} to 3 x 4"):
+            invert(function, torch.rand(shape))
+    x = torch.rand(3, 4) + 1
+    torch.testing.assert_close(invert(function, x)(function(x)), x)
+
+
 def test_rows_of_a_reshape_that_keeps_them_may_be_any_number() -> None:
     inverse = invert(lambda x: x.view(x.shape[0], -1) * 2, torch.rand(1, 2, 3))
     x = torch.rand(5, 2, 3)
