@@ -51,6 +51,7 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
     Raises:
         BadTarget: the result is not ``[n, k]``, has no value ``target``, the values have no gradients, as integers, or
             no gradient reaches them, e.g. because of quantized layers.
+        BadTensor: parameters or buffers of ``back`` were made in inference mode.
 
     >>> found = gradients(lambda x: {"y": x @ torch.tensor([[1.0, 2.0], [3.0, 5.0]])}, [torch.ones(1, 2)], 0)
     >>> found.targets, found.values
@@ -64,7 +65,15 @@ def gradients(back: Back, values: Sequence[Tensor], at: int, target: int | Tenso
         # Autograd cannot keep values that were computed in inference mode.
         given = [value.clone() if value.is_inference() else value.detach() for value in values]
         given[at] = given[at].clone().requires_grad_()
-        [result] = back(*given).values()
+        try:
+            [result] = back(*given).values()
+        except RuntimeError as error:
+            if "Inference tensors" not in str(error):
+                raise
+            raise BadTensor(
+                "parameters or buffers were made in inference mode, and nothing can be differentiated through them; "
+                "build the model outside torch.inference_mode(), or copy it there"
+            ) from error
         check_result(list(result.shape[1:]), target)
         targets = result.argmax(1) if target is None else torch.as_tensor(target, device=result.device)
         if targets.numel() not in (1, len(result)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -154,6 +155,15 @@ def test_gradients_in_inference_mode() -> None:
     with torch.inference_mode():
         found = gradients(lambda x: {"y": x @ weight}, [torch.ones(1, 2)], 0, 0)
     assert torch.equal(found.values, weight[:, 0][None])
+
+
+def test_parameters_made_in_inference_mode_are_refused() -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(3, 2)
+    with pytest.raises(BadTensor, match=r"made in inference mode.*or copy it there"):
+        gradients(lambda x: {"y": layer(x)}, [torch.ones(1, 3)], 0)
+    made = copy.deepcopy(layer)
+    assert torch.equal(gradients(lambda x: {"y": made(x)}, [torch.ones(1, 3)], 0, 1).values, layer.weight[1:])
 
 
 def test_integers_have_no_gradients() -> None:
