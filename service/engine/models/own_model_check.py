@@ -20,8 +20,9 @@ from fxcore.graph.model_graph import ModelGraph
 from fxcore.layer_types import has_inplace_setting
 from fxcore.models.user_models import BadUserModel, UserEntry
 from fxcore.nesting import tensors_in
-from fxcore.passes.effects import is_random
+from fxcore.passes.effects import is_random, is_uninitialized
 from fxcore.tracing.dispatch_modes import LenientMode
+from fxcore.tracing.names import public_name
 
 log = logging.getLogger("fxserve.models")
 
@@ -48,6 +49,7 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
         WeightsUnavailable: its weights cannot be loaded.
     """
     module = entry.load_published(str(entry.default_weights)).eval().requires_grad_(False)
+    training = [path for path, part in module.named_modules() if part.training]
     dtype = next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), torch.float32)
     traced = whole_module(graph, _out_of_place(module), dtype)
     try:
@@ -79,7 +81,22 @@ def checked(entry: UserEntry, graph: ModelGraph) -> UserEntry:
             f"its result for an image depends on the other images in its batch, first in {rows.dependent}; set batch "
             "= false to compute one image at a time"
         )
-    if not any(is_random(traced, node) for node in traced.graph.nodes):
+    random = [node for node in traced.graph.nodes if is_random(traced, node)]
+    drawing = next((public_name(node) for node in random if not is_uninitialized(node)), None)
+    if training:
+        log.warning(
+            "model %r: eval() leaves %s in train mode; layers of torch are served in eval mode nevertheless",
+            entry.name,
+            training[0],
+        )
+    elif drawing is not None:
+        log.warning(
+            "model %r draws random numbers in eval mode, first in %s, so its values differ between calls; a dropout "
+            "needs training=self.training",
+            entry.name,
+            drawing,
+        )
+    if not random:
         lowered = BACKENDS["eager"].lower(traced, tuple(others), Options())
         found = verify(traced, lowered, tuple(others), rtol=_LOWERED, atol=_LOWERED)
         if not found.allclose and not draws(traced, others):

@@ -179,6 +179,29 @@ def test_a_model_that_ends_the_process_is_refused() -> None:
     assert found.detail == "model 'ending': SystemExit: 3"
 
 
+class KeepsDropping(Net):
+    def train(self, mode: bool = True) -> KeepsDropping:
+        super().train(mode)
+        self.last.train()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: Net(nn.functional.dropout), "model 'net' draws random numbers in eval mode, first in dropout"),
+        (lambda: KeepsDropping(torch.relu, nn.Dropout()), "eval() leaves last in train mode"),
+        (lambda: Net(torch.relu, nn.Dropout()), ""),
+    ],
+)
+def test_dropout_that_stays_on_is_logged(
+    build: Callable[[], nn.Module], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_check(entry_of(build))
+    assert len(caplog.records) == bool(says)
+    assert says in caplog.text
+
+
 def test_what_cannot_run_on_the_cpu_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     class Elsewhere(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
