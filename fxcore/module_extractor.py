@@ -76,7 +76,7 @@ def create_extractor(
         NotTraceable, UnknownArgument, NotAFunction: see :func:`~fxcore.tracing.tracer.trace`.
         UnknownNode: there is no node of that name, or its value contains no tensor.
         DuplicateKey: two names have the same key.
-        BadTensor: the module does not accept ``example_inputs``.
+        BadTensor: the module does not accept ``example_inputs``, or they are on the device meta.
         CannotTransform: its in-place operations cannot be rewritten.
         OpenCut, UnneededInput: see :func:`~fxcore.graph.cut.cut`.
         GraphDiffers: the graph and the module compute different values; ``node`` is the first that differs.
@@ -107,6 +107,11 @@ def create_extractor(
     else:
         module = enclosed_if_whole(module)
         model, given = _with_tensors_only(module, example_inputs)
+        if any(tensor.is_meta for tensor in tensors_in(given)):
+            raise BadTensor(
+                "example inputs on the device meta have no values to check the graph on; move them and the module to "
+                "another device, or trace the module and extract from its graph"
+            )
         traced = trace(model, leaf_modules=leaf_modules, leaf_functions=leaf_functions)
     with Unchanged(module):
         try:

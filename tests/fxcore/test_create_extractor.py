@@ -311,6 +311,15 @@ class Pair(nn.Module):
         return x + y, x.shape[0]
 
 
+def test_the_device_meta_has_no_values_to_check_on() -> None:
+    module, given = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).eval().to("meta"), torch.empty(4, 2, device="meta")
+    with pytest.raises(
+        BadTensor, match=r"the device meta have no values to check the graph on; .* or trace the module"
+    ):
+        fxcore.create_extractor(module, ["0"], given)
+    assert fxcore.create_extractor(fxcore.trace(module), ["0"], given)(given)["0"].shape == (4, 3)
+
+
 def test_what_is_refused(captioner: Captioner) -> None:
     x = torch.rand(2, 3)
     pair = fxcore.trace(Pair())
