@@ -60,7 +60,7 @@ async def download(
         ExportFormat,
         Query(
             description="`fx`: a zip with a Python package and safetensors; `torch_export`: a `.pt2`; `onnx`; "
-            "`openvino`: a zip with the IR. All run without this service and accept any number of images, all but `fx` "
+            "`openvino`: a zip with the IR. All run without this service on one image or more, all but `fx` "
             "of the extractor's size. An int8 extractor can be exported only as `openvino`, and only if that is its "
             "backend; its weights then have seven bits, so that results are also correct on processors without VNNI.",
             examples=["onnx"],
