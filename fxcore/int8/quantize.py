@@ -60,6 +60,7 @@ def quantize(module: fx.GraphModule, calibration: Calibration, *, keep: Sequence
 
     Weights are quantized per output channel, activations per tensor, from histograms over the calibration inputs.
     Transposed convolutions stay in float32, because torch's int8 kernels compute them incorrectly.
+    Layers with hooks, such as those of ``torch.nn.utils.weight_norm``, stay in float32 too.
 
     Args:
         module: a float32 module in eval mode, on the CPU.
