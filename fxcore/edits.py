@@ -20,6 +20,7 @@ from fxcore.errors import FxError
 from fxcore.graph.axes.row_axes import UNKNOWN, row_axes
 from fxcore.graph.cut import Part, unused_identifier
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
+from fxcore.passes.attention import ATTENTION
 from fxcore.tensors import dtype_name
 from fxcore.tracing.names import PATH
 
@@ -118,9 +119,15 @@ def edited_node(key: str, node: fx.Node, usual: tuple[int, int]) -> EditedNode:
     """Describe an annotated ``node`` for edits.
 
     Raises:
-        BadEdit: its values are not floating-point numbers.
+        BadEdit: its values are not floating-point numbers, or are attention weights that ``attention_maps`` added.
     """
     value, name, rows = node.meta["value"], node.meta[PATH], node.meta["rows"]
+    if node.meta.get(ATTENTION):
+        detail = (
+            f"attention_maps added {name!r}, and the model does not read it, so an edit would change no other node; to "
+            "edit a head, edit its channels in the value that the attention's projection reads, if that is a node"
+        )
+        raise BadEdit(detail, name=name)
     if not value.is_floating_point():
         kind = "quantized" if value.is_quantized else dtype_name(value.dtype)
         raise BadEdit(f"the values of {name!r} are {kind}; edit a node of floating-point numbers", name=name)

@@ -204,6 +204,17 @@ def test_the_channels_of_attention_weights_are_the_heads(swin: tuple[ModelGraph,
     assert torch.dist(found, plain) > 1e-3 * plain.norm()
 
 
+@pytest.mark.parametrize("steps", [False, True])
+def test_attention_weights_that_the_model_does_not_read_are_refused(
+    steps: bool, swin: tuple[ModelGraph, nn.Module]
+) -> None:
+    graph, model = swin if steps else built("timm.test_vit")
+    graph = graph.with_nodes_of("attention_maps")
+    node = next(node for node in graph.by_name if node.endswith(".attention"))
+    with pytest.raises(BadEdit, match=f"attention_maps added '{node}', and the model does not read it"):
+        build_extractor(graph, model, {"weights": node}, edits={node: node})
+
+
 @pytest.mark.parametrize("node", ["layers.0.blocks.0.attn.proj", "layers.0.blocks.0.attn.proj_drop"])
 def test_windows_of_an_image_have_its_factors(swin: tuple[ModelGraph, nn.Module], node: str) -> None:
     graph, model = swin
