@@ -66,7 +66,7 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
     If it is incompatible with this uvicorn, use uvicorn's own, which spawns processes.
     """
     try:
-        from service.http.server.supervisor import Supervisor, fork_processes
+        from service.http.server.supervisor import Supervisor
     except ImportError as error:
         log.warning("server processes are spawned, and may be replaced late: %s", error)
         release_reloads()  # it replaces the processes on SIGHUP
@@ -75,10 +75,9 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
     if forked:
         importlib.import_module(app.partition(":")[0])
         exempt_imports()
-        fork_processes()
     config = uvicorn.Config(app, **options)
     with _bound(config) as listening:  # closed before the exit, which takes seconds: nobody would answer
-        supervisor = Supervisor(config, [listening])
+        supervisor = Supervisor(config, [listening], "fork" if forked else "spawn")
         supervisor.run()
     if status := supervisor.exit_status():
         sys.exit(status)

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from multiprocessing.context import ForkProcess
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from socket import socket
 from weakref import WeakKeyDictionary
@@ -60,35 +61,17 @@ if _MISSING:
     raise ImportError(f"uvicorn's supervisor lacks {', '.join(sorted(_MISSING))}")
 
 
-def fork_processes() -> None:
-    """Make uvicorn fork server processes instead of spawning them, so that they share the memory of imported modules.
-
-    This process must not have threads that hold locks, and must not have used CUDA.
-    """
-    multiprocess.get_subprocess = _forked  # type: ignore[assignment, attr-defined]
-
-
-def _forked(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> BaseProcess:
-    return _Forked(target=_serve, args=(config, target, sockets))
-
-
-class _Forked(ForkProcess):
-    """A forked process that blocks signals until it has its own handlers.
-
-    The supervisor's handlers, which it inherits, would only record the signals.
-    """
-
-    def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        try:
-            super().start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _process(method: str, config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> BaseProcess:
+    made: BaseProcess = multiprocessing.get_context(method).Process(  # type: ignore[attr-defined]
+        target=_serve, args=(config, target, sockets)
+    )
+    return made
 
 
 def _serve(config: uvicorn.Config, target: Callable[..., None], sockets: list[socket]) -> None:
     end_on_signals()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    if RELOADING:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     config.configure_logging()
     target(sockets=sockets)
 
@@ -101,14 +84,18 @@ class Supervised(Process):
     If its application cannot be created, it fails to start, as if the application's lifespan had failed. uvicorn would
     let it exit with another status, and start another for ever.
 
-    It blocks SIGHUP, which its supervisor passes on, until the application handles it; without API keys, for good.
+    It blocks signals until it has its own handlers: a forked process inherits those of the supervisor, which only
+    record the signals, and in a spawned one Python prints a traceback on SIGINT. SIGHUP, which its supervisor passes
+    on, stays blocked until the application handles it; without API keys, for good.
     """
 
     def start(self) -> None:
         if not RELOADING:  # Windows
             super().start()
             return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, RELOADING)
+        if isinstance(self.process, SpawnProcess):
+            resource_tracker.ensure_running()  # spawning starts it, which unblocks signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDING, *RELOADING))
         try:
             super().start()
         finally:
@@ -121,7 +108,6 @@ class Supervised(Process):
         return self._server
 
     def target(self, sockets: list[socket] | None = None) -> None:
-        end_on_signals()
         threading.Thread(target=_end_with_parent, name="fxserve-supervised", daemon=True).start()
         try:
             super().target(sockets)
@@ -158,10 +144,17 @@ class Supervisor(Multiprocess):
 
     Each SIGTERM is passed on as SIGINT, and vice versa. Ctrl-C and systemd send a signal to all processes, and a second
     one of the same kind makes a process end before its accepted requests are answered.
+
+    Args:
+        config: of the server processes.
+        sockets: what they listen on.
+        method: how they are started: ``spawn``, or ``fork``, so that they share the memory of imported modules. To be
+            forked, this process must not have threads that hold locks, and must not have used CUDA.
     """
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket]) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket], method: str) -> None:
         super().__init__(config, sockets)
+        multiprocess.get_subprocess = partial(_process, method)  # type: ignore[assignment, attr-defined]
         release_reloads()  # they are handled from now on
         multiprocess.Process = Supervised  # type: ignore[misc]  # uvicorn's methods look it up there
         self._pinged: WeakKeyDictionary[Process, float] = WeakKeyDictionary()

@@ -66,7 +66,15 @@ def create():
 """
 
 SERVE = """
+import os
+import signal
 import sys
+import time
+from pathlib import Path
+if Path("importing").exists() and __name__ == "__mp_main__":
+    Path(f"{os.getpid()}.imports").touch()
+    while not signal.sigpending():
+        time.sleep(0.05)
 from service.http.server.run import _supervise
 if __name__ == "__main__":
     forked = sys.argv[2] == "True"
@@ -83,7 +91,7 @@ FORKED = pytest.mark.parametrize("forked", [True, False], ids=["forked", "spawne
 class Processes:
     """Two server processes. A file ``no memory`` in ``folder`` makes them fail to start, ``refused`` or ``broken`` fail
     to create their application, ``slow`` wait before, ``busy`` have a busy thread, and ``deaths`` exit at once, with a
-    line of the time in it."""
+    line of the time in it. Spawned ones wait amid their imports for a signal if there is a file ``importing``."""
 
     def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
@@ -243,6 +251,20 @@ def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked
     finally:
         server.process.kill()
         (tmp_path / "slow").unlink()  # ends processes that are left
+
+
+@pytest.mark.exhaustive
+def test_spawned_processes_that_import_end_on_sigterm(tmp_path: Path) -> None:
+    """They get SIGINT, on which Python prints a traceback until a handler is set."""
+    (tmp_path / "importing").touch()
+    server = Processes(tmp_path, forked=False)
+    try:
+        until(lambda: len(list(tmp_path.glob("*.imports"))) == 2)
+        server.process.terminate()
+        assert server.process.wait(300) == 0
+        assert server.log.read_text() == ""
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.exhaustive
