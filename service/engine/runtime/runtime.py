@@ -15,6 +15,7 @@ from fxcore.backends import Lowered
 from fxcore.errors import BadTensor, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
+from fxcore.models.user_models import UserEntry
 from service.byte_cache import ByteCache
 from service.engine.description import Description
 from service.engine.errors import failure
@@ -128,12 +129,14 @@ class Runtime:
     def failure(self, error: BaseException, shape: Sequence[tuple[int, ...]]) -> BadTensor | Problem:
         """Return the error for a request on whose rows of ``shape`` the model failed with ``error``.
 
-        A model that runs at its usual size fails at another because of that size, unless the device failed.
+        An operator's own model that runs at its usual size fails at another because of that size, unless the device
+        failed. Shapes that others do not accept are refused before they run, so their failures have other causes.
         """
         found = failure(error)
         size = self.graph.preprocessing.nominal_size()
         usual = self.graph.input_size == size and list(shape) == self.description.usual_shapes()
-        if usual or not isinstance(found, ComputeFailed) or isinstance(error, torch.AcceleratorError):
+        own = isinstance(self.description.entry, UserEntry)
+        if usual or not own or not isinstance(found, ComputeFailed) or isinstance(error, torch.AcceleratorError):
             return found
         *shown, expected = (" x ".join(map(str, dims)) for dims in (*shape, size))
         return BadTensor(

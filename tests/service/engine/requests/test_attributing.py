@@ -96,7 +96,7 @@ async def test_errors_of_a_pass_are_problems(engine: MakeEngine, error: Exceptio
     async with engine(lowering=False) as running:
         half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
         [begin] = half.description.inputs
-        values = {begin.name: torch.rand(1, *begin.usual)}
+        values = {begin.name: torch.rand(1, *(size or 2 for size in begin.shape[1:]))}
         at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
         runtime = await running.runtimes.load(half)
         runtime.extractor.module.register_forward_pre_hook(fail)
