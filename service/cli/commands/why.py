@@ -53,7 +53,7 @@ def why(
     from fxcore.extractor import build_extractor
     from fxcore.graph.model_graph import model_graph
     from fxcore.graph.naming import is_group
-    from fxcore.images.files import open_image
+    from fxcore.images.decoding import Decoder
     from fxcore.models.catalog import get_model
     from fxcore.models.weights import load_model
     from service.codecs import heatmap
@@ -71,7 +71,8 @@ def why(
     graph = model_graph(entry, entry.structure(chosen))
     of = of or _last_vector(graph)
     data = photo.read_bytes()
-    pixels = graph.preprocessing.image(open_image(data))[None]
+    decoder = Decoder(graph.preprocessing)  # the pixels that a server sees by default
+    pixels = decoder.batch(decoder.image(data)[None])
     module = load_model(entry, chosen, settings.weights_dir)
     with torch.no_grad():
         [result] = build_extractor(graph, module, graph.resolve([of])).module(pixels).values()

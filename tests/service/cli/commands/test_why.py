@@ -9,6 +9,7 @@ import numpy as np
 import PIL.Image
 import pytest
 from captum.attr import LayerGradCam
+from torchvision.io import decode_image
 
 import fxcore.photos
 from fxcore import get_model, load_model
@@ -34,7 +35,7 @@ def test_the_classes_and_where_the_first_lies(files: list[Path]) -> None:
 
     entry = get_model("efficientnet_lite0")
     model, preprocessing = load_model(entry, entry.canonical_weights("DEFAULT")), entry.preprocessing()
-    batch = preprocessing.image(PIL.Image.open(files[0]))[None]
+    batch = entry.preset()(decode_image(files[0]))[None]
     assert float(lines[0].split()[2]) == pytest.approx(model(batch).softmax(1)[0, 285].item(), abs=1e-4)
     cam = LayerGradCam(model, model.features[7]).attribute(batch, 285, relu_attributions=True).detach()
     [expected] = heatmap.write(files[0].read_bytes(), preprocessing, cam, "NCHW")
