@@ -169,7 +169,8 @@ def extract(
 
     The same command resumes an interrupted run; no image is lost or computed twice. index.sqlite maps each image to its
     shard and row (table images: path, shard, row), errors.jsonl lists the images that could not be read, and spec.json
-    describes what was computed. Files that are not images are skipped and counted.
+    describes what was computed. Files that are not images are skipped and counted. Finished images are not computed
+    again, even if their files have changed since; to compute those of a shard again, delete it.
 
     With --pool roi each row is a box: path is its image, box its coordinates. Images without boxes are skipped. With
     --pool points or mask it is a point or a mask: point has its coordinates, and mask its place in the image's list.
