@@ -206,6 +206,8 @@ def extract(
         image_size=_size(image_size),
         fit=fit,
     )
+    if not out:
+        raise typer.BadParameter("--out is empty; give a folder or a URL")
     settings = settings_of({"device": device, "workers": 1})  # a single process, so it gets all cores
     if ray is None:  # the nodes of a cluster have devices of their own
         device_of(settings)

@@ -91,8 +91,8 @@ def graph(
     format: Annotated[
         GraphFormat | None, typer.Option(help="By default from the suffix of --out, else table.", show_default=False)
     ] = None,
-    height: Annotated[int | None, typer.Option(help="Height of the input, for shapes.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the input, for shapes.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Height of the input, for shapes.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of the input, for shapes.")] = None,
     depth: Annotated[
         int | None,
         typer.Option(min=1, help="Depth of the modules to draw as one box each: 1 means layer1, 2 means layer1.0."),
