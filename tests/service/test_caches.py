@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from itertools import islice, product
 from string import ascii_lowercase
 
+import pytest
 import torch
 
 from service.codecs import responses
@@ -59,6 +60,7 @@ def test_accepted_types() -> None:
     assert left[0] < 32 * 4096
 
 
+@pytest.mark.exhaustive
 def test_headers_of_responses() -> None:
     """Of an extractor with the most and longest keys, for images of many sizes."""
     keys = [name.ljust(256, "🜁") for name in NAMES[:1024]]

@@ -150,6 +150,7 @@ def test_int8_is_for_cpus_and_smaller_than_float32(extractor: Build, batch: torc
     assert BACKENDS["eager"].unavailable(CPU, "bfloat16") is None
 
 
+@pytest.mark.exhaustive
 def test_sequences_of_3d_convolutions() -> None:
     """Only 2D weights have the format channels_last."""
     graph = model_graph("s3d")

@@ -47,7 +47,7 @@ def test_modules_of_other_threads_are_not_hooked() -> None:
         assert not module._global_forward_pre_hooks
 
 
-@pytest.mark.parametrize("name", ["resnet18", "vit_b_16"])
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("vit_b_16", marks=pytest.mark.exhaustive)])
 def test_a_graph_has_as_many_flops_for_its_shapes_alone(name: str) -> None:
     """Those of its nodes, whether they are run for their FLOPs or for their shapes, in inference mode."""
     graph, dtype = model_graph(name), get_model(name).dtype

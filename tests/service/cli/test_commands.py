@@ -297,7 +297,12 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["graph", "resnet18", "--height", "0", "--width", "64"], 2, "should be greater than or equal to 1"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", ""], 2, "--out is empty; give a folder or a URL"),
         (["graph", "resnet18", "--out", "OUT.png"], 2, "--out: the suffix .png is none of .txt, .py, .dot"),
-        (["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"], 1, "r3d"),
+        pytest.param(
+            ["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"],
+            1,
+            "r3d",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
 )

@@ -32,13 +32,10 @@ run(app, Settings(), "cpu")
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("level", "logged"),
-    [
-        pytest.param(None, ["warning", "error"], marks=pytest.mark.exhaustive),
-        ("INFO", ["info", "warning", "error"]),
-        pytest.param("error", ["error"], marks=pytest.mark.exhaustive),
-    ],
+    [(None, ["warning", "error"]), ("INFO", ["info", "warning", "error"]), ("error", ["error"])],
 )
 def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logged: list[str]) -> None:
     unset = {name: value for name, value in os.environ.items() if name != "FXSERVE_LOG_LEVEL"}
