@@ -15,6 +15,7 @@ from service.http.problem_responses import shape_of
 from service.http.routing.declared import Declared, DeclaredRoutes
 from service.http.routing.hot_routes import HotRoute
 from service.schemas import embeddings, v2
+from service.schemas.examples import compose
 from service.schemas.problems import PROBLEM, documented
 from service.schemas.v1.attributions import AttributionDocument
 from service.schemas.v1.features import FeatureDocument, ImagesBody
@@ -92,6 +93,10 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
             _add_problems(path, method, operation, routes.operation(path, method))
             for response in operation["responses"].values():
                 response.setdefault("headers", {})["X-Request-ID"] = {"$ref": "#/components/headers/X-Request-ID"}
+            for body in (operation.get("requestBody", {}), *operation["responses"].values()):
+                content = body.get("content", {}).get("application/json")
+                if content is not None and "examples" not in content:
+                    content["example"] = compose(content["schema"], schemas)
     return document
 
 

@@ -141,7 +141,14 @@ class ModelDetail(BaseModel):
     )
     precisions: dict[Precision, ServedPrecision] = Field(
         description="How this server serves each precision, with the requested weights.",
-        examples=[{"float32": {"backends": ["openvino", "eager"], "note": None}}],
+        examples=[
+            {
+                "bfloat16": {
+                    "backends": ["openvino", "eager"],
+                    "note": "this processor does not compute in bfloat16, which takes longer here than float32",
+                }
+            }
+        ],
     )
     closed: list[ClosedPart] = Field(default_factory=list)
     statistics: StatisticsSummary | None = Field(

@@ -3,6 +3,7 @@
 import base64
 import re
 
+import jsonschema
 import pytest
 
 from service.app import create_app
@@ -27,6 +28,22 @@ def test_every_part_of_a_path_is_a_parameter(document):
         for method, operation in methods.items():
             names = [one["name"] for one in operation.get("parameters", ()) if one["in"] == "path"]
             assert names == re.findall(r"{(\w+)}", path), f"{method} {path}"
+
+
+def test_every_json_document_has_a_valid_example(document):
+    documents = 0
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for body in (operation.get("requestBody", {}), *operation["responses"].values()):
+                for media_type, content in body.get("content", {}).items():
+                    if not media_type.endswith("json"):
+                        continue
+                    documents += 1
+                    described = {**content["schema"], "components": document["components"]}
+                    shown = [one["value"] for one in content.get("examples", {}).values()] or [content["example"]]
+                    for example in shown:
+                        jsonschema.Draft202012Validator(described).validate(example)
+    assert documents > 100
 
 
 def operations(document):
