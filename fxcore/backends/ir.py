@@ -43,10 +43,8 @@ def _copied(module: nn.Module, inputs: Tensors, outputs: Tensors) -> Tensors:
 
 
 def _converted(module: nn.Module, example: Tensors, export: Export) -> Any:
-    from fxcore.backends.openvino_package import openvino
-
     if not has_narrow(module, example):
-        return openvino.convert_model(export(module, example))
+        return _model(export(module, example))
     # Conversion folds batch norms in the weights' dtype: a narrow one loses precision and divides by zero.
     wide = tuple(x.float() if x.dtype in _NARROW else x for x in example)
     try:
@@ -54,8 +52,22 @@ def _converted(module: nn.Module, example: Tensors, export: Export) -> Any:
         with torch.no_grad():
             outputs = module(*example)
     except Exception:  # the code hard-codes a narrow dtype
-        return openvino.convert_model(export(module, example))
-    return _with_dtypes(openvino.convert_model(program), [x.dtype for x in example], [x.dtype for x in outputs])
+        return _model(export(module, example))
+    return _with_dtypes(_model(program), [x.dtype for x in example], [x.dtype for x in outputs])
+
+
+def _model(program: Any) -> Any:
+    """Convert an exported program, whose constant sizes are also those of the model's inputs.
+
+    The converter leaves them open. Images of other sizes would fail within the model, or be computed wrongly.
+    """
+    from fxcore.backends.openvino_package import openvino
+
+    model = openvino.convert_model(program)
+    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    shapes = [values[name].shape for name in program.graph_signature.user_inputs]
+    model.reshape({i: [d if isinstance(d, int) else -1 for d in shape] for i, shape in enumerate(shapes)})
+    return model
 
 
 def quantized(model: Any, calibration: Sequence[Tensors], overflows: bool) -> Any:

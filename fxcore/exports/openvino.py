@@ -16,7 +16,7 @@ from fxcore.backends.ir import converted, has_narrow, quantized
 from fxcore.backends.openvino import THREADS_EACH
 from fxcore.backends.process import check_threads
 from fxcore.exports.agreement import require_agreement
-from fxcore.exports.captured import Captured, rows_of
+from fxcore.exports.captured import Captured
 from fxcore.exports.description import zipped
 from fxcore.exports.program import exported
 
@@ -32,10 +32,6 @@ def export_openvino(extractor: Captured) -> bytes:
     model = converted(extractor.module, extractor.inputs, exported)
     if extractor.calibration:
         model = quantized(model, extractor.calibration, overflows=True)  # the file may run on any processor
-    # The converter leaves sizes open that are constants in the exported graph. Images of other sizes would fail within
-    # it, or be resized to these.
-    shapes = zip(extractor.inputs, rows_of(extractor.inputs), strict=True)
-    model.reshape({place: [-1, *x.shape[1:]] if free else [*x.shape] for place, (x, free) in enumerate(shapes)})
     for ports, names in ((model.inputs, extractor.input_names), (model.outputs, extractor.keys)):
         for port, name in zip(ports, names, strict=True):
             port.get_tensor().set_names({name})

@@ -183,6 +183,16 @@ def scaled(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"y": x * x.shape[-1] ** -0.5}
 
 
+def test_a_model_lowered_for_one_size_takes_no_other(artifacts: Path) -> None:
+    """The size of the example is a constant in it, and other sizes would be scaled by that, too."""
+    x = torch.rand(2, 16)
+    lowered = OPENVINO.lower(trace(scaled), (x,), Options(threads=2, cache=artifacts))
+    for given in (x, x[:1], torch.rand(3, 16)):
+        assert torch.allclose(lowered(given)["y"], given / 4)
+    with pytest.raises(RuntimeError, match="shape"):
+        lowered(torch.rand(2, 4))
+
+
 def the_same(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Dropout, clone() and casts have no effect here."""
     y = x * 2
