@@ -89,6 +89,7 @@ class Backend(Protocol):
         Args:
             module: an out-of-place module in eval mode that returns a dict of tensors.
             example: inputs of the usual size with at least two rows; later calls may have any number of rows.
+                The result may raise any exception for rows of another size.
 
         Raises:
             LoweringFailed: the module cannot be lowered.

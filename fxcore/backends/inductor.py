@@ -1,4 +1,4 @@
-"""Ahead-of-time TorchInductor: one compiled package for all batch sizes, cached on disk.
+"""Ahead-of-time TorchInductor: one compiled package for all batch sizes and one image size, cached on disk.
 
 CPU only, with frozen weights; needs a C++ compiler. On CUDA, CUDA graphs bring most of the gain in a second instead of
 minutes.
@@ -16,6 +16,7 @@ from fxcore.backends import aoti
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Options, by_key, distinct_outputs
 from fxcore.backends.processor import instructions
+from fxcore.errors import BadTensor
 from fxcore.tensors import Tensors
 
 
@@ -45,25 +46,36 @@ class Inductor:
             inputs,
             options,
             (),
-            lambda folder: InductorModule(str(folder / "model.pt2"), places),
+            lambda folder: InductorModule(str(folder / "model.pt2"), places, [x.shape[1:] for x in inputs]),
             strides=[x.stride() for x in inputs],
             processor=sorted(instructions()),  # it compiles for this one
         )
 
 
 class InductorModule:
-    """A :class:`~fxcore.backends.backend.Lowered` over a compiled package."""
+    """A :class:`~fxcore.backends.backend.Lowered` over a compiled package.
+
+    Args:
+        path: file of the package.
+        places: see :func:`~fxcore.backends.backend.distinct_outputs`.
+        row_shapes: shape of one row of each input; others are rejected.
+    """
 
     recalled = False
 
     grown = 0
 
-    def __init__(self, path: str, places: dict[str, int]) -> None:
+    def __init__(self, path: str, places: dict[str, int], row_shapes: list[torch.Size]) -> None:
         self._run = aoti.load_package(path)
         self._places = places
+        self._row_shapes = row_shapes
         self._bytes = os.path.getsize(path)
 
     def __call__(self, *inputs: Tensor) -> dict[str, Tensor]:
+        # The compiled code does not check sizes.
+        if (given := [x.shape[1:] for x in inputs]) != self._row_shapes:
+            right, wrong = ([list(row) for row in rows] for rows in (self._row_shapes, given))
+            raise BadTensor(f"inductor compiled for rows of {right}, but these have {wrong}; lower it for that size")
         with torch.inference_mode():
             values = self._run(*map(_laid_out, inputs))
             return by_key(self._places, values, inputs)

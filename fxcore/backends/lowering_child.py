@@ -88,7 +88,7 @@ def _to_openvino(
 
 def _to_inductor(module: nn.Module, example: Tensors, settings: dict[str, Any], folder: Path) -> None:
     torch.set_num_threads(settings["threads"])  # built into the generated code
-    program = exported(module, example)
+    program = _exported_at_one_size(module, example)  # of a dynamic size, it builds in that of the example in places
     with torch.no_grad():
         aoti.compile_package(program, folder / "model.pt2", {"freezing": True})
 
