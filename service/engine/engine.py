@@ -43,6 +43,7 @@ from service.engine.requests.admission.admission import SERVICE, Admission, Rese
 from service.engine.requests.admission.in_flight import InFlight
 from service.engine.requests.attributing import Attributed, Question, attribute
 from service.engine.requests.pipeline import Pipeline
+from service.engine.requests.plan.edits import check_editable
 from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.profiling import Measured, profiled
 from service.engine.runtime.collecting import Collector
@@ -307,6 +308,7 @@ class Engine:
         """
         options = options or FeatureOptions()
         options.check_regions(regions)
+        check_editable(record.description, edits)
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from fxcore.edits import BadEdit, Edit, PlannedFactors, numbered
+from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.edits import Edits
 from service.engine.rows.shapes import RowShape, RowSize
@@ -15,17 +16,26 @@ from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 
 
+def check_editable(description: Description, edits: Sequence[Edit]) -> None:
+    """Check that an extractor supports ``edits``, before it is built.
+
+    Raises:
+        BadEdit: it computes in int8.
+    """
+    if edits and description.spec.precision == "int8":
+        with numbered(0):
+            raise BadEdit("an extractor in int8 has no inner values to edit; use one with precision=float32")
+
+
 def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
     """Return ``edits`` with exact node names.
 
     Raises:
-        BadEdit: a node does not exist or does not have one row per image, or the extractor computes in int8.
+        BadEdit: a node does not exist or does not have one row per image.
     """
     exact = []
     for index, edit in enumerate(edits):
         with numbered(index):
-            if runtime.description.spec.precision == "int8":
-                raise BadEdit("an extractor in int8 has no inner values to edit; use one with precision=float32")
             [name] = runtime.graph.resolve({edit.node: edit.node}).values()
         exact.append(replace(edit, node=name))
     return exact

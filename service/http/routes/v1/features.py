@@ -22,6 +22,7 @@ from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import Description
 from service.engine.requests.admission.admission import Reservation
+from service.engine.requests.plan.edits import check_editable
 from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.v1.models import Model
@@ -214,6 +215,8 @@ async def _respond(
         options = _options(query)
         options.check_regions(None if sent is None else sent.regions)
         record = await find()
+        if sent is not None:
+            check_editable(record.description, sent.edits)
         if record.runtime is None:
             body = body or await receive()  # before that, a disconnect is not noticed
             await state.engine.runtimes.load(record)

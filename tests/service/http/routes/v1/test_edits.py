@@ -112,3 +112,15 @@ def test_attributions_take_no_edits(client, photos):
     response = client.post("/v1/models/resnet18/attributions?weights=random&of=fc&at=layer4", json=document)
     assert response.status_code == 422
     assert "POST …/features" in response.json()["detail"]
+
+
+def test_int8_is_refused_before_weights_are_loaded(client, photos, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "mobilenet_v3_large-5c1a4163.pth").write_bytes(b"cut short")
+    document = body(photos, [{"node": "C3", "scale": 0}])
+    url = "/v1/models/mobilenet_v3_large/features?nodes=C5&precision=int8"
+    problem = client.post(url, json=document).json()
+    assert problem["type"] == "/problems/bad-edit"
+    assert "precision=float32" in problem["detail"]
