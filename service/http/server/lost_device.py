@@ -46,10 +46,12 @@ async def ended_when_device_lost(engine: Engine) -> AsyncIterator[None]:
 
 
 async def _watch(engine: Engine, lost: asyncio.Event) -> None:
-    while (why := engine.device_lost()) is None:
-        await asyncio.sleep(_LOOK_SECONDS)
+    why = None
+    while why is None:
+        await asyncio.sleep(_LOOK_SECONDS)  # first: a signal before the server has started ends the process with 0
         if engine.draining:  # the process is about to end anyway
             return
+        why = engine.device_lost()
     lost.set()
     log.critical("%s; the process ends with status %d", why, DEVICE_LOST)
     signal.raise_signal(signal.SIGTERM)
