@@ -172,7 +172,8 @@ class DeviceWorker:
         except Exception as raised:
             # The traceback, which log handlers may keep, holds every tensor of the failed forward pass. Drop it when
             # memory is short. Errors for the client need none.
-            wanted = not (is_out_of_memory(raised) or isinstance(raised, BadTensor))
+            found = items[0].runtime.failure(raised, items[0].shape)
+            wanted = not (is_out_of_memory(raised) or isinstance(found, BadTensor))
             log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
             error = raised.with_traceback(None)
         if error is None:

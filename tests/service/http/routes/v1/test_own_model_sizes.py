@@ -41,8 +41,14 @@ preprocessing = { resize_size = 64, crop_size = 64 }
     ],
 )
 def test_a_size_at_which_the_model_fails_is_an_error_of_the_request(
-    query: str, shown: str, tmp_path: Path, make_client: Callable[..., Client], photos: dict[str, bytes]
+    query: str,
+    shown: str,
+    tmp_path: Path,
+    make_client: Callable[..., Client],
+    photos: dict[str, bytes],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """And the log has no traceback of it."""
     image = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
     with own_models(tmp_path, POSITIONS, ENTRY):
         client = make_client(models_dir=tmp_path)
@@ -53,3 +59,4 @@ def test_a_size_at_which_the_model_fails_is_an_error_of_the_request(
     assert (refused.status_code, problem["type"]) == (422, "/problems/bad-tensor")
     reason = "IndexError: index out of range in self; the usual size of positions is 64 x 64"
     assert problem["detail"] == f"{shown}: {reason}"
+    assert not any(record.exc_info for record in caplog.records)
