@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from fxcore.models.catalog import Source, get_model, list_models
 from fxcore.models.entry import ModelEntry
-from fxcore.models.timm_models import PREFIX, imported
+from fxcore.models.timm_models import PREFIX, imported, timm_models
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.models.served import is_served, may_serve, require_served
@@ -108,10 +108,17 @@ class State:
             UnknownModel: it does not exist or is not served.
             NotTraceable: it is an operator's own and cannot be traced.
             Unsupported: it is timm's, and timm is not installed.
+            AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
         """
-        require_served(name, self.settings.models)
-        imports_timm = name.startswith(PREFIX) and not imported()
-        return await self.in_thread(caller, lambda: get_model(name)) if imports_timm else get_model(name)
+        allowed = self.settings.models
+
+        def look_up() -> ModelEntry:
+            require_served(name, allowed)
+            return get_model(name)
+
+        # timm is imported, or over a thousand names are searched for similar ones.
+        slow = name.startswith(PREFIX) and not (imported() and name in timm_models() and is_served(name, allowed))
+        return await self.in_thread(caller, look_up) if slow else look_up()
 
     def request_seconds(self, timeout: float | None) -> float:
         """Return the time limit of a request, given its ``X-Request-Timeout``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import difflib
 import io
 import threading
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 from timm.models._features_fx import get_graph_node_names
 
 import fxcore.photos
-from fxcore.models import catalog
+from fxcore.models import catalog, timm_models
+from service.engine.models import served
 from service.http import state
 from tests.seeded import seeded
 
@@ -57,18 +59,10 @@ def test_they_are_listed_beside_the_event_loop(client):
 def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
     """Which answers others meanwhile: the import takes a second, or several on a slow disk."""
     threads = []
-
-    def seen(function):
-        def call(*args):
-            threads.append(threading.current_thread())
-            return function(*args)
-
-        return call
-
     # As it is before timm's models are first asked for.
     monkeypatch.setattr(state, "imported", lambda: False)
-    monkeypatch.setattr(catalog, "timm_models", seen(catalog.timm_models))
-    monkeypatch.setattr(catalog, "timm_model", seen(catalog.timm_model))
+    monkeypatch.setattr(catalog, "timm_models", noting(threads, catalog.timm_models))
+    monkeypatch.setattr(catalog, "timm_model", noting(threads, catalog.timm_model))
     image = base64.b64encode(PHOTO.read_bytes()).decode()
     asked = [
         client.get("/v1/models"),
@@ -81,6 +75,38 @@ def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
     assert {response.status_code for response in asked} <= {200, 201}
     assert len(threads) >= len(asked)
     assert client.run(running_thread()) not in threads
+
+
+def test_names_like_an_unknown_one_are_searched_for_beside_the_event_loop(client, make_client, monkeypatch):
+    """Which answers others meanwhile: over a thousand names are compared."""
+    threads = []
+    assert client.get("/v1/models?source=timm").status_code == 200  # which imports timm
+    monkeypatch.setattr(timm_models.difflib, "get_close_matches", noting(threads, difflib.get_close_matches))
+    monkeypatch.setattr(served, "get_close_matches", noting(threads, served.get_close_matches))
+    few = make_client(models=["timm.test_*"])
+    asked = [
+        client.get("/v1/models/timm.test_vitt/nodes"),
+        client.post(
+            "/v1/models/timm.test_vitt/features?nodes=norm", content=b"", headers={"content-type": "image/png"}
+        ),
+        client.get("/v2/models/timm.test_vitt"),
+        few.get("/v1/models/timm.test_vitt/nodes"),
+        few.get("/v1/models/timm.vit_tiny_patch16_224/nodes"),
+    ]
+    assert [response.status_code for response in asked] == [404] * len(asked)
+    assert ["timm.test_vit" in response.text for response in asked] == [True] * 4 + [False]
+    assert len(threads) == len(asked)
+    assert not {client.run(running_thread()), few.run(running_thread())}.intersection(threads)
+
+
+def noting(threads, function):
+    """Return ``function``, which adds the thread of each call to ``threads``."""
+
+    def call(*args, **options):
+        threads.append(threading.current_thread())
+        return function(*args, **options)
+
+    return call
 
 
 async def running_thread():
