@@ -189,11 +189,6 @@ def extract(
     fxserve extract photos/ --model resnet50 --nodes C5 --pool avg --out features/ --server http://127.0.0.1:8000
     fxserve extract s3://bucket/photos --model resnet50 --nodes C5 --pool avg --out s3://bucket/features --ray auto
     """
-    from fxcore.errors import FxError
-    from service.cli import tables
-    from service.engine import FeatureOptions
-    from service.offline import Job, extract
-    from service.offline.progress import progress
     from service.schemas.regions import KINDS
     from service.schemas.specs import ExtractorSpec
 
@@ -208,9 +203,6 @@ def extract(
     )
     if not out:
         raise typer.BadParameter("--out is empty; give a folder or a URL")
-    settings = settings_of({"device": device, "workers": 1})  # a single process, so it gets all cores
-    if ray is None:  # the nodes of a cluster have devices of their own
-        device_of(settings)
     files = {"roi": boxes, "points": points, "mask": masks}
     for region, file in files.items():
         if (pool == region) != (file is not None):
@@ -222,6 +214,21 @@ def extract(
     if reduce is not None and (format != "safetensors" or shard_rows is not None):
         given = "--shard-rows" if shard_rows is not None else f"--format {format}"
         raise typer.BadParameter(f"--reduce writes stats.safetensors and top.parquet, not shards; leave out {given}")
+    if ray is not None and server:
+        raise typer.BadParameter("--ray and --server cannot be combined")
+    if ray is not None and format not in ("safetensors", "parquet"):
+        raise typer.BadParameter(f"--ray writes Parquet, not {format}")
+
+    # Importing torch takes seconds, and usage errors need not wait for it.
+    from fxcore.errors import FxError
+    from service.cli import tables
+    from service.engine import FeatureOptions
+    from service.offline import Job, extract
+    from service.offline.progress import progress
+
+    settings = settings_of({"device": device, "workers": 1})  # a single process, so it gets all cores
+    if ray is None:  # the nodes of a cluster have devices of their own
+        device_of(settings)
     options = FeatureOptions(
         pool,
         dtype,
@@ -256,10 +263,6 @@ def extract(
 def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
     from fxcore.errors import FxError
 
-    if job.servers:
-        raise typer.BadParameter("--ray and --server cannot be combined")
-    if job.format not in ("safetensors", "parquet"):
-        raise typer.BadParameter(f"--ray writes Parquet, not {job.format}")
     try:
         from service.cluster import bulk
     except ImportError as error:

@@ -51,6 +51,21 @@ finally:
         assert command in run.stdout
 
 
+def test_usage_errors_of_extract_come_before_torch_is_imported() -> None:
+    script = """
+import sys
+sys.argv = "fxserve extract photos --model resnet18 --nodes C4 --out out --ray local --server http://x".split()
+from service.cli import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert (run.returncode, run.stdout) == (2, "False\n")
+    assert "--ray and --server cannot be combined" in run.stderr
+
+
 @pytest.mark.exhaustive
 def test_torch_is_imported_with_few_full_collections() -> None:
     """Each looks at the million objects that are torch and torchvision; as Python does it by default there are six."""
