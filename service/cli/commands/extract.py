@@ -94,7 +94,12 @@ def extract(
             "SparseRandomProjection.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="With --project: seed of the projection matrix.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=2**32 - 1, show_default=False, help="With --project: seed of its matrix, 0 by default."
+        ),
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -209,6 +214,8 @@ def extract(
             raise typer.BadParameter(f"--pool {region} and --{KINDS[region].field} must be given together")
     if roi_size is not None and boxes is None:
         raise typer.BadParameter("--roi-size needs --pool roi")
+    if seed is not None and project is None:
+        raise typer.BadParameter("--seed needs --project")
     if preprocess == "none" and fit in ("stretch", "pad"):
         raise typer.BadParameter(f"--preprocess none does not resize images; leave out --fit {fit}, or --preprocess")
     if reduce is not None and (format != "safetensors" or shard_rows is not None):
@@ -236,7 +243,7 @@ def extract(
         preprocess,
         roi_size=roi_size or FeatureOptions.roi_size,
         project=project,
-        seed=seed,
+        seed=seed or FeatureOptions.seed,
     )
     job = Job(
         tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool), reduce

@@ -291,6 +291,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
             2,
             "--roi-size needs --pool roi",
         ),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--seed", "0", "--out", "OUT"], 2, "--seed needs --project"),
         (
             ["extract", "CAT", *RANDOM, "--nodes", "C4", "--preprocess", "none", "--fit", "pad", "--out", "OUT"],
             2,
