@@ -206,8 +206,8 @@ def extract(
         image_size=_size(image_size),
         fit=fit,
     )
-    if not out:
-        raise typer.BadParameter("--out is empty; give a folder or a URL")
+    if out in ("", "-"):
+        raise typer.BadParameter(f"--out must be a folder or a URL, not {out!r}")
     files = {"roi": boxes, "points": points, "mask": masks}
     for region, file in files.items():
         if (pool == region) != (file is not None):

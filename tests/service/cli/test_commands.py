@@ -311,7 +311,8 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         ),
         (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT"], 1, "resnet18-f37072fd.pth is"),
         (["graph", "resnet18", "--height", "0", "--width", "64"], 2, "should be greater than or equal to 1"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", ""], 2, "--out is empty; give a folder or a URL"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", ""], 2, "--out must be a folder or a URL, not ''"),
+        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "-"], 2, "--out must be a folder or a URL, not '-'"),
         (["graph", "resnet18", "--out", "OUT.png"], 2, "--out: the suffix .png is none of .txt, .py, .dot"),
         pytest.param(
             ["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"],
