@@ -37,7 +37,7 @@ from service.offline.outputs import shards
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.run import add_images, check_inputs, check_reduce, check_regions, count, prepare
+from service.offline.run import add_images, check, count, prepare
 from service.offline.runners.runner import ExtractorInfo, Rows
 from service.offline.statistics.reducer import Reduction
 from service.offline.statistics.statistics import Statistics
@@ -78,7 +78,7 @@ def extract(job: Job, settings: Settings, address: str) -> Summary:
 
 
 def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
-    actors, info, probe = _started(job, settings, out)
+    actors, info, probe = _started(replace(job, format="parquet"), settings, out)
     shards.shard_format("parquet", list(probe), [values.dtype for values in probe.values()])
     if ERROR in probe:
         raise FxError(f"an output cannot be named {ERROR!r}, the column for why an image has no features")
@@ -161,10 +161,7 @@ def _started(job: Job, settings: Settings, out: Folder) -> tuple[_Actors, Extrac
     Raises:
         FxError: the job is not possible.
     """
-    before = SpecFile.read(out)
-    check_inputs(job)
-    check_regions(job)
-    check_reduce(job)
+    before = check(job, out)
     cores = settings.compute_threads if "compute_threads" in settings.model_fields_set else 1
     gpus, most = _room(cores, settings.device)
     backend = before.backend if before else None

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from fxcore.errors import FxError
 from service.choices import RegionPooling
 from service.engine import FeatureOptions
@@ -154,10 +156,7 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
     if handle_sigterm:
         _exit_on_sigterm()  # there is nothing to keep yet
     out = Folder(job.out)
-    before = SpecFile.read(out)
-    check_inputs(job)
-    check_regions(job)
-    check_reduce(job)
+    before = check(job, out)
     runner: Runner
     if job.servers:
         runner = RemoteRunner(job.servers, job.api_key, job.options)
@@ -219,36 +218,30 @@ def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, 
     return skipped
 
 
-def check_inputs(job: Job) -> None:
-    """Look for the first image of each of the job's inputs before anything is built.
+def check(job: Job, out: Folder) -> SpecFile | None:
+    """Check a job before anything is built, and return the description of an earlier run in ``out``.
 
     Raises:
-        FxError: an input does not exist or cannot be accessed.
+        FxError: ``out`` holds something else, an input or the file of regions cannot be used, options cannot be
+            combined, or a package is missing.
     """
-    for text in job.inputs:
+    before = SpecFile.of_earlier_run(out)
+    for text in job.inputs:  # look for the first image of each
         next(sources.find([text]), None)
-
-
-def check_regions(job: Job) -> None:
-    """Check the job's first region before anything is built.
-
-    Raises:
-        FxError: the file cannot be used.
-    """
     if job.regions is not None:
         next(_regions(job), None)
+    if job.reduce is not None:
+        _check_reduce(job, job.reduce)
+    else:
+        nodes, dtype = job.spec.return_nodes, job.options.dtype or job.spec.precision
+        keys = list(nodes.values() if isinstance(nodes, dict) else nodes)
+        shards.shard_format(job.format, keys, [torch.bfloat16] if dtype == "bfloat16" else [])
+    return before
 
 
-def check_reduce(job: Job) -> None:
-    """Check that the job's statistics can be computed, before anything is built.
-
-    Raises:
-        FxError: the options cannot be combined, or a package is missing.
-    """
-    if job.reduce is None:
-        return
-    check_installed(job.reduce)
-    if "top" in job.reduce:
+def _check_reduce(job: Job, reduce: str) -> None:
+    check_installed(reduce)
+    if "top" in reduce:
         pool = job.options.pool
         advice = "run it separately with --pool none, avg, max, gem or cls"
         if pool in KINDS:

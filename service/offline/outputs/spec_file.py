@@ -88,6 +88,19 @@ class SpecFile:
             raise FxError(f"{folder}/{FILE} is damaged: not a JSON object")
         return cls(document)
 
+    @classmethod
+    def of_earlier_run(cls, folder: Folder) -> SpecFile | None:
+        """Read the file in the output folder of a run, or None for a new folder.
+
+        Raises:
+            FxError: it is damaged, or ``folder`` holds something else.
+        """
+        before = cls.read(folder)
+        # A run that was killed while it wrote this file left an unfinished one.
+        if before is None and any(name != FILE + UNFINISHED for name in folder.names()):
+            raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
+        return before
+
     @property
     def outputs(self) -> list[dict[str, Any]]:
         """Key, node, layout, stride, shape and dtype of each output."""
@@ -147,11 +160,8 @@ class SpecFile:
         Raises:
             FxError: the folder holds something else.
         """
-        before = SpecFile.read(folder)
+        before = SpecFile.of_earlier_run(folder)
         if before is None:
-            # A run that was killed while it wrote this file left an unfinished one.
-            if any(name != FILE + UNFINISHED for name in folder.names()):
-                raise FxError(f"{folder} is not empty and holds no {FILE}; name a new folder")
             self.write(folder)
         elif found := before.differences(self):
             raise FxError(

@@ -304,12 +304,15 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
             1,
             "27.0.0.1:9: POST",
         ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--format", "npz", "--precision", "bfloat16", "--out", "OUT"],
-            1,
-            "no bfloat16",
-        ),
         (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT"], 1, "resnet18-f37072fd.pth is"),
+        *(  # before the weights are looked for
+            (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", *options], 1, said)
+            for options, said in (
+                (["--out", "FOLDER"], "is not empty and holds no spec.json"),
+                (["--dtype", "bfloat16", "--format", "parquet", "--out", "OUT"], "--format parquet has no bfloat16"),
+                (["--precision", "bfloat16", "--format", "npz", "--out", "OUT"], "--format npz has no bfloat16"),
+            )
+        ),
         (["graph", "resnet18", "--height", "0", "--width", "64"], 2, "should be greater than or equal to 1"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", ""], 2, "--out must be a folder or a URL, not ''"),
         (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "-"], 2, "--out must be a folder or a URL, not '-'"),
@@ -325,7 +328,7 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
 )
 def test_errors_are_one_line(arguments: list[str], code: int, said: str, files: list[Path], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
-    named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg"}
+    named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg", "FOLDER": tmp_path}
     filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
     result = fxserve(*filled)
     assert result.exit_code == code
