@@ -80,10 +80,10 @@ def why(
         raise BadTensor(f"--of must be a node with one vector per image; {of} gives {list(result.shape)}")
     names = entry.weights_info(chosen).categories if chosen in entry.published else ()
     index = _index(target, result[0], names)
-    _print_top(result[0], names, index)
     node, cam = _cam(graph, module, pixels, [at] if at else _deepest_first(graph), of, index)
     out = out or photo.with_suffix(".why.png")
     out.write_bytes(b"".join(heatmap.write(data, graph.preprocessing, cam[:, None], "NCHW")))
+    _print_top(result[0], names, index)
     print(f"wrote {out}: Grad-CAM of {of}[{index}] at {node}")
 
 

@@ -46,6 +46,12 @@ def test_the_classes_and_where_the_first_lies(files: list[Path]) -> None:
     assert np.abs(drawn - wanted).max() <= 1
 
 
+def test_nothing_is_printed_where_the_file_cannot_be_written(files: list[Path], tmp_path: Path) -> None:
+    done = fxserve("why", files[0], *LITE, "--out", tmp_path / "gone/x.png")
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == f"fxserve: {tmp_path}/gone/x.png: No such file or directory\n"
+
+
 def test_a_class_by_name_or_number(files: list[Path], tmp_path: Path) -> None:
     for target in ("espresso", "967"):
         done = fxserve("why", files[0], *LITE, "--target", target, "--at", "C4", "--out", tmp_path / "x.png")
