@@ -96,11 +96,12 @@ def _cam(
     transformer, for example, only the class token matters.
     """
     from fxcore.attribution import gradcam, gradients, positions
-    from fxcore.errors import UnknownNode
+    from fxcore.errors import BadTensor, UnknownNode
     from fxcore.extractor import build_extractor
     from fxcore.graph.cut import UnneededInput
     from fxcore.graph.model_part import closed
 
+    flat = False
     for name in at:
         try:
             begin = graph.resolve(closed(graph, name, of))
@@ -113,6 +114,12 @@ def _cam(
         maps, slopes = (positions(one, info.layout, info.tokens) for one in (values[0], found))
         if len(at) == 1 or slopes.any():
             return info.node, gradcam(maps, slopes)
+        flat = True
+    if flat:
+        raise BadTensor(
+            f"{of}[{index}] does not depend on any feature map: all gradients are zero, as those of an untrained head "
+            "may be; choose other weights with --weights"
+        )
     raise UnknownNode(
         f"there is no feature map between the image and {of}; name a node with --at", name=of, suggestions=[]
     )

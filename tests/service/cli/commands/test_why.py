@@ -13,6 +13,7 @@ from torchvision.io import decode_image
 
 import fxcore.photos
 from fxcore import get_model, load_model
+from fxcore.models.catalog import register
 from service.codecs import heatmap
 from tests.hostile_images import saved
 from tests.service.cli.running import fxserve
@@ -81,6 +82,32 @@ def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: P
     model = load_model(get_model("timm.test_vit"), "random")
     last = max(int(name.split(".")[1]) for name, _ in model.named_modules() if name.startswith("blocks."))
     assert at.startswith(f"blocks.{last}.attn") or at == f"blocks.{last}.norm1"
+
+
+def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision's vision transformers begin with one."""
+    (tmp_path / "models.toml").write_text(
+        """
+        [models.mine]
+        builder = "torchvision.models:VisionTransformer"
+        preprocessing = { resize_size = 32, crop_size = 32 }
+
+        [models.mine.arguments]
+        image_size = 32
+        patch_size = 16
+        num_layers = 1
+        num_heads = 1
+        hidden_dim = 8
+        mlp_dim = 8
+        """
+    )
+    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path))
+    try:
+        done = fxserve("why", files[0], "--model", "mine")
+    finally:
+        register({})
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "does not depend on any feature map: all gradients are zero" in done.stderr
 
 
 @pytest.mark.exhaustive
