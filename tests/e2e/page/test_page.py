@@ -44,6 +44,24 @@ def test_neither_page_asks_another_host_for_anything(open_server, visit):
         assert tab.complaints == []
 
 
+@pytest.mark.exhaustive
+def test_several_photos_are_sent_as_parts_from_the_reference(open_server, visit):
+    page = visit(open_server.url).go(path="/docs")
+    operation = page.locator(".opblock", has_text="/v1/models/{model}/features")
+    operation.click()
+    body = operation.locator(".opblock-section-request-body")
+    body.locator("select.content-type").select_option("multipart/form-data")
+    operation.get_by_role("button", name="Try it out").click()
+    body.get_by_role("button", name="Add").click()
+    for at, file in enumerate(photos.files()[:2]):
+        body.locator("input[type=file]").nth(at).set_input_files(file)
+    operation.get_by_placeholder("model", exact=True).fill("efficientnet_lite0")
+    operation.get_by_placeholder("nodes", exact=True).fill("classifier")
+    with page.expect_response("**/features?*") as answer:
+        operation.get_by_role("button", name="Execute").click()
+    assert answer.value.json()["outputs"][0]["shape"] == [2, 1000]
+
+
 def test_the_shell_is_small_on_the_wire(open_server, visit):
     tab = visit(open_server.url)
     tab.page.route("**/v1/models/*", lambda route: route.abort())  # a first picture, which takes its time

@@ -61,6 +61,8 @@ BODY = {
         "multipart/form-data": {
             "schema": {
                 "type": "object",
+                # Parts may have any name; Swagger UI has an input for files only where one is named.
+                "properties": {"image": {"type": "array", "items": {"type": "string", "format": "binary"}}},
                 "additionalProperties": {"type": "string", "format": "binary"},
                 "minProperties": 1,
             }
