@@ -32,8 +32,8 @@ def test_every_part_of_a_path_is_a_parameter(document):
 
 def test_every_json_document_has_a_valid_example(document):
     documents = 0
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
+    for methods in document["paths"].values():
+        for operation in methods.values():
             for body in (operation.get("requestBody", {}), *operation["responses"].values()):
                 for media_type, content in body.get("content", {}).items():
                     if not media_type.endswith("json"):
