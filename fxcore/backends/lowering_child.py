@@ -30,8 +30,8 @@ def work(folder: Path) -> None:
 
 
 _ANY_SIZE_SECONDS = 20.0
-"""CPU seconds allowed for an export with dynamic height and width. Most models take less than ten. Shifted windows
-(Swin, MaxViT) do so much arithmetic on their sizes that SymPy takes many minutes."""
+"""CPU seconds allowed for an export with dynamic frames, height and width. Most models take less than ten. Shifted
+windows (Swin, MaxViT) do so much arithmetic on their sizes that SymPy takes many minutes."""
 
 
 @contextmanager
@@ -53,9 +53,10 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def exported(module: nn.Module, example: Tensors) -> Any:
-    """Export ``module`` with a dynamic batch size, and dynamic height and width if the model supports them."""
+    """Export ``module`` with a dynamic batch size, and dynamic frames, height and width if the model supports them."""
     sizes: tuple[dict[int, Any], ...] = tuple(
-        {0: torch.export.Dim.DYNAMIC} | {d: torch.export.Dim.AUTO for d in range(x.ndim - 2, x.ndim)} for x in example
+        {0: torch.export.Dim.DYNAMIC} | {d: torch.export.Dim.AUTO for d in range(min(2, x.ndim - 2), x.ndim)}
+        for x in example
     )
     with torch.no_grad():
         try:

@@ -94,7 +94,7 @@ class OpenVINO:
             options,
             packages,
             lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
-            conversion=3,  # increment when conversion changes, to invalidate older artifacts
+            conversion=4,  # increment when conversion changes, to invalidate older artifacts
             int8=int8,
             overflows=int8 and not adds_int8_products_exactly(),
         )

@@ -193,6 +193,14 @@ def test_a_model_lowered_for_one_size_takes_no_other(artifacts: Path) -> None:
         lowered(torch.rand(2, 4))
 
 
+def test_clips_may_have_any_number_of_frames(artifacts: Path) -> None:
+    x = torch.rand(2, 3, 4, 16, 16)
+    module = create_extractor(nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).eval(), ["1"], x)
+    lowered = OPENVINO.lower(module, (x,), Options(threads=2, cache=artifacts))
+    for given in (x, x[:1], torch.rand(3, 3, 7, 16, 24)):
+        assert verify(module, lowered, given).relative < 1e-4
+
+
 def the_same(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Dropout, clone() and casts have no effect here."""
     y = x * 2
