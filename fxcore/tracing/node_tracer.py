@@ -107,6 +107,13 @@ class Tracer(NodePathTracer):  # type: ignore[misc]
             argument.meta[FROZEN] = made
         return argument
 
+    def create_node(
+        self, kind: str, target: Any, args: Any, kwargs: Any, name: Any = None, type_expr: Any = None
+    ) -> fx.Node:
+        # torch 2.11 cannot write code with annotations that are strings.
+        written = None if isinstance(type_expr, str) else type_expr
+        return cast(fx.Node, super().create_node(kind, target, args, kwargs, name, written))
+
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Proxy:
         if kind in ("call_function", "call_method"):
             self._check_autocast()
