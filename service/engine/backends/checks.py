@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,14 +46,20 @@ class Reference:
         module: the module as built: nothing folded, nothing in place.
         rows: the photographs as inputs of one row each, all of one shape.
         precision: the extractor's precision.
-        one_size: whether the extractor accepts no other size; see :func:`takes_one_size`.
+        larger: shapes of one row of inputs of another size; None to compare on no other. See :func:`larger_shapes`.
     """
 
-    def __init__(self, module: Callable[..., Any], rows: list[Inputs], precision: str, one_size: bool = False) -> None:
+    def __init__(
+        self,
+        module: Callable[..., Any],
+        rows: list[Inputs],
+        precision: str,
+        larger: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         self._module = module
         self._rows = rows
         self.precision = precision
-        self._one_size = one_size
+        self._larger = larger
 
     @property
     def row_shapes(self) -> tuple[torch.Size, ...]:
@@ -72,13 +78,12 @@ class Reference:
         return self._expected(self._batch(photographs))
 
     def expected_larger(self) -> Expected | None:
-        """Compute the module's values for inputs a quarter larger; None if it does not accept them."""
-        # Per-channel factors have no spatial size.
-        if self._one_size or any(x.shape[-2:].numel() == 1 for x in self._rows[0]):
+        """Compute the module's values for inputs of another size; None if it does not accept them."""
+        if self._larger is None:
             return None
         try:
             larger = []
-            for x, shape in zip(self._rows[0], _larger_shapes(self._rows[0]), strict=True):
+            for x, shape in zip(self._rows[0], self._larger, strict=True):
                 flat = torch.nn.functional.interpolate(x.flatten(1, -3).float(), size=shape[-2:])
                 larger.append(flat.to(x.dtype).reshape(len(x), *shape))
             return self._expected(tuple(larger))
@@ -117,24 +122,27 @@ class Reference:
         return tuple(torch.cat(parts) for parts in zip(*chosen, strict=True))
 
 
-def takes_one_size(description: Description, extractor: Extractor, inputs: Inputs) -> bool:
-    """Return whether ``extractor`` comes from a fixed-size model and fails for inputs a quarter larger than ``inputs``.
+def larger_shapes(extractor: Extractor, inputs: Inputs) -> list[tuple[int, ...]] | None:
+    """Return row shapes about a quarter larger than those of ``inputs``; None if ``extractor`` accepts none of them.
 
-    An extractor of only its first nodes may accept them. Checking this first avoids the traceback that torch.fx prints
-    when a module fails.
+    Height and width are odd and differ if it accepts that. A compiled model may contain what a branch does for the
+    usual size, such as not to pad to a multiple of 16, or for squares.
+
+    Asking the extractor first avoids the traceback that torch.fx prints when a module fails.
     """
-    if not description.entry.one_size:
-        return False
-    try:
-        extractor.values_at(_larger_shapes(inputs))
-    except BadTensor:
-        return True
-    return False
-
-
-def _larger_shapes(inputs: Inputs) -> list[tuple[int, ...]]:
-    """Return row shapes a quarter larger."""
-    return [(*x.shape[1:-2], *(-(-d * 5 // 4 // 32) * 32 for d in x.shape[-2:])) for x in inputs]
+    if extractor.edited:  # the factors of edits have no spatial size
+        return None
+    for less in ((5, 7), (0, 0)):
+        shapes = [
+            (*x.shape[1:-2], *(-(-d * 5 // 4 // 32) * 32 - n for d, n in zip(x.shape[-2:], less, strict=True)))
+            for x in inputs
+        ]
+        try:
+            extractor.values_at(shapes)
+            return shapes
+        except BadTensor:
+            continue
+    return None
 
 
 def timed(run: Lowered, inputs: Inputs) -> float:

@@ -37,7 +37,7 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.errors import summarize
 from fxcore.graph.flops import FlopCounter
 from fxcore.int8.report import LayerError
-from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, takes_one_size
+from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, larger_shapes
 from service.engine.backends.choice import chosen_backend, faster_backends
 from service.engine.backends.fallback import Named, Plain, Swapped
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
@@ -353,8 +353,8 @@ class Upgrade:
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
             options = replace(self._options(), cancelled=cancelled, reuse=reuse, calibration=calibration)
             lowered = backend.lower(extractor.module, two, options)
-            one_size = takes_one_size(description, extractor, rows[0])
-            return lowered, Reference(extractor.module, rows, description.spec.precision, one_size)
+            larger = larger_shapes(extractor, rows[0])
+            return lowered, Reference(extractor.module, rows, description.spec.precision, larger)
 
         tools.lowerings.add(cancelled)
         try:

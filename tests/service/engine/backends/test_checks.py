@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from fxcore.analysis.verify import OutputErrors, Verification
+from fxcore.backends import BACKENDS, Options
+from fxcore.extractor import build_extractor
+from fxcore.graph.model_graph import trace_graph
+from fxcore.models.user_models import UserModel, user_entry
+from fxcore.models.weights import load_model
 from service.engine.backends import checks
-from service.engine.backends.checks import Reference, takes_one_size
+from service.engine.backends.checks import Inputs, Reference, larger_shapes
 from service.engine.runtime.candidate import Candidate
 from tests.service.engine.running import runtime_alone
 
@@ -26,23 +33,61 @@ def test_what_is_not_a_number_differs() -> None:
         assert not candidate.agrees
 
 
-def test_a_model_of_one_size_is_not_tried_at_another() -> None:
-    rows = [(torch.zeros(1, 3, 64, 64),)]
-    for one_size in (False, True):
-        reference = Reference(torch.nn.ReLU(), rows, "float32", one_size)
-        larger = reference.expected_larger()
-        assert (larger is None) is one_size
-        if larger is not None:
-            assert larger.inputs[0].shape == (1, 3, 96, 96)
-            assert reference.agrees(torch.nn.ReLU(), larger)
-            assert not reference.agrees(torch.nn.Softplus(), larger)
+def test_values_are_compared_at_another_size_if_there_is_one() -> None:
+    rows: list[Inputs] = [(torch.zeros(1, 3, 64, 64),)]
+    assert Reference(torch.nn.ReLU(), rows, "float32").expected_larger() is None
+    reference = Reference(torch.nn.ReLU(), rows, "float32", [(3, 91, 89)])
+    larger = reference.expected_larger()
+    assert larger is not None
+    assert larger.inputs[0].shape == (1, 3, 91, 89)
+    assert reference.agrees(torch.nn.ReLU(), larger)
+    assert not reference.agrees(torch.nn.Softplus(), larger)
 
 
-@pytest.mark.parametrize(("node", "one_size"), [("patch_embed.proj", False), ("blocks.0", True)])
-def test_the_first_nodes_of_a_model_of_one_size_may_take_others(node: str, one_size: bool) -> None:
-    runtime = runtime_alone("timm.vit_tiny_patch16_224", (node,))
+@pytest.mark.parametrize(
+    ("model", "node", "larger"),
+    [
+        ("timm.vit_tiny_patch16_224", "blocks.0", None),
+        ("timm.vit_tiny_patch16_224", "patch_embed.proj", [(3, 283, 281)]),
+        ("timm.hrnet_w18_small", "incre_modules.0", [(3, 288, 288)]),
+        ("squeezenet1_1", "features.3", [(3, 283, 281)]),
+    ],
+)
+def test_another_size_is_one_that_the_nodes_accept(model: str, node: str, larger: list[tuple[int, ...]] | None) -> None:
+    """Height and width are odd and differ, but branches of HRNet can only be added if they are multiples of 32."""
+    runtime = runtime_alone(model, (node,))
     inputs = tuple(torch.zeros(1, *shape) for shape in runtime.description.usual_shapes())
-    assert takes_one_size(runtime.description, runtime.extractor, inputs) is one_size
+    assert larger_shapes(runtime.extractor, inputs) == larger
+
+
+class Padded(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        height, width = x.shape[-2:]
+        if height % 16 or width % 16:
+            x = nn.functional.pad(x, (0, -width % 16, 0, -height % 16))
+        return x
+
+
+def test_a_branch_on_the_size_is_not_lowered_for_all_sizes(tmp_path: Path) -> None:
+    """OpenVINO keeps what it does for the usual size, which is right for all multiples of 16."""
+    pytest.importorskip("openvino")
+    entry = user_entry(
+        "net",
+        UserModel(
+            lambda: nn.Sequential(Padded(), nn.Conv2d(3, 8, 4, 4)),
+            leaf_modules=["0"],
+            preprocessing={"resize_size": 64, "crop_size": 64},
+        ),
+    )
+    graph = trace_graph(entry, "builder")
+    extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve(["1"]))
+    rows: list[Inputs] = [(torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)),)]
+    lowered = BACKENDS["openvino"].lower(extractor.module, (torch.cat([rows[0][0]] * 2),), Options(cache=tmp_path))
+    for larger, agrees in ((larger_shapes(extractor, rows[0]), False), ([(3, 96, 96)], True)):
+        reference = Reference(extractor.module, rows, "float32", larger)
+        expected = reference.expected_larger()
+        assert expected is not None
+        assert reference.agrees(lowered, expected) is agrees
 
 
 def test_the_fastest_of_many_short_passes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
