@@ -231,6 +231,7 @@ def test_fingers_choose_drag_and_pinch(open_server, visit):
     page = visit(open_server.url, has_touch=True).go("m=resnet18&n=layer2&v=mean")
     page.locator(".stage").wait_for()
     page.locator('section.graph canvas[role="application"][aria-busy="false"]').wait_for()
+    page.get_by_label("Pictures").select_option("none")  # they would appear between two looks
     box = page.locator(GRAPH).bounding_box()
     middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     wire = page.context.new_cdp_session(page)
