@@ -102,7 +102,9 @@ def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Sour
             yield from _find_at(path, skipped)
         else:
             matched = False
-            pattern = os.path.join(path, "") if text.endswith(os.sep) else path  # abspath drops it: only folders match
+            pattern = os.path.normpath(os.path.join(glob.escape(os.getcwd()), text))
+            if text.endswith(os.sep):  # normpath drops it: only folders match
+                pattern = os.path.join(pattern, "")
             for match in glob.iglob(pattern, recursive=True):
                 matched = True
                 if os.path.isdir(match):

@@ -195,6 +195,17 @@ def test_patterns_and_files_of_any_name(folder: Callable[..., Path]) -> None:
     assert names(bracket) == [str(bracket)]
 
 
+def test_the_working_folder_is_no_part_of_a_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "photos [1]" / "in *"
+    here.mkdir(parents=True)
+    images = here / "x.png", here.parent / "y.png"
+    for image in images:
+        image.write_bytes(png(0))
+    monkeypatch.chdir(here)
+    for patterns in (["*.png", "../*.png"], ["./[x].png", "../[y].png"], ["../**/*.png"]):
+        assert names(*patterns) == sorted(map(str, images)), patterns
+
+
 def test_a_pattern_that_ends_in_a_slash_matches_only_folders(folder: Callable[..., Path]) -> None:
     root = folder(4)
     assert names(f"{root}/*/") == names(root / "deep") == sorted(map(str, (root / "deep").rglob("*.png")))
