@@ -1,7 +1,8 @@
 """Export extractors to files that run without this package: Python, torch.export, ONNX, OpenVINO.
 
-Exports accept any number of rows but zero; their outputs have the extractor's keys, in the same order. Zero rows run on
-some runtimes only: OpenVINO has no max pooling of them, for example.
+Exports accept any number of rows but zero, or one row if the model computes one image at a time; their outputs have the
+extractor's keys, in the same order. Zero rows run on some runtimes only: OpenVINO has no max pooling of them, for
+example.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Captured:
     Attributes:
         model: the model's name.
         module: the module, on the CPU; returns a dict, or a tuple of distinct tensors for formats with named outputs.
-        inputs: example inputs with two rows or more, in the extractor's dtype.
+        inputs: example inputs in the extractor's dtype, with two rows or more if the number of rows is dynamic.
         input_names, keys: names of inputs and outputs, in order.
         description: JSON, see :meth:`fxcore.exports.subject.Subject.description`.
         calibration: int8 calibration inputs, one row each; empty to export in float.

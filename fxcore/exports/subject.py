@@ -39,7 +39,7 @@ class Subject:
         dtype: the module's floating-point dtype.
         inputs, outputs: descriptions of the inputs and outputs, in order; a size of None is dynamic.
         about: weights, fingerprint, preprocessing and edits, for JSON; empty for a graph module.
-        examples: returns example inputs, with two rows or more.
+        examples: returns example inputs, with two rows or more if the number of rows is dynamic.
         windows: number of rows that belong to one image, by name of the scale, of edited values that have several.
     """
 
@@ -101,12 +101,14 @@ def subject_of(
 def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any_size: bool) -> Subject:
     graph = extractor.graph
     own = graph.preprocessing
+    count = None if graph.entry.batch else 1
     if preprocessing is None and (not own.fixed_size or own.nominal_size() == graph.input_size):
         preprocessing = own
 
     def photographs() -> tuple[Tensor, ...]:
-        """Return two photographs as inputs of the graph's size, in the extractor's dtype."""
-        rows = input_rows(preprocessing or own, graph.inputs, photos()[:2], graph.input_size)
+        """Return two photographs, or the one that the model takes, as inputs of the graph's size, in the extractor's
+        dtype."""
+        rows = input_rows(preprocessing or own, graph.inputs, photos()[: count or 2], graph.input_size)
         batch = [torch.cat(parts) for parts in zip(*rows, strict=True)]
         # The weights' own preprocessing may give another size.
         sized = [nn.functional.interpolate(x, (*x.shape[2:-2], *graph.input_size)) for x in batch]
@@ -126,7 +128,8 @@ def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any
         for node, scale, shift in zip(extractor.edited, scales, shifts, strict=True)
     ]
     windows = {scale.name: node.rows for node, scale in zip(extractor.edited, scales, strict=True) if node.rows > 1}
-    inputs = (*own_inputs, *factors)
+    inputs = tuple(replace(spec, shape=(count, *spec.shape[1:])) for spec in (*own_inputs, *factors))
+    outputs = [replace(output, shape=[count, *output.shape[1:]]) for output in outputs]
     return Subject(graph.entry.name, extractor.module, extractor.dtype, inputs, outputs, about, photographs, windows)
 
 

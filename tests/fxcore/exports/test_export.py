@@ -284,6 +284,33 @@ def test_files_of_one_size_are_of_the_graphs(
         assert about["outputs"][0]["shape"] == [None, *extractor.module(x)["out"].shape[1:]]
 
 
+class Centred(nn.Module):
+    """Subtracts the mean of all images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return y - y.mean()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_files_of_models_that_compute_one_image_at_a_time_take_one_row() -> None:
+    entry = user_entry("3d", UserModel(Centred, preprocessing={"resize_size": 32, "crop_size": 32}, batch=False))
+    graph = model_graph(entry)
+    extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(["sub"]))
+    about = subject_of(extractor, None).description()
+    assert about["inputs"][0]["shape"] == [1, 3, 32, 32]
+    assert about["outputs"][0]["shape"] == [1, 4, 30, 30]
+    program = torch.export.load(io.BytesIO(export(extractor, "torch_export"))).module()
+    image = torch.rand(1, 3, 32, 32)
+    torch.testing.assert_close(program(image), extractor.module(image))
+    with pytest.raises((AssertionError, RuntimeError)):
+        program(torch.rand(2, 3, 32, 32))
+
+
 @pytest.mark.exhaustive
 def test_int8_of_openvino_is_made_by_its_export(
     calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
