@@ -155,7 +155,7 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
 
 def folder_zip(subject: Subject) -> bytes:
     """Return the package as a zip."""
-    package = re.sub(r"\W", "_", f"{subject.name}_extractor")
+    package = re.sub(r"\W|^(?=\d)", "_", f"{subject.name}_extractor")
     return zipped({f"{package}/{name}": data for name, data in folder_files(subject, package).items()})
 
 

@@ -311,6 +311,14 @@ def test_files_of_models_that_compute_one_image_at_a_time_take_one_row() -> None
         program(torch.rand(2, 3, 32, 32))
 
 
+def test_folders_of_models_whose_names_begin_with_a_digit_can_be_imported() -> None:
+    entry = user_entry("3d", UserModel(Centred, preprocessing={"resize_size": 32, "crop_size": 32}, batch=False))
+    graph = model_graph(entry)
+    extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(["sub"]))
+    files = zipfile.ZipFile(io.BytesIO(export(extractor, "fx"))).namelist()
+    assert files[0].partition("/")[0].isidentifier()
+
+
 @pytest.mark.exhaustive
 def test_int8_of_openvino_is_made_by_its_export(
     calibrated: tuple[Extractor, list[tuple[torch.Tensor, ...]]], tmp_path: Path
