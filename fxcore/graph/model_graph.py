@@ -23,7 +23,7 @@ from fxcore.graph.annotate import annotate, count_flops, own_parameters, values_
 from fxcore.graph.head_pooling import attention_pools
 from fxcore.graph.levels import Level, find_levels
 from fxcore.graph.naming import APART, Names
-from fxcore.graph.node_info import NodeInfo, describe, target_name
+from fxcore.graph.node_info import NodeInfo, definition, describe
 from fxcore.graph.strides import Strides
 from fxcore.graph.tokens.prefix_tokens import DECLARED
 from fxcore.graph.traced_model import TracedModel, trace_weightless
@@ -182,11 +182,11 @@ class ModelGraph:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the eval graph's names, operations, targets and shapes; it changes when a name changes its meaning.
+        """Hash of the eval graph's names, operations, arguments, settings of modules, and shapes.
 
-        Derived graphs of any input size have the fingerprint of the original graph.
+        It changes when a name changes its meaning. Derived graphs of any input size have that of the original graph.
         """
-        lines = [[public_name(n), n.op, target_name(n), self.shape_of(n)] for n in self.graph.nodes]
+        lines = [[public_name(n), *definition(n, self.root), self.shape_of(n)] for n in self.graph.nodes]
         return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:32]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +122,20 @@ def target_name(node: fx.Node) -> str:
         return node.target
     function = node.target
     return f"{getattr(function, '__module__', '') or ''}.{getattr(function, '__name__', function)}".lstrip(".")
+
+
+def definition(node: fx.Node, root: nn.Module) -> list[str]:
+    """Return a node's operation, target and arguments, and the settings of the module it calls, as text.
+
+    The text is the same in every process.
+
+    >>> graph = fx.symbolic_trace(nn.Sequential(nn.Flatten(2)))
+    >>> definition(list(graph.graph.nodes)[1], graph)
+    ['call_module', '0', "('input_1',) {}", 'Flatten(start_dim=2, end_dim=-1)']
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: public_name(n))
+    settings = str(root.get_submodule(str(node.target))) if node.op == "call_module" else ""
+    return [node.op, target_name(node), *(re.sub(r" at 0x\w+", "", text) for text in (f"{args} {kwargs}", settings))]
 
 
 def type_name(module: nn.Module) -> str:

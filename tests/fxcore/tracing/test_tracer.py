@@ -242,6 +242,35 @@ def test_the_fingerprint_is_of_what_names_mean(own_entry: OwnEntry) -> None:
     assert model_graph("vgg11").fingerprint != model_graph("vgg13").fingerprint
 
 
+class Affine(nn.Module):
+    def __init__(self, factor: float, reverse: bool = False) -> None:
+        super().__init__()
+        self.factor, self.reverse = factor, reverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.factor
+        return y - x if self.reverse else x - y
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (Affine(2), Affine(2), True),
+        (Affine(2), Affine(3), False),
+        (Affine(2), Affine(2, reverse=True), False),
+        (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2), False),
+        (nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=2, dilation=2), False),
+    ],
+)
+def test_the_fingerprint_tells_arguments_and_settings_apart(
+    own_entry: OwnEntry, one: nn.Module, other: nn.Module, equal: bool
+) -> None:
+    """Offline runs go on if fingerprints are equal, with files of both models."""
+    first, second = (trace_graph(own_entry(lambda part=part: nn.Sequential(nn.ReLU(), part))) for part in (one, other))
+    assert [n.shape for n in first.nodes] == [n.shape for n in second.nodes]
+    assert (first.fingerprint == second.fingerprint) is equal
+
+
 def test_a_part_called_self_does_not_hide_the_module() -> None:
     """As in the attention of BERT, traced alone."""
 
