@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-import time
 
 import numpy as np
 import PIL.Image
@@ -17,7 +16,6 @@ from numpy.testing import assert_allclose
 from sklearn.random_projection import SparseRandomProjection
 
 from service.client import AsyncClient, Client, exceptions
-from tests.e2e.conftest import START_SECONDS
 
 NODES = {"layer3": "C4", "layer4": "C5"}
 EXACT = {"C4": "layer3.1.relu_1", "C5": "layer4.1.relu_1"}
@@ -225,19 +223,6 @@ def test_an_extractor_outlives_the_servers_process(start, three, expected):
         with pytest.raises(exceptions.UnknownExtractor):
             found(three)
         agree(extractor(three), expected)
-
-
-@pytest.mark.exhaustive
-def test_every_process_of_a_server_is_asked(start, three, expected):
-    server = start(workers=2)
-    deadline = time.monotonic() + START_SECONDS
-    while server.metric("fxserve_ready") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    for _ in range(3):
-        with Client(server.url) as client:  # over connections of its own, which any of the processes may take
-            features = client.extractor("resnet18", NODES, weights="random")([three[n % 3] for n in range(24)])
-        agree({key: value[:3] for key, value in features.items()}, expected)
 
 
 def test_connection_refused():

@@ -18,10 +18,7 @@ from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.runners import remote
 from tests.e2e.conftest import Server
-from tests.e2e.slow_models import SWITCH, slow_models
 from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
-from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
-from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 from tests.service.offline.inputs.test_points_and_masks import asked, mask_png
 from tests.service.offline.inputs.test_points_and_masks import found_in as masks_in
 
@@ -43,24 +40,6 @@ def test_a_server_does_what_this_process_would(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
     with pytest.raises(FxError, match="made with pool avg, not max"):
         extract(job(out, root, servers=(server.url,), pool="max"), SETTINGS)
-
-
-@pytest.mark.exhaustive
-def test_boxes_of_a_server_and_of_this_process(
-    server: Server,
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    reference: Callable[..., Any],
-) -> None:
-    root, out = folder(4), tmp_path / "out"
-    wanted = {f"{number:03d}.png": BOXES[: 1 + number % 3] for number in (1, 2)}
-    file = csv(root / "boxes.csv", {**wanted, "deep/er/003.png": [[0, 0, 81.5, 64]]})
-    made = extract(regions(out, file, root, servers=(server.url,), roi_size=3), SETTINGS)
-    assert (made.images, made.done, made.unreadable) == (3, 2, 1)
-    assert '"error":"box 0, [0, 0, 81.5, 64], reaches out of its image' in (out / "errors.jsonl").read_text()
-    wanted["deep/er/003.png"] = BOXES
-    assert extract(regions(out, csv(file, wanted), root, roi_size=3), SETTINGS).done == 3
-    boxes_right(found_in(out), {str(root / path): boxes for path, boxes in wanted.items()}, reference, size=3)
 
 
 @pytest.mark.exhaustive
@@ -110,23 +89,6 @@ def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
     assert listed["path"] == str(root / "large.png")
     assert "300,000" in listed["error"] or "300000" in listed["error"]
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
-
-
-@pytest.mark.exhaustive
-def test_a_server_that_is_late_with_a_batch_is_asked_for_less(
-    start: Callable[..., Server],
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    root, out, models = folder(32), tmp_path / "out", slow_models(tmp_path / "models", slow="image = 0.12")
-    server = start(request_timeout=3, models_dir=models)
-    (models / SWITCH).touch()
-    spec = {"model": "slow", "weights": "DEFAULT", "return_nodes": {"stem": "top"}}
-    made = extract(job(out, root, servers=(server.url,), spec=spec), SETTINGS)
-    assert (made.images, made.done, made.unreadable) == (32, 32, 0)
-    assert server.metric(
-        'fxserve_requests_total{method="POST",route="/v1/extractors/{extractor}/features",status="504"}'
-    )
 
 
 @pytest.mark.exhaustive

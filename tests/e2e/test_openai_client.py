@@ -3,14 +3,12 @@
 import asyncio
 import base64
 
-import httpx
 import openai
 import pytest
 import torch
 import torchvision
 from torch.nn import functional
 
-from service.http.access import keys
 from tests.decoding import decoded
 
 MODEL = "resnet18@random:layer4"
@@ -211,24 +209,3 @@ def test_limits_have_its_shape_too(start, photos):
         with pytest.raises(openai.APIStatusError) as error:
             client.embeddings.create(model=MODEL, input=data_url(photos["chelsea"]))
         refused(error, 413, "input", "image_too_large")
-
-
-def test_keys(start, tmp_path, photos, expected):
-    lines, secrets = zip(*(keys.make(name, scope) for name, scope in (("ada", "admin"), ("rob", "read"))), strict=True)
-    file = tmp_path / "keys.txt"
-    file.write_text("\n".join(key.line for key in lines))
-    guarded = start(api_keys_file=file)
-    ada, rob, nobody = (
-        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=secret, max_retries=0) for secret in (*secrets, "sk-wrong")
-    )
-    asked = {"model": MODEL, "input": data_url(photos["chelsea"])}
-    with pytest.raises(openai.AuthenticationError) as error:
-        nobody.embeddings.create(**asked)
-    refused(error, 401, None, "invalid_api_key")
-    with pytest.raises(openai.PermissionDeniedError) as error:
-        rob.embeddings.create(**asked)
-    assert "scope admin" in refused(error, 403, None, "forbidden")
-    close(vectors(ada.embeddings.create(**asked)), expected[:1])
-    close(vectors(rob.embeddings.create(**asked)), expected[:1])
-    response = httpx.get(f"{guarded.url}/metrics", headers={"Authorization": f"Bearer {secrets[1]}"}).text
-    assert 'route="/v1/embeddings"' in response

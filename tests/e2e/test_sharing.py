@@ -24,7 +24,7 @@ from tests.service.engine.extractors.conftest import bucket
 __all__ = ["bucket"]
 
 MODEL = "squeezenet1_1"
-KINDS = [{"return_nodes": {f"features.{number}": "map"}} for number in (3, 6, 8, 9)]
+KINDS = [{"return_nodes": {f"features.{number}": "map"}} for number in (3, 6, 8)]
 
 
 class Workers(Server):
@@ -186,25 +186,6 @@ def test_hundreds_of_requests_to_three_processes(
 
 
 @pytest.mark.exhaustive
-def test_a_name_has_one_owner(workers: Workers) -> None:
-    async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0)) as client:
-            specs = [{"model": MODEL, "weights": "random", "name": "contested", **kind} for kind in KINDS * 2]
-            return list(
-                await asyncio.gather(*(client.post(f"{workers.url}/v1/extractors", json=spec) for spec in specs))
-            )
-
-    answers = asyncio.run(ask())
-    winners = {answer.json()["id"] for answer in answers if answer.status_code in (200, 201)}
-    assert len(winners) == 1, [answer.text for answer in answers]
-    for answer in answers:
-        if answer.status_code not in (200, 201):
-            assert (answer.status_code, answer.json()["extractor"]) == (409, *winners), answer.text
-    for _ in range(6):
-        assert {workers.ask("GET", "/v1/extractors/contested").json()["id"]} == winners
-
-
-@pytest.mark.exhaustive
 def test_a_killed_process_is_replaced_within_seconds_and_knows_all(workers: Workers, photos: dict[str, bytes]) -> None:
     extractor = made(workers, return_nodes=["features.10"], name="before")
     gone = made(workers, return_nodes=["features.11"])
@@ -241,53 +222,6 @@ def test_their_folder_ends_with_them(workers: Workers) -> None:
     workers.stop()
     assert workers.process.returncode == 0
     assert not list(workers.log.parent.glob("fxserve-*"))
-
-
-@pytest.mark.exhaustive
-def test_two_servers_over_one_folder(start: Callable[..., Server], tmp_path: Path, photos: dict[str, bytes]) -> None:
-    """One is killed and started again: it knows what the other made, and not what the other deleted."""
-    folder = tmp_path / "extractors"
-    preload = f"{MODEL}@random:features.4"
-    one = start(extractors=folder, preload=preload)
-    other = start(extractors=f"file://{folder}", preload=preload)
-    both = (one, other)
-
-    def asked(server: Server, id: str) -> int:
-        body = {"content": photos["coffee"], "headers": {"content-type": "image/jpeg"}}
-        return server.http.post(f"/v1/extractors/{id}/features?pool=avg", **body).status_code
-
-    for server in both:
-        until(lambda server=server: server.http.get("/readyz").status_code == 200)
-    ids = [
-        made(server, **kind, name=f"r{place}")["id"]
-        for place, (server, kind) in enumerate(zip(both * 2, KINDS, strict=True))
-    ]
-    for server in both:
-        assert [asked(server, id) for id in ids] == [200] * 4
-        assert [asked(server, f"r{place}") for place in range(4)] == [200] * 4
-    again = other.http.post("/v1/extractors", json={"model": MODEL, "weights": "random", **KINDS[0]})
-    assert (again.status_code, again.json()["id"], again.json()["name"]) == (200, ids[0], "r0")
-    [preloaded] = [e["id"] for e in one.http.get("/v1/extractors").json()["extractors"] if e["id"] not in ids]
-
-    one.process.kill()
-    one.process.wait()
-    for id in (ids[0], "r1", preloaded):
-        assert other.http.delete(f"/v1/extractors/{id}").status_code == 204
-    new = made(other, return_nodes=["features.5"], name="new")["id"]
-    one.begin()
-    one.wait()
-    until(lambda: one.http.get("/readyz").status_code == 200)
-    assert [asked(one, id) for id in (ids[0], "r0", ids[1], "r1", preloaded)] == [404] * 5
-    assert [asked(one, id) for id in (ids[2], "r3", "new", new)] == [200] * 4
-    assert (
-        one.http.get("/v1/extractors/new").json()["outputs"] == other.http.get("/v1/extractors/new").json()["outputs"]
-    )
-
-    # Made anew by a user, and named anew; seen by the other at once, and its deletion soon.
-    assert made(one, **KINDS[0], name="r1")["id"] == ids[0]
-    assert [asked(other, id) for id in (ids[0], "r1")] == [200] * 2
-    assert one.http.delete("/v1/extractors/r1").status_code == 204
-    until(lambda: [asked(server, id) for server in both for id in (ids[0], "r1")] == [404] * 4)
 
 
 @pytest.mark.exhaustive

@@ -43,18 +43,17 @@ def shutting_down(server: Server) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_accepted_work_is_finished_if_all_processes_get_the_signal(
-    number: int, start: Callable[..., Server], photos: dict[str, bytes], tmp_path: Path
+    start: Callable[..., Server], photos: dict[str, bytes], tmp_path: Path
 ) -> None:
     """As by systemd and Ctrl-C."""
     models = slow_models(tmp_path, slow="image = 1000")
     server = start(models_dir=models, workers=2, grace_period=300)
     with answering(server, models, photos["chelsea"]) as answer:
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGINT)
         shutting_down(server)
         for child in psutil.Process(server.process.pid).children():
-            os.kill(child.pid, number)
+            os.kill(child.pid, signal.SIGINT)
         time.sleep(5)  # work that is not finished is given up after two
         assert not answer.done()
     assert answer.result().status_code == 200
@@ -84,8 +83,7 @@ class Interpreted(InterpretedServer):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGINT)])
 def test_signals_end_a_server_that_loads_models(workers: int, number: int, tmp_path: Path) -> None:
     models = slow_models(tmp_path / "models", slow="build = 1000")
     (models / SWITCH).touch()

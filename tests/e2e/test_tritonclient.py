@@ -126,10 +126,6 @@ def test_some_outputs_in_both_ways_at_once(triton_client, two, expected):
     assert only.as_numpy("C4") is None
 
 
-def test_all_outputs_where_none_is_named(triton_client, two, expected):
-    agree(triton_client.infer("r18-triton", [image_input(two)]), expected)
-
-
 @pytest.mark.parametrize(
     ("datatype", "dtype", "relative"), [("FP16", np.float16, 1e-2), ("BF16", ml_dtypes.bfloat16, 5e-2)]
 )
@@ -146,17 +142,6 @@ def test_uint8_images_are_preprocessed(triton_client, two, expected):
     pixels = np.asarray(PIL.Image.open(io.BytesIO(two[0])).convert("RGB"))[None]
     result = triton_client.infer("r18-triton", [tensor_input(pixels, "UINT8")])
     agree(result, {key: value[:1] for key, value in expected.items()})
-
-
-@pytest.mark.parametrize(("request_algorithm", "response_algorithm"), [("gzip", "deflate"), ("deflate", "gzip")])
-def test_compression(triton_client, two, expected, request_algorithm, response_algorithm):
-    result = triton_client.infer(
-        "r18-triton",
-        [image_input(two)],
-        request_compression_algorithm=request_algorithm,
-        response_compression_algorithm=response_algorithm,
-    )
-    agree(result, expected)
 
 
 def test_infer_async(triton_client, two, expected):

@@ -158,18 +158,6 @@ def timed(run: Lowered, inputs: Inputs) -> float:
         return time.perf_counter() - started
 
 
-def example_rows(
-    description: Description, extractor: Extractor, device: torch.device, folder: Path | None
-) -> tuple[list[Inputs], list[Inputs]]:
-    """Return photographs as the extractor's inputs: those to compare on, and those to calibrate int8 on.
-
-    Args:
-        folder: folder of calibration photographs to use instead of the shipped ones.
-    """
-    calibration = calibration_of(description, extractor, folder) if description.spec.precision == "int8" else []
-    return check_photographs(description, extractor, device), calibration
-
-
 def check_photographs(
     description: Description, extractor: Extractor, device: torch.device, count: int | None = None
 ) -> list[Inputs]:

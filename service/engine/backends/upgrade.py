@@ -37,7 +37,13 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.errors import summarize
 from fxcore.graph.flops import FlopCounter
 from fxcore.int8.report import LayerError
-from service.engine.backends.checks import PassFailed, Reference, check_photographs, example_rows, larger_shapes
+from service.engine.backends.checks import (
+    PassFailed,
+    Reference,
+    calibration_of,
+    check_photographs,
+    larger_shapes,
+)
 from service.engine.backends.choice import chosen_backend, faster_backends
 from service.engine.backends.fallback import Named, Plain, Swapped
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
@@ -349,7 +355,9 @@ class Upgrade:
         def work(reuse: bool) -> tuple[Lowered, Reference]:
             if cancelled.is_set():
                 raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
-            rows, calibration = example_rows(description, extractor, tools.device, tools.settings.calibration_dir)
+            rows = check_photographs(description, extractor, tools.device)
+            int8 = description.spec.precision == "int8"
+            calibration = calibration_of(description, extractor, tools.settings.calibration_dir) if int8 else []
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))
             options = replace(self._options(), cancelled=cancelled, reuse=reuse, calibration=calibration)
             lowered = backend.lower(extractor.module, two, options)

@@ -476,20 +476,6 @@ def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch)
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.exhaustive
-def test_several_processes_end_with_unreadable_statistics(tmp_path: Path) -> None:
-    """They are opened by each process, whose supervisor replaces those that end for other reasons."""
-    environment = {**os.environ, "FXSERVE_STATISTICS": str(tmp_path), "FXSERVE_WORKERS": "2"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", port, "--device", "cpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 3
-    assert f"cannot start: FXSERVE_STATISTICS: {tmp_path} holds no readable statistics: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_key_prints_the_line_for_the_file_and_the_key_apart() -> None:
     result = fxserve("key", "alice", "--scope", "admin")
     secret = result.stderr.split()[0]

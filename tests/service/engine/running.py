@@ -6,7 +6,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -15,6 +15,7 @@ import PIL.Image
 import torch
 
 from service.engine import Engine, ExtractorRecord
+from service.engine.options import FeatureResult
 from service.engine.runtime.runtime import Runtime
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
@@ -111,6 +112,13 @@ class Watched:
     async def begun(self) -> None:
         """Wait until a batch has arrived."""
         assert await asyncio.to_thread(self.entered.wait, PATIENCE)
+
+    async def held(self, asked: Coroutine[Any, Any, FeatureResult]) -> asyncio.Task[FeatureResult]:
+        """Return the request ``asked`` once its batch has arrived, where it waits until ``open`` is set."""
+        self.open.clear()
+        request = asyncio.create_task(asked)
+        await self.begun()
+        return request
 
 
 def failing_on_poison(error: BaseException) -> Callable[[torch.Tensor], None]:

@@ -98,9 +98,7 @@ async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> 
         plain = (await running.features(record, tensors(1.0, 2.0))).outputs[NODE]
         await running.features(record, tensors(1.0), edits=[Edit(NODE)])
         watched = Watched(record, runtime_of(record).variants[NODE,])
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(0.0), edits=[Edit(NODE)]))
-        await watched.begun()
+        first = await watched.held(running.features(record, tensors(0.0), edits=[Edit(NODE)]))
         edits = [[Edit(NODE, 0, 3, channels=[1])], [Edit(NODE, 2.0, box=(0, 0, 2, 1))], [Edit("features.3", shift=1.0)]]
         tasks = [asyncio.create_task(running.features(record, tensors(1.0, 2.0), edits=each)) for each in edits]
         await waiting(running, 3)
@@ -261,9 +259,7 @@ async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engi
         record = await built(running, "mobilenet_v3_small", nodes=[NODE])
         runtime = runtime_of(record)
         watched = Watched(record, runtime)
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, tensors(1.0)))
-        await watched.begun()
+        held = await watched.held(running.features(record, tensors(1.0)))
         weights = runtime.model
         await running.extractors.delete(record.id)
         with ExitStack() as stack:

@@ -80,9 +80,7 @@ async def test_requests_with_different_options_share_a_batch(engine: MakeEngine,
         record = await built(running)
         alone = [(await running.features(record, jpegs[:1], o)).outputs for o in options]
         watched = Watched(record)
-        watched.open.clear()
-        blocker = asyncio.create_task(running.features(record, jpegs[:1]))
-        await watched.begun()
+        blocker = await watched.held(running.features(record, jpegs[:1]))
         tasks = [asyncio.create_task(running.features(record, jpegs[:1], o)) for o in options]
         await waiting(running, len(options))
         watched.open.set()

@@ -39,9 +39,7 @@ async def test_work_of_disconnected_clients_is_dropped(engine: MakeEngine) -> No
     async with engine(max_batch=8) as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(0)))
-        await watched.begun()
+        first = await watched.held(running.features(record, tensors(0)))
         tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(1, 11)]
         await waiting(running, 10)
         left, stayed = [*tasks[:4], *tasks[5:9]], [tasks[4], tasks[9]]
@@ -62,9 +60,7 @@ async def test_a_batch_that_hangs(engine: MakeEngine, monkeypatch: pytest.Monkey
         record = await built(running)
         await running.features(record, tensors(0))
         watched = Watched(record)
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, tensors(1)))
-        await watched.begun()
+        held = await watched.held(running.features(record, tensors(1)))
         await until(lambda: not running.readiness()[0])
         assert "has been busy with one batch" in running.readiness()[1]
         with pytest.raises(NotReady, match="has been busy with one batch"):  # at once: it would wait for nothing
@@ -84,9 +80,7 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
         watched = Watched(record)
 
         watched.fault = failing_on_poison(ValueError("poison"))
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(0)))
-        await watched.begun()
+        first = await watched.held(running.features(record, tensors(0)))
         tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(5)]
         bad = asyncio.create_task(running.features(record, tensors(5, POISON, 6)))
         await waiting(running, 6)
@@ -152,9 +146,7 @@ async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) ->
     async with engine(max_inflight_bytes=10_000_000) as running:
         record = await built(running, "mobilenet_v3_small")
         watched = Watched(record)
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, [jpegs[1]]))
-        await watched.begun()
+        held = await watched.held(running.features(record, [jpegs[1]]))
         row, response = 3 * 224 * 224, 4 * (48 * 14 * 14 + 576 * 7 * 7)
         decoded = 4 * 400 * 600
         # The image turned, its columns summed as floats of four channels twice, the crop three times, a piece, and the

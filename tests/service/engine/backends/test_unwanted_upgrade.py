@@ -105,9 +105,7 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         busy, record = await built(running, nodes=["features.2"]), await built(running, nodes=["features.3"])
         watched = Watched(busy)
         await asyncio.gather(*(one.runtime.checked.wait() for one in (busy, record)))
-        watched.open.clear()
-        first = asyncio.create_task(running.features(busy, tensors(0)))
-        await watched.begun()
+        first = await watched.held(running.features(busy, tensors(0)))
         running.runtimes.eviction.retire(record)  # built again, it is measured, for which the device must be free
         searches = [running._upgrades.improve(await running.runtimes.load(record))]
         running.runtimes.eviction.retire(record)

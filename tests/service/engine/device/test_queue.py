@@ -79,9 +79,7 @@ async def test_results_arrive_while_the_next_batch_is_computed(engine: MakeEngin
 
         second_open = threading.Event()
         watched.fault = hold_the_second
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(1)))
-        await watched.begun()
+        first = await watched.held(running.features(record, tensors(1)))
         second = asyncio.create_task(running.features(record, tensors(2)))
         await waiting(running, 1)
         watched.open.set()
@@ -124,9 +122,7 @@ async def test_a_batch_wakes_the_event_loop_once(engine: MakeEngine, monkeypatch
     async with engine(max_batch=4) as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, tensors(0)))
-        await watched.begun()
+        held = await watched.held(running.features(record, tensors(0)))
         four = [asyncio.create_task(running.features(record, tensors(n))) for n in range(4)]
         await waiting(running, 4)
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
@@ -289,9 +285,7 @@ async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine
         responses = []
         for pair in (jpegs[:2], jpegs[1:3]):
             watched.entered.clear()
-            watched.open.clear()
-            held = asyncio.create_task(running.features(record, tensors(0)))
-            await watched.begun()
+            held = await watched.held(running.features(record, tensors(0)))
             both = asyncio.create_task(running.features(record, pair))
             await waiting(running, 2)
             watched.open.set()
@@ -309,9 +303,7 @@ async def test_rows_of_a_request_that_was_cancelled_do_not_wait_for_a_batch(engi
     async with engine(max_batch=1) as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        held = asyncio.create_task(running.features(record, tensors(0)))
-        await watched.begun()
+        held = await watched.held(running.features(record, tensors(0)))
         left = asyncio.create_task(running.features(record, tensors(1, 2)))
         other = asyncio.create_task(running.features(record, tensors(3)))
         await waiting(running, 2)

@@ -43,9 +43,7 @@ async def test_a_device_thread_that_dies_is_replaced(engine: MakeEngine) -> None
             seen.append((threading.current_thread(), torch.get_num_threads()))
 
         watched.fault = fault
-        watched.open.clear()
-        poison = asyncio.create_task(running.features(record, tensors(POISON)))
-        await watched.begun()
+        poison = await watched.held(running.features(record, tensors(POISON)))
         others = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
         await waiting(running, 3)
         first = running._worker._thread
@@ -114,9 +112,7 @@ async def test_a_device_thread_that_cannot_begin_is_not_replaced_without_end(
         record = await built(running)
         watched = Watched(record)
         watched.fault = failing_on_poison(SystemExit("gone"))
-        watched.open.clear()
-        poison = asyncio.create_task(running.features(record, tensors(POISON)))
-        await watched.begun()
+        poison = await watched.held(running.features(record, tensors(POISON)))
         other = asyncio.create_task(running.features(record, tensors(1)))
         await waiting(running, 1)
         monkeypatch.setattr("service.engine.device.worker.compute_on", refuse)
@@ -207,9 +203,7 @@ async def test_rows_are_delivered_once(engine: MakeEngine, monkeypatch: pytest.M
         record = await built(running)
         expected = (await running.features(record, tensors(1))).outputs
         watched = Watched(record)
-        watched.open.clear()
-        first = asyncio.create_task(running.features(record, tensors(0)))
-        await watched.begun()
+        first = await watched.held(running.features(record, tensors(0)))
         monkeypatch.setattr(worker, "split_rows", fails_where_pooled)
         plain = asyncio.create_task(running.features(record, tensors(1)))
         await waiting(running, 1)

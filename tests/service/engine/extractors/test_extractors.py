@@ -192,9 +192,7 @@ async def test_deleting_lets_requests_finish(engine: MakeEngine, jpegs: list[byt
     async with engine() as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        task = asyncio.create_task(running.features(record, jpegs))
-        await watched.begun()
+        task = await watched.held(running.features(record, jpegs))
         await running.extractors.delete(record.id)
         assert running.models.loaded_weights() == set()
         watched.open.set()

@@ -256,9 +256,7 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
         await until(lambda: not running.models.loaded_weights())
         with (await running.runtimes.load(record)).in_use():
             watched = Watched(record)
-            watched.open.clear()
-            task = asyncio.create_task(running.features(record, jpegs))
-            await watched.begun()
+            task = await watched.held(running.features(record, jpegs))
         await built(running, "squeezenet1_1", ["features.12"])
         await until(lambda: running.models.loaded_weights() == {("mobilenet_v3_small", "random")})
         record.pinned = True

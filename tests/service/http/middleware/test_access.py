@@ -71,7 +71,9 @@ def test_without_a_key_only_probes_and_the_reference_are_open(locked, operations
             continue
         assert response.status_code == 401, path
         assert response.headers["www-authenticate"] == 'Bearer realm="fxserve"'
-        if path.startswith("/v2") or path == "/v1/embeddings":
+        if path == "/v1/embeddings":
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        elif path.startswith("/v2"):
             assert response.json().keys() == {"error"}
         else:
             assert response.headers["content-type"] == "application/problem+json"

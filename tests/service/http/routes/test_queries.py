@@ -71,15 +71,6 @@ def test_one_that_is_given_twice(client):
     assert "given 2 times" in response.json()["detail"]
 
 
-def test_what_was_asked_before_is_held_to_it_too(client):
-    """Routes that remember their validated parameters remember none that they refused."""
-    path = "/v1/models/squeezenet1_1/features?nodes=features.3&weights=random"
-    for _ in range(2):
-        assert client.post(path, **png()).status_code == 200
-        assert client.post(f"{path}&pooling=avg", **png()).json()["errors"][0]["field"] == "pooling"
-        assert client.post(f"{path}&pool=avg", **png()).status_code == 200
-
-
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/", "/docs", "/openapi.json", "/v2"])
 def test_what_probes_browsers_and_gateways_add_is_left_alone(client, path):
     assert client.get(f"{path}?utm_source=mail&t=1700000000").status_code == 200

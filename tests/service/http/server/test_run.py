@@ -33,10 +33,7 @@ run(app, Settings(), "cpu")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("level", "logged"),
-    [(None, ["warning", "error"]), ("INFO", ["info", "warning", "error"]), ("error", ["error"])],
-)
+@pytest.mark.parametrize(("level", "logged"), [(None, ["warning", "error"]), ("INFO", ["info", "warning", "error"])])
 def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logged: list[str]) -> None:
     unset = {name: value for name, value in os.environ.items() if name != "FXSERVE_LOG_LEVEL"}
     given = {} if level is None else {"FXSERVE_LOG_LEVEL": level}

@@ -14,11 +14,9 @@ import PIL.Image
 import pyarrow
 import pyarrow.parquet
 import pytest
-import timm
 import torch
 from safetensors import safe_open
 from torch.nn.functional import grid_sample
-from torchvision.transforms.v2 import functional as F
 
 from fxcore.errors import FxError
 from service.offline import Job, extract
@@ -66,40 +64,6 @@ def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, refer
     file.write_text('path,points\n001.png,"[[1, 2]]"\n')
     with pytest.raises(FxError, match=r"001\.png was extracted with different points; use a new folder"):
         extract(asked(out, file, root, pool="points"), SETTINGS)
-
-
-@pytest.mark.exhaustive
-def test_points_of_a_vision_transformer_at_each_images_size(folder: Callable[..., Path], tmp_path: Path) -> None:
-    """Against timm's model made for that size of the same weights, whose tokens are sampled where the points are."""
-    root, out = folder(3), tmp_path / "out"
-    turned = PIL.Image.open(io.BytesIO(png(1))).rotate(90, expand=True)
-    turned.save(root / "turned.png")
-    places = {"001.png": POINTS, "turned.png": [[20.5, 70]]}
-    (root / "points.csv").write_text(
-        "path,points\n" + "".join(f'{path},"{json.dumps(of)}"\n' for path, of in places.items())
-    )
-    spec = {"model": "timm.test_vit", "weights": "random", "return_nodes": {"norm": "C4"}}
-    asked_for = job(
-        out, root, pool="points", regions=str(root / "points.csv"), spec=spec | {"fit": "native", "image_size": 64}
-    )
-    assert extract(asked_for, SETTINGS).done == 2
-    found = found_in(out, "point")
-    assert {Path(path).name: [place for place, _ in rows] for path, rows in found.items()} == places
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        base = timm.create_model("test_vit").eval()
-    config = timm.data.resolve_model_data_config(base)
-    for path, rows in found.items():
-        pixels = F.pil_to_tensor(PIL.Image.open(path).convert("RGB")) / 255
-        height, width = pixels.shape[1:]  # 64 x 80 or 80 x 64: they are not resized
-        state = {"state_dict": {key: value.clone() for key, value in base.state_dict().items()}}
-        model = timm.create_model("test_vit", pretrained=True, pretrained_cfg_overlay=state, img_size=(height, width))
-        with torch.inference_mode():
-            tokens = model.eval().forward_features(F.normalize(pixels, config["mean"], config["std"])[None])[:, 1:]
-        maps = tokens.unflatten(1, (height // 16, width // 16)).permute(0, 3, 1, 2)
-        at = 2 * torch.tensor([place for place, _ in rows]) / torch.tensor([width, height]) - 1
-        right = grid_sample(maps, at[None, None], align_corners=False)[0, :, 0].T.numpy()
-        np.testing.assert_allclose([row for _, row in rows], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
 
 
 def mask_png() -> bytes:

@@ -68,7 +68,6 @@ def test_the_description_has_the_extractors_preprocessing(client, options, descr
     [
         ("torch_export", (".pt2", "application/octet-stream"), WHOLE, (3, 96, 160)),
         ("onnx", (".onnx", "application/octet-stream"), WHOLE, (3, 96, 160)),
-        ("openvino", (".zip", "application/zip"), WHOLE, (3, 96, 160)),
         ("openvino", (".zip", "application/zip"), PART, (128, 11, 19)),
     ],
 )

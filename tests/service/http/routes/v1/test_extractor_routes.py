@@ -98,13 +98,6 @@ def test_the_same_spec_is_the_same_extractor(client):
     assert other.json()["id"] != first.json()["id"]
 
 
-def test_the_order_asked_for_is_kept_and_makes_another_extractor(client):
-    one = client.post("/v1/extractors", json=spec(return_nodes=["layer4", "layer1", "C3"])).json()
-    two = client.post("/v1/extractors", json=spec(return_nodes=["C3", "layer1", "layer4"])).json()
-    assert [output["key"] for output in one["outputs"]] == ["layer4", "layer1", "C3"]
-    assert one["id"] != two["id"]
-
-
 def test_without_waiting_it_is_still_being_built(make_client):
     client = make_client()
     made = client.post("/v1/extractors?wait=0", json=spec())
@@ -121,22 +114,6 @@ def test_a_name_can_be_taken(client, name):
     taken = client.post("/v1/extractors", json=spec(name=name, return_nodes=["layer1"]))
     assert taken.status_code == 409
     assert taken.json()["type"] == "/problems/name-taken"
-
-
-def test_a_failed_extractor_can_be_requested_again_under_its_name(client, name, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    folder = tmp_path / "hub/checkpoints"
-    folder.mkdir(parents=True)
-    (folder / "resnet18-f37072fd.pth").write_bytes(b"cut short")
-    failed = client.post("/v1/extractors", json=spec(name=name, weights="DEFAULT"))
-    assert failed.json()["type"] == "/problems/weights-unavailable"
-    assert "weights=random" in failed.json()["detail"]
-    made = client.post("/v1/extractors", json=spec(name=name, weights="random"))
-    assert made.is_success, made.text
-    assert client.get(f"/v1/extractors/{name}").json() == made.json()
-    [left] = [e for e in client.get("/v1/extractors").json()["extractors"] if e["weights"] == "IMAGENET1K_V1"]
-    assert left["name"] is None
-    client.delete(f"/v1/extractors/{left['id']}")
 
 
 @pytest.mark.parametrize(

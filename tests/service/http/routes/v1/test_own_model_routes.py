@@ -214,15 +214,6 @@ def test_booleans_go_over_v2(clips: torch.nn.Module, tmp_path: Path, make_client
         assert np.array_equal(found, wanted.ravel())
 
 
-@pytest.mark.exhaustive
-def test_the_list_of_models_that_are_served_holds_for_ones_own(
-    folder: Path, make_client: Callable[..., Client]
-) -> None:
-    client = make_client(models_dir=folder, models=("resnet18",))
-    assert [model["name"] for model in client.get("/v1/models").json()["models"]] == ["resnet18"]
-    assert client.post("/v1/models/mine/features?nodes=C4", content=b"").status_code == 404
-
-
 NAMES = """
 from torch import nn
 

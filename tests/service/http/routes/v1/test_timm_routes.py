@@ -199,8 +199,6 @@ def test_an_embedding_is_the_class_token(client):
     [
         ("test_vit", "token"),
         ("test_vit2", "avg"),  # after which it normalises, and it has a register
-        ("test_vit4", "avg"),
-        ("test_vit3", "map"),
         ("cait_xxs24_224", "token"),
         ("deit_tiny_distilled_patch16_224", "token"),
         ("eva02_tiny_patch14_224", "avg"),
@@ -208,7 +206,6 @@ def test_an_embedding_is_the_class_token(client):
         ("pit_ti_distilled_224", "token"),
         ("vit_base_patch16_siglip_224", "map"),  # a slice lies between the tokens and their pooling
         ("vit_small_patch16_dinov3", "avg"),
-        ("vit_wee_patch16_reg1_gap_256", "avg"),
     ],
 )
 def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
