@@ -15,6 +15,8 @@ from torchvision.models import WeightsEnum, get_model_builder, get_model_weights
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import ModelEntry, ModelGraph, build_extractor, get_model, model_graph
+from fxcore.graph.levels import channels_of
+from fxcore.graph.node_info import is_extractable
 from fxcore.memory import give_back
 from fxcore.models.weightless import weightless
 from fxcore.tracing.parts import DetectorParts, FlowParts
@@ -123,14 +125,12 @@ def test_totals_agree_with_torch(name: str) -> None:
 def test_every_model_gives_features(name: str) -> None:
     """There are nodes to ask for, and every level is one of them, with its channels and stride."""
     graph = model_graph(name)
-    assert sum(n.extractable for n in graph.nodes) > 10
-    info = {n.name: n for n in graph.nodes}
-    for level_name, level in graph.levels.items():
-        node = info[level.node]
-        assert node.extractable
-        assert node.level is not None
-        assert node.channels == level.channels
-        assert level.stride == 2 ** int(level_name[1:])
+    extractable = {path for path, node in graph.by_name.items() if is_extractable(node)}
+    assert len(extractable) > 10
+    for key, level in graph.levels.items():
+        assert level.node in extractable
+        assert level.channels == channels_of(graph.by_name[level.node])
+        assert level.stride == 2 ** int(key[1:])
 
 
 def _spread(graph: ModelGraph, name: str) -> list[str]:

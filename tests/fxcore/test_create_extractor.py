@@ -344,25 +344,6 @@ def test_what_is_refused(captioner: Captioner) -> None:
             call()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m: fxcore.transforms.decompose(m, rules=3),
-        lambda m: fxcore.transforms.decompose(m, 3),
-        lambda m: fxcore.transforms.fold_normalization(m, mean="abc", std=3),
-        lambda m: fxcore.transforms.fold_normalization(m, mean=[0, 0, 0], std=None),
-        lambda m: fxcore.trace(m, leaf_modules=3),
-        lambda m: fxcore.trace(m, leaf_modules=[nn.ReLU()]),
-        lambda m: fxcore.trace(m, leaf_functions=len),
-        lambda m: fxcore.trace(m, concrete_args=["input"]),
-    ],
-)
-def test_values_of_a_wrong_type_are_refused_by_name(call: Any) -> None:
-    module: fx.GraphModule = fxcore.trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
-    with pytest.raises(FxError, match=r"rules|operations|mean|leaf_modules|leaf_functions|concrete_args"):
-        call(module)
-
-
 class Parametrized(nn.Module):
     """A leaf with a parametrized weight and an in-place part, which is copied."""
 

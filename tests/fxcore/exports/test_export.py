@@ -80,17 +80,8 @@ def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
     return extractor.inputs_from(tuple(torch.cat(parts) for parts in zip(*made, strict=True)))
 
 
-def check(
-    extractors: Sequence[Extractor],
-    format: str,
-    folder: Path,
-    counts: tuple[int, ...] = (1,),
-    tolerance: float = 1e-4,
-) -> None:
-    """In a fresh process exports give what the extractors do, for batches of as many rows, keys in their order.
-
-    ``tolerance`` is relative, in norm.
-    """
+def check(extractors: Sequence[Extractor], format: str, folder: Path) -> None:
+    """In a fresh process exports give what the extractors do for a photograph, keys in their order."""
     asked, batches = [], []
     for extractor in extractors:
         place = folder / f"of{len(asked)}"
@@ -98,16 +89,15 @@ def check(
         file = place / f"download{FORMATS[format].suffix}"
         file.write_bytes(export(extractor, format))
         assert not any(m.training for m in extractor.module.modules())
-        for rows in counts:
-            inputs = photograph(extractor, rows)
-            save_file({str(i): x for i, x in enumerate(inputs)}, place / f"inputs{rows}.safetensors")
-            asked.append(f"{place.name}:{file.name}:{rows}")
-            batches.append((extractor, inputs, place / f"outputs{rows}.safetensors"))
+        inputs = photograph(extractor)
+        save_file({str(i): x for i, x in enumerate(inputs)}, place / "inputs1.safetensors")
+        asked.append(f"{place.name}:{file.name}:1")
+        batches.append((extractor, inputs, place / "outputs1.safetensors"))
     for (extractor, inputs, made), keys in zip(batches, run(format, asked, folder), strict=True):
         assert keys == [output.key for output in extractor.outputs]
         values = load_file(made)
         found = verify(extractor.module, lambda *x, k=keys, v=values: {key: v[key] for key in k}, inputs)
-        assert found.relative < tolerance, found
+        assert found.relative < 1e-4, found
 
 
 def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
@@ -118,12 +108,6 @@ def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     return [line.split() for line in done.stdout.splitlines()]
-
-
-@pytest.mark.exhaustive
-def test_a_folder_runs_elsewhere_and_agrees(tmp_path: Path) -> None:
-    """On a photograph, and on three at once. The other formats are tested with edits."""
-    check([make("squeezenet1_1", {"C4": "late", "x": "image", "C3": "C3"})], "fx", tmp_path, (1, 3))
 
 
 @pytest.mark.exhaustive

@@ -319,11 +319,6 @@ def test_products_of_all_eight_bits_do_not_overflow() -> None:
     assert verify(model, found.module, rows[0]).relative < 0.03
 
 
-def test_what_cannot_be_quantized(small: tuple[Extractor, list[Tensors]]) -> None:
-    with pytest.raises(CannotQuantize, match="images to calibrate on"):
-        quantize(small[0].module, [])
-
-
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.tensor([2.0])

@@ -20,7 +20,6 @@ from fxcore.toolbox.replace import ACTIVATIONS
 from fxcore.tracing.names import names
 from fxcore.transforms import (
     BadParameter,
-    CannotKeep,
     CannotTransform,
     applied,
     decompose,
@@ -34,7 +33,6 @@ from fxcore.transforms import (
     replace_op,
     replace_pattern,
     split_at,
-    transform,
     wrap,
 )
 from tests.fxcore.capture import traced
@@ -298,19 +296,6 @@ def test_decomposing_a_model() -> None:
     assert verify(module, simple, torch.randn(1, 3, 64, 64)).relative < 1e-5
 
 
-# outputs
-
-
-def test_a_pass_that_changes_the_outputs_is_stopped() -> None:
-    @transform
-    def lose(module: fx.GraphModule) -> int:
-        module.graph.find_nodes(op="output")[0].args = ((),)
-        return 1
-
-    with pytest.raises(CannotKeep):
-        lose(traced(nn.Sequential(nn.ReLU())))
-
-
 # what can change nothing
 
 
@@ -345,6 +330,10 @@ class Activated(nn.Module):
         (lambda m: decompose(m, [], rules={"relu_six": lambda x: x}), "rules"),
         (lambda m: decompose(m, [], rules={torch.relu: "gelu"}), "rules"),
         (lambda m: decompose(m, []), "operations"),
+        (lambda m: decompose(m, rules=3), "rules"),
+        (lambda m: decompose(m, 3), "operations"),
+        (lambda m: fold_normalization(m, mean="abc", std=3), "mean"),
+        (lambda m: fold_normalization(m, mean=[0, 0, 0], std=None), "std"),
         (lambda m: remove(m, dropout=False, identity=False), "dropout"),
     ],
 )

@@ -144,18 +144,6 @@ def test_a_periodic_function_is_inverted_on_its_principal_branch(
     assert float(found) == pytest.approx(principal)
 
 
-def test_the_example_of_torch_fx() -> None:
-    """https://github.com/pytorch/examples/blob/main/fx/invert.py"""
-
-    def function(x: Tensor) -> Tensor:
-        return torch.exp(torch.tan(x))
-
-    inverse = invert(function)
-    assert [n.target for n in inverse.graph.nodes if n.op == "call_function"] == [torch.log, torch.atan]
-    y = torch.arange(5.0) + 1
-    torch.testing.assert_close(function(inverse(y)), y)
-
-
 @pytest.mark.parametrize(
     "function",
     [
