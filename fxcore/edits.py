@@ -159,13 +159,11 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
             detail = f"no requested node depends on {edited.name!r}; edit one that they depend on"
             raise BadEdit(detail, name=edited.name)
         readers = list(value.users)
-        factors = []
-        for what in ("scale", "shift"):
-            with graph.inserting_after(last):
-                last = graph.placeholder(unused_identifier(f"{edited.name}_{what}", taken))
-            factors.append(last)
+        with graph.inserting_before(last.next):
+            scale = graph.placeholder(unused_identifier(f"{edited.name}_scale", taken))
+            shift = graph.placeholder(unused_identifier(f"{edited.name}_shift", taken))
+        last = shift
         inputs = graph.find_nodes(op="placeholder")
-        scale, shift = factors
         with graph.inserting_before((inputs[-1] if value.op == "placeholder" else value).next):
             result = value
             if edited.rows > 1:

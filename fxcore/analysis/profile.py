@@ -117,7 +117,7 @@ class Profiler:
             counts: whether to record the run; False to warm up.
         """
         with torch.no_grad():
-            self._watcher.begin(counts)
+            self._watcher.counts = counts
             # Copy the inputs, since the module may write to them.
             self._watcher.run(*clones(self._inputs))
             inputs = clones(self._inputs)
@@ -159,14 +159,10 @@ class _Watcher(Interpreter):
         self.peaks: dict[fx.Node, list[int]] = {}
         self.fresh: dict[fx.Node, int] = {}
         self.live: dict[fx.Node, int] = {}
-        self._counts = True
+        self.counts = True  # whether the run is recorded
         # Parameters are always allocated, so they are not counted.
         tensors = [part for tensor in (*module.parameters(), *module.buffers()) for part in strided_parts(tensor)]
         self._parameters = {part.untyped_storage().data_ptr() for part in tensors}
-
-    def begin(self, counts: bool) -> None:
-        """Start a run, which is recorded if ``counts``."""
-        self._counts = counts
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op == "output":
@@ -180,7 +176,7 @@ class _Watcher(Interpreter):
         value = super().run_node(n)
         _wait(self.device)
         taken = time.perf_counter() - start
-        if self._counts:
+        if self.counts:
             self.times.setdefault(n, []).append(taken)
             if cuda:
                 self.peaks.setdefault(n, []).append(torch.cuda.max_memory_allocated(self.device) - before)

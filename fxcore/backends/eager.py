@@ -135,15 +135,10 @@ def sums_in_place(module: fx.GraphModule) -> None:
                 node.kwargs = {**node.kwargs, "overwrite": True}
 
 
-def activations_in_place(module: fx.GraphModule) -> int:
-    """Make activations in-place where their input is new memory that no other node reads and is not an output.
-
-    Returns:
-        Number of activations that were changed.
-    """
+def activations_in_place(module: fx.GraphModule) -> None:
+    """Make activations in-place where their input is new memory that no other node reads and is not an output."""
     modules = dict(module.named_modules(remove_duplicate=False))
     made: dict[int, nn.Module] = {}
-    count = 0
     for node in module.graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None or len(source.users) != 1 or not _makes_new(source, modules):
@@ -157,14 +152,11 @@ def activations_in_place(module: fx.GraphModule) -> int:
             target = f"in_place_{len(made)}_{path.replace('.', '_')}"
             module.add_module(target, made[id(modules[path])])
             node.target = target
-            count += 1
         elif node.op == "call_function" and node.target in _ACTIVATION_FUNCTIONS:
             node.kwargs = {**node.kwargs, "inplace": True}
             node.args = node.args[:1] if node.target in (F.relu, F.relu6, F.hardswish) else node.args
-            count += 1
     module.delete_all_unused_submodules()
     module.recompile()
-    return count
 
 
 def _makes_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:

@@ -106,7 +106,8 @@ def cut(
     part = Part()
     taken: set[str] = set()
     for key, node in given.items():
-        part.kept[node] = _placeholder(part.graph, key, node, taken)
+        placeholder = part.kept[node] = part.graph.placeholder(unused_identifier(key, taken))
+        placeholder.meta = {k: v for k, v in node.meta.items() if k != "mutates"}
     numbers = _Numbers(part, given.values(), dtypes)
     for node in given.values():
         value = node.meta["value"]
@@ -123,13 +124,6 @@ def cut(
         if node in needed and node not in flow.ends:
             part.kept[node] = part.graph.node_copy(node, lambda n: numbers.of(n) if n in flow.numbers else part.kept[n])
     return part
-
-
-def _placeholder(graph: fx.Graph, key: str, node: fx.Node, taken: set[str]) -> fx.Node:
-    """Add a placeholder for ``node``, named ``key`` as a valid identifier."""
-    made = graph.placeholder(unused_identifier(key, taken))
-    made.meta = {k: v for k, v in node.meta.items() if k != "mutates"}
-    return made
 
 
 def unused_identifier(name: str, taken: set[str]) -> str:

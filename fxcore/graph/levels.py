@@ -186,11 +186,9 @@ def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks:
         leaf = node.op == "call_module" and path == node.target
         return leaf, sum(outer not in trunks for outer in _outer_modules(path))
 
-    ranked = [(min(rank(n, p) for p in ends[n]), n) for n in nodes if n in ends]
-    if not ranked:
-        return None
-    best = min(r for r, _ in ranked)
-    return [n for r, n in ranked if r == best][-1]
+    ranked = {n: min(rank(n, p) for p in ends[n]) for n in reversed(nodes) if n in ends}
+    # Of equals, min returns the first, which is the last in the graph.
+    return min(ranked, key=ranked.__getitem__, default=None)
 
 
 def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:

@@ -89,6 +89,28 @@ class WeightsInfo:
 
 
 @dataclass(frozen=True)
+class FileWeights(WeightsInfo):
+    """Weights from an operator's file or an installed package, or the builder's own.
+
+    Attributes:
+        path: the file; None for the builder's own weights.
+    """
+
+    path: Path | None = None
+
+    @property
+    def file(self) -> Path:
+        return self.path or Path()
+
+    @property
+    def cached(self) -> bool:
+        return self.path is None or self.path.is_file()
+
+    def download(self) -> None:
+        """Do nothing; reading a missing file raises an error later."""
+
+
+@dataclass(frozen=True)
 class FeatureMap:
     """A feature map that a model declares.
 

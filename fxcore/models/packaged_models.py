@@ -22,7 +22,7 @@ from torchvision.models import ResNet18_Weights
 from fxcore.images.preprocessing import ImagePreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.images.sizes import ImageSize
-from fxcore.models.entry import ModelEntry, WeightsInfo
+from fxcore.models.entry import FileWeights, ModelEntry
 from fxcore.models.state_dicts import read_cached, unavailable
 
 _WEIGHTS = "IMAGENET1K"
@@ -125,17 +125,6 @@ def _rounded(channels: float) -> int:
 
 
 @dataclass(frozen=True)
-class _PackagedWeights(WeightsInfo):
-    """Weights in an installed package."""
-
-    path: Path = Path()
-
-    @property
-    def file(self) -> Path:
-        return self.path
-
-
-@dataclass(frozen=True)
 class PackagedEntry(ModelEntry):
     """A model whose weights come in a package.
 
@@ -198,5 +187,5 @@ def _entry(name: str, variant: _Variant, file: Path) -> PackagedEntry:
             "interpolation": "bicubic",
         },
     )
-    info = _PackagedWeights(_WEIGHTS, "", parameters, {}, categories, path=file)
+    info = FileWeights(_WEIGHTS, "", parameters, {}, categories, path=file)
     return PackagedEntry(name, "classification", build, {_WEIGHTS: info}, _WEIGHTS, preset=preset)

@@ -22,7 +22,7 @@ from fxcore.images.channels import OtherChannels
 from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing, VideoPreprocessing
 from fxcore.images.presets import ImageClassification, preset_factory
 from fxcore.images.sizes import ImageSize
-from fxcore.models.entry import ModelEntry, Task, WeightsInfo
+from fxcore.models.entry import FileWeights, ModelEntry, Task
 from fxcore.models.packaged_models import packaged_models
 from fxcore.models.references import holds_tensors, uncopied_reference
 from fxcore.models.state_dicts import StateDict, filled, read_file
@@ -156,28 +156,6 @@ class UserEntry(ModelEntry):
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
         return self.functions
-
-
-@dataclass(frozen=True)
-class FileWeights(WeightsInfo):
-    """Weights from an operator's file, or the builder's own.
-
-    Attributes:
-        path: the file; None for the builder's own weights.
-    """
-
-    path: Path | None = None
-
-    @property
-    def file(self) -> Path:
-        return self.path or Path()
-
-    @property
-    def cached(self) -> bool:
-        return self.path is None or self.path.is_file()
-
-    def download(self) -> None:
-        """Do nothing; reading a missing file raises an error later."""
 
 
 def as_bad_model(name: str, error: BaseException) -> BadUserModel:

@@ -163,11 +163,9 @@ def _sides(convolution: Any) -> list[int]:
 def _normalize_in_graph(
     module: fx.GraphModule, images: fx.Node, readers: list[fx.Node], mean: Tensor, std: Tensor
 ) -> None:
-    with module.graph.inserting_after(images):
+    with module.graph.inserting_before(images.next):
         means = module.graph.get_attr(add(module, "input_mean", mean))
-    with module.graph.inserting_after(means):
         deviations = module.graph.get_attr(add(module, "input_std", std))
-    with module.graph.inserting_after(deviations):
         made = module.graph.call_function(normalized, (images, means, deviations))
     for reader in readers:
         reader.replace_input_with(images, made)

@@ -74,8 +74,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
             continue
         convolution = between[-1]
         key = (*operation_of(convolution), *operation_of(node))
-        if not _scale_convolution(module, convolution, affine, made, key):
-            continue
+        _scale_convolution(module, convolution, affine, made, key)
         replace_norm(module, node, between)
         count += 1
     return count
@@ -280,7 +279,7 @@ def operation_of(node: fx.Node) -> tuple[Any, ...]:
 
 def _scale_convolution(
     module: fx.GraphModule, node: fx.Node, affine: Affine, made: dict[tuple[Any, ...], str], key: tuple[Any, ...]
-) -> bool:
+) -> None:
     """Fold ``affine`` into the convolution ``node``. A pair called several times, with the same ``key``, is folded
     once."""
     if node.op == "call_module":
@@ -288,7 +287,7 @@ def _scale_convolution(
             convolution = module.get_submodule(str(node.target))
             made[key] = add(module, str(node.target), fused_module(convolution, affine))
         node.target = made[key]
-        return True
+        return
     given = _arguments(node)
     old_weight, old_bias = constant(module, given["weight"]), constant(module, given.get("bias"))
     weight, bias = scaled(old_weight, old_bias, affine, _FUNCTIONS[node.target], given.get("groups", 1))  # type: ignore[index]
@@ -303,7 +302,6 @@ def _scale_convolution(
     node.args = (given.pop("input"),)
     node.kwargs = given
     erase_dead(module, *previous)
-    return True
 
 
 def replace_norm(module: fx.GraphModule, norm: fx.Node, path: Sequence[fx.Node]) -> None:

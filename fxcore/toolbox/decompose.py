@@ -26,8 +26,6 @@ RULES: dict[str, Rule] = {
     "sigmoid": lambda x: 1 / (1 + torch.exp(-x)),
 }
 _CLASSES: dict[Any, str] = {MODULES[name]: name for name in RULES}
-# Operations whose rule holds only for this value of an argument.
-_DEFAULTS = {"gelu": ("approximate", "none")}
 
 
 @transform
@@ -87,15 +85,15 @@ def decompose(
 def _own_rule(module: fx.GraphModule, node: fx.Node, wanted: Iterable[str]) -> Rule | None:
     """Return the rule of the first of ``wanted`` that matches ``node``, as a function of the node's own arguments."""
     for name in wanted:
-        if name in ACTIVATIONS and is_activation(module, node, name) and _by_default(module, node, name):
+        if name in ACTIVATIONS and is_activation(module, node, name) and _holds(module, node, name):
             return lambda *args, **kwargs: RULES[name](args[0] if args else kwargs["input"])
     return None
 
 
-def _by_default(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
-    if name not in _DEFAULTS:
+def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
+    """Return whether the rule holds for the node's arguments; GELU's is that of the exact function."""
+    if name != "gelu":
         return True
-    key, value = _DEFAULTS[name]
     if node.op == "call_module":
-        return bool(getattr(module.get_submodule(str(node.target)), key) == value)
-    return bool(node.kwargs.get(key, value) == value) and len(node.args) < 2
+        return bool(module.get_submodule(str(node.target)).approximate == "none")
+    return bool(node.kwargs.get("approximate", "none") == "none") and len(node.args) < 2

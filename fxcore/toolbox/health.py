@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxcore.nesting import clones, tensors_in
@@ -30,7 +29,6 @@ _MODULES = {
     nn.ReLU6: "relu6",
     nn.Softsign: "softsign",
 }
-_RELU = (F.relu, torch.relu, "relu", "relu_")
 _NEAR = 1e-3
 _SATURATED = 0.99
 """Minimum fraction of saturated elements for a node to count as saturated."""
@@ -154,19 +152,17 @@ def _health(module: fx.GraphModule, node: fx.Node, tensors: list[Tensor], limit:
 
 
 def _saturated(module: fx.GraphModule, node: fx.Node, value: Tensor, limit: float | None) -> float:
-    shares = [0.0]
     beyond = value.abs() >= (torch.finfo(value.dtype).max if limit is None else limit)
     if bool(beyond.any()):
-        # A single overflowing element makes everything computed from it wrong.
-        shares.append(1.0)
+        return 1.0  # a single overflowing element makes everything computed from it wrong
     kind = _kind(module, node)
+    if kind is None:
+        return 0.0
     if kind == "relu":
-        shares.append(float((value == 0).float().mean()))
-    elif kind is not None:
-        low, high = _BOUNDS[kind]
-        near = _NEAR * (high - low)
-        shares.append(float(((value <= low + near) | (value >= high - near)).float().mean()))
-    return max(shares)
+        return float((value == 0).float().mean())
+    low, high = _BOUNDS[kind]
+    near = _NEAR * (high - low)
+    return float(((value <= low + near) | (value >= high - near)).float().mean())
 
 
 def _kind(module: fx.GraphModule, node: fx.Node) -> str | None:
@@ -176,7 +172,5 @@ def _kind(module: fx.GraphModule, node: fx.Node) -> str | None:
         return "relu" if isinstance(called, nn.ReLU) else _MODULES.get(type(called))
     if node.op not in ("call_function", "call_method"):
         return None
-    if node.target in _RELU:
-        return "relu"
-    name = operation_name(node)
-    return name.removesuffix("_") if name.removesuffix("_") in _BOUNDS else None
+    name = operation_name(node).removesuffix("_")
+    return name if name == "relu" or name in _BOUNDS else None

@@ -61,24 +61,21 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
     require_eval(module, "split_at")
     module = fork(module)
     cut = find_node(module, node, "split_at")
-    order = {n: i for i, n in enumerate(module.graph.nodes)}
-    inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
     if cut.op == "get_attr":
         raise CannotTransform(
             f"{node!r} is a parameter; cut after a node that computes something", transform="split_at", node=node
         )
     # Inputs may be used on both sides, but all of them belong to the front.
-    last = max(order[n] for n in (cut, *inputs))
-    behind = [n for n in module.graph.nodes if order[n] > last]
-    crossing = [
-        n
-        for n in module.graph.nodes
-        if order[n] <= last and n.op != "get_attr" and any(order[user] > last for user in n.users)
-    ]
+    nodes = list(module.graph.nodes)
+    end = 1 + max(nodes.index(n) for n in (cut, *module.graph.find_nodes(op="placeholder")))
+    ahead, behind = nodes[:end], nodes[end:]
+    read_ahead = {m for n in ahead for m in n.all_input_nodes}
+    read_behind = {m for n in behind for m in n.all_input_nodes}
+    crossing = [n for n in ahead if n.op != "get_attr" and n in read_behind]
     front = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for n in module.graph.nodes:
-        if order[n] <= last and (n.op != "get_attr" or any(order[user] <= last for user in n.users)):
+    for n in ahead:
+        if n.op != "get_attr" or n in read_ahead:
             copies[n] = front.node_copy(n, lambda m: copies[m])
     front.output(tuple(copies[n] for n in crossing))
     back = fx.Graph()
@@ -86,10 +83,8 @@ def split_at(module: fx.GraphModule, node: str) -> Halves:
     for n in crossing:
         moved[n] = back.placeholder(n.name)
         moved[n].meta = dict(n.meta)
-    for n in module.graph.nodes:
-        if n.op == "get_attr" and order[n] <= last and any(order[user] > last for user in n.users):
-            moved[n] = back.node_copy(n)
-    for n in behind:
+    parameters = [n for n in ahead if n.op == "get_attr" and n in read_behind]
+    for n in parameters + behind:
         if n.op == "output":
             back.output(fx.node.map_arg(n.args[0], lambda m: moved[m]))
         else:

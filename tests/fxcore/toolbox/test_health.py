@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
@@ -66,6 +69,11 @@ def test_a_dead_relu() -> None:
     found = check_health(module, torch.ones(1, 4) * 9)
     assert found.first_saturated == "1"
     assert found.nodes[-1].saturated == 1
+
+
+@pytest.mark.parametrize("relu", [torch.relu, torch.relu_, F.relu, F.relu_, lambda x: x.relu_()])
+def test_a_dead_relu_that_is_a_function(relu: Callable[[Tensor], Tensor]) -> None:
+    assert check_health(trace(lambda x: relu(x - 9)), torch.ones(1, 4)).nodes[-1].saturated == 1
 
 
 def test_what_half_precision_cannot_hold() -> None:
