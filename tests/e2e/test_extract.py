@@ -19,6 +19,8 @@ from service.offline import extract
 from service.offline.runners import remote
 from tests.e2e.conftest import Server
 from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
+from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
+from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 from tests.service.offline.inputs.test_points_and_masks import asked, mask_png
 from tests.service.offline.inputs.test_points_and_masks import found_in as masks_in
 
@@ -40,6 +42,24 @@ def test_a_server_does_what_this_process_would(
     assert_right(rows(out), {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}, reference)
     with pytest.raises(FxError, match="made with pool avg, not max"):
         extract(job(out, root, servers=(server.url,), pool="max"), SETTINGS)
+
+
+@pytest.mark.exhaustive
+def test_boxes_of_a_server_and_of_this_process(
+    server: Server,
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    reference: Callable[..., Any],
+) -> None:
+    root, out = folder(4), tmp_path / "out"
+    wanted = {f"{number:03d}.png": BOXES[: 1 + number % 3] for number in (1, 2)}
+    file = csv(root / "boxes.csv", {**wanted, "deep/er/003.png": [[0, 0, 81.5, 64]]})
+    made = extract(regions(out, file, root, servers=(server.url,), roi_size=3), SETTINGS)
+    assert (made.images, made.done, made.unreadable) == (3, 2, 1)
+    assert '"error":"box 0, [0, 0, 81.5, 64], reaches out of its image' in (out / "errors.jsonl").read_text()
+    wanted["deep/er/003.png"] = BOXES
+    assert extract(regions(out, csv(file, wanted), root, roi_size=3), SETTINGS).done == 3
+    boxes_right(found_in(out), {str(root / path): boxes for path, boxes in wanted.items()}, reference, size=3)
 
 
 @pytest.mark.exhaustive

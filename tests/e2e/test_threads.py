@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.conftest import InterpretedServer, servers, until
+from fxcore.backends.residents import FIXED_MODELS
+from service.engine.placement import BUSY_SECONDS
+from tests.e2e.conftest import InterpretedServer, Server, servers, until
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(
@@ -109,3 +112,31 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
     until(lambda: server.http.get("/readyz").status_code == 200)
     # A failed build is tried again after a pause.
     until(lambda: server.extractor("features.5", "openvino").status_code in (200, 201))
+
+
+@pytest.mark.exhaustive
+def test_threads_are_bounded_whatever_the_number_of_extractors(start: Callable[..., Server], tmp_path: Path) -> None:
+    """OpenVINO starts two for each compiled model, of which each batch size may have one of its own."""
+    server = start(compute_threads=2, cache_dir=tmp_path)
+    threads = psutil.Process(server.process.pid).num_threads
+
+    def make(key: str) -> None:
+        """Another extractor of the same graph, which is compiled once, and a batch of each size."""
+        nodes = {"features.5": key}
+        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": nodes, "backend": "openvino"}
+        made = server.http.post("/v1/extractors", json=spec, params={"wait": 250})
+        assert made.status_code == 201, made.text
+        for rows in (1, 2, 3, 4, 6, 8):
+            body = io.BytesIO()
+            np.save(body, np.zeros((rows, 3, 224, 224), np.float32))
+            path = f"/v1/extractors/{made.json()['id']}/features?preprocess=none&pool=avg"
+            headers = {"content-type": "application/x-npy"}
+            assert server.http.post(path, content=body.getvalue(), headers=headers).status_code == 200
+
+    make("first")
+    first = threads()
+    for number in range(8):  # without a bound, of 108 threads
+        make(f"key{number}")
+    time.sleep(BUSY_SECONDS)  # those used since may be more than are usual
+    make("last")
+    until(lambda: threads() <= first + 2 * (15 + FIXED_MODELS), 30)
