@@ -21,6 +21,7 @@ from fxcore.exports.description import description_json, require_float, zipped
 from fxcore.exports.layer_code import ASSEMBLE, empty_code, import_of, layer_code, tensors_of
 from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
+from fxcore.graph.cut import unused_identifier
 from fxcore.passes.base import called_modules
 from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
@@ -155,7 +156,7 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
 
 def folder_zip(subject: Subject) -> bytes:
     """Return the package as a zip."""
-    package = re.sub(r"\W|^(?=\d)", "_", f"{subject.name}_extractor")
+    package = unused_identifier(f"{subject.name}_extractor", set())
     return zipped({f"{package}/{name}": data for name, data in folder_files(subject, package).items()})
 
 

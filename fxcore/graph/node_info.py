@@ -133,7 +133,7 @@ def definition(node: fx.Node, root: nn.Module) -> list[str]:
     >>> definition(list(graph.graph.nodes)[1], graph)
     ['call_module', '0', "('input_1',) {}", 'Flatten(start_dim=2, end_dim=-1)']
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: public_name(n))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), public_name)
     settings = str(root.get_submodule(str(node.target))) if node.op == "call_module" else ""
     return [node.op, target_name(node), *(re.sub(r" at 0x\w+", "", text) for text in (f"{args} {kwargs}", settings))]
 

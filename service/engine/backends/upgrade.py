@@ -37,13 +37,7 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.errors import summarize
 from fxcore.graph.flops import FlopCounter
 from fxcore.int8.report import LayerError
-from service.engine.backends.checks import (
-    PassFailed,
-    Reference,
-    calibration_of,
-    check_photographs,
-    larger_shapes,
-)
+from service.engine.backends.checks import PassFailed, Reference, calibration_of, check_photographs, larger_shapes
 from service.engine.backends.choice import chosen_backend, faster_backends
 from service.engine.backends.fallback import Named, Plain, Swapped
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
