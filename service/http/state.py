@@ -17,6 +17,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX, imported, timm_models
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
+from service.engine.description import Description
 from service.engine.models.served import is_served, may_serve, require_served
 from service.engine.threads import RunInThread, in_pool
 from service.http.lookups import Lookups
@@ -125,7 +126,7 @@ class State:
         return self.settings.request_timeout if timeout is None else min(timeout, self.settings.request_timeout)
 
     def response_headers(
-        self, scope: Scope, record: ExtractorRecord, milliseconds: Mapping[str, float]
+        self, scope: Scope, description: Description, milliseconds: Mapping[str, float]
     ) -> dict[str, str]:
         """Build the headers of a response with features, and record the stages' times in metrics and traces.
 
@@ -136,10 +137,10 @@ class State:
             self.traces.stages(milliseconds)
         headers = {
             "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
-            "X-Fxserve-Weights": quote(record.description.weights, safe=":"),
+            "X-Fxserve-Weights": quote(description.weights, safe=":"),
         }
-        if record.description.note is not None:
-            headers["X-Fxserve-Note"] = record.description.note
+        if description.note is not None:
+            headers["X-Fxserve-Note"] = description.note
         return headers
 
     def trace_in(self, caller: Caller) -> RunInThread:

@@ -156,7 +156,7 @@ async def _respond(
         timings = dict(values.timings)
         timings["compute"] += found.milliseconds
         timings["encode"] = (time.perf_counter() - started) * 1000
-        headers = {**state.response_headers(request.scope, back, timings), "Vary": "Accept"}
+        headers = {**state.response_headers(request.scope, back.description, timings), "Vary": "Accept"}
         return responses.PartsResponse(parts, accepted, {**headers, "X-Fxserve-Backend": "eager"})
 
 

@@ -105,7 +105,7 @@ async def embed(request: Request) -> Response:
             reservation.claim(json.max_bytes(vectors))
             parts = await state.engine.run_in_encoder(embeddings.write, *writing)
         timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-        return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record, timings))
+        return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record.description, timings))
 
 
 async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:

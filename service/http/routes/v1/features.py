@@ -249,7 +249,7 @@ async def _respond(
                 state, reservation, accepted, *origin, features.outputs, features.images, query.encoding
             )
         timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
-        headers = {**state.response_headers(request.scope, record, timings), "Vary": "Accept"}
+        headers = {**state.response_headers(request.scope, record.description, timings), "Vary": "Accept"}
         return responses.PartsResponse(parts, accepted, headers)
 
 

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from fxcore.models.entry import ModelEntry
 from service import problems
-from service.engine import ExtractorRecord
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version
@@ -22,10 +21,8 @@ router = APIRouter(prefix="/v2", tags=[TAG])
 
 _VERSION = version("fxserve")
 
-_Target = ExtractorRecord | ModelEntry
 
-
-async def _find(request: Request, state: Shared, caller: Calling, name: Name) -> _Target:
+async def _find(request: Request, state: Shared, caller: Calling, name: Name) -> metadata.Target:
     return await metadata.find(state, caller, name, request.path_params.get("version", metadata.VERSION))
 
 
@@ -33,7 +30,7 @@ async def _version(version: Version) -> None:
     """Document the version in the path, which :func:`_find` reads."""
 
 
-Found = Annotated[_Target, Depends(_find)]
+Found = Annotated[metadata.Target, Depends(_find)]
 _VERSIONED = [Depends(_version)]
 
 
@@ -69,7 +66,7 @@ async def server_ready(state: Shared) -> Ready:
 @declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
 async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
     """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
-    key = name, target.id if isinstance(target, ExtractorRecord) else None
+    key = name, None if isinstance(target, ModelEntry) else target.id
     content = state.metadata.get(key)
     if content is None:
         tensors = await state.in_thread(caller, lambda: metadata.describe(target))

@@ -9,7 +9,6 @@ import torch
 from fastapi import Request, Response
 from pydantic_core import PydanticCustomError
 
-from fxcore.models.entry import ModelEntry
 from service import problems
 from service.choices import pooling
 from service.codecs import compression, v2
@@ -90,7 +89,7 @@ async def infer(request: Request) -> Response:
 async def _infer(
     request: Request,
     state: State,
-    target: ExtractorRecord | ModelEntry,
+    target: metadata.Target,
     name: str,
     payload: v2.Request,
     packed: str | None,
@@ -125,13 +124,11 @@ async def _infer(
         parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers |= state.response_headers(request.scope, record, timings)
+    headers |= state.response_headers(request.scope, record.description, timings)
     return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
 
 
-async def _extractor(
-    request: Request, state: State, target: ExtractorRecord | ModelEntry, payload: v2.Request
-) -> ExtractorRecord:
+async def _extractor(request: Request, state: State, target: metadata.Target, payload: v2.Request) -> ExtractorRecord:
     weights = payload.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in payload.parameters:

@@ -33,8 +33,11 @@ from service.schemas.v2 import RepositoryEntry, TensorMetadata
 
 VERSION = "1"
 
+Target = ExtractorRecord | ModelEntry
+"""What the protocol calls a model."""
 
-async def find(state: State, caller: Caller, name: str, version: str = VERSION) -> ExtractorRecord | ModelEntry:
+
+async def find(state: State, caller: Caller, name: str, version: str = VERSION) -> Target:
     """Find an extractor by id or name, or else a model. A failed extractor does not hide a model of the same name.
 
     Raises:
@@ -49,7 +52,7 @@ async def find(state: State, caller: Caller, name: str, version: str = VERSION) 
     return target
 
 
-async def _any_version(state: State, caller: Caller, name: str) -> ExtractorRecord | ModelEntry:
+async def _any_version(state: State, caller: Caller, name: str) -> Target:
     record = await state.engine.extractors.known(name)
     if record is not None and record.state != "failed":
         return record
@@ -77,7 +80,7 @@ async def own_spec(
     return ExtractorSpec(model=entry.name, weights=weights, return_nodes=list(nodes))
 
 
-async def inputs_of(state: State, caller: Caller, target: ExtractorRecord | ModelEntry) -> list[TensorMetadata]:
+async def inputs_of(state: State, caller: Caller, target: Target) -> list[TensorMetadata]:
     """List the inputs that ``target`` accepts."""
     if isinstance(target, ExtractorRecord):
         return inputs(target.description.inputs, target.description.preprocessing)
@@ -106,7 +109,7 @@ class Tensors:
     outputs: list[TensorMetadata]
 
 
-def describe(target: ExtractorRecord | ModelEntry) -> Tensors:
+def describe(target: Target) -> Tensors:
     """Describe the tensors of an extractor, built or not, or of a model.
 
     It may trace the model, so run it in a thread.
@@ -204,7 +207,7 @@ def _values(
     return found
 
 
-def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> Iterator[RepositoryEntry]:
+def entries(state: State, targets: Iterable[Target]) -> Iterator[RepositoryEntry]:
     """Yield the state of each extractor, and of each model's default weights. Any thread may iterate over it."""
     loaded = state.engine.models.loaded_weights()
     records = state.engine.records.list()
@@ -215,7 +218,7 @@ def entries(state: State, targets: Iterable[ExtractorRecord | ModelEntry]) -> It
 
 
 def _entries(
-    targets: Iterable[ExtractorRecord | ModelEntry], loaded: set[tuple[str, str]], building: set[tuple[str, str]]
+    targets: Iterable[Target], loaded: set[tuple[str, str]], building: set[tuple[str, str]]
 ) -> Iterator[RepositoryEntry]:
     for target in targets:
         if isinstance(target, ExtractorRecord):

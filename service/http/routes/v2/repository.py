@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from fxcore.models.entry import ModelEntry
 from service import problems
-from service.engine import ExtractorRecord
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routes.v1.extractors import MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
@@ -47,7 +46,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
             for record in state.engine.records.list():
                 if record.runtime is not None:
                     await extractors.known(record.id)  # another process may have deleted it
-        targets: list[ExtractorRecord | ModelEntry] = [*state.engine.records.list(), *state.models()]
+        targets: list[metadata.Target] = [*state.engine.records.list(), *state.models()]
         here = metadata.entries(state, targets)
         entries = chain(
             (entry for entry in here if entry.state == "READY" or not payload.ready),
