@@ -236,6 +236,13 @@ class BadTensor(Invalid, slug="bad-tensor", title="Bad tensor"):
 class Ragged(Invalid, slug="ragged", title="Images of different sizes"):
     """With ``fit=native``, an output has different shapes for different images of one request; ``key``."""
 
+    def __init__(self, why: str, key: str) -> None:
+        super().__init__(
+            f"{why} and cannot be one tensor; ask for a pooling to one shape, such as pool=avg, send images of one "
+            "size, or send them one by one",
+            key=key,
+        )
+
 
 class Unsupported(Invalid, slug="unsupported", title="Not available here"):
     """A backend, precision or transform is not available here; ``field``, ``value`` and ``available``."""

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from fxcore.errors import FxError
 from fxcore.extractor import OutputInfo
 from service.engine.description import Description
-from service.engine.runtime.runtime import OUTPUT_BYTES, Runtime
+from service.engine.runtime.row_sizes import OUTPUT_BYTES
+from service.engine.runtime.runtime import Runtime
 from service.problems import Problem
 
 State = Literal["building", "ready", "failed"]

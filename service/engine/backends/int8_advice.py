@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from fxcore.backends import Lowered
 from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from fxcore.int8.report import LayerError, simulated
@@ -16,7 +17,6 @@ from service.engine.backends.checks import calibration_of
 from service.engine.backends.fallback import Named
 from service.engine.description import Description
 from service.engine.runtime.candidate import Candidate
-from service.engine.runtime.runtime import Runtime
 from service.problems import BackendRefused
 
 _SHOWN_LAYERS, _NAMED_LAYERS = 10, 3  # of the worst layers, in a list and in a sentence
@@ -58,7 +58,7 @@ def simulation(description: Description, extractor: Extractor, folder: Path | No
     return simulated(extractor.module, calibration_of(description, extractor, folder)[:_SIMULATED_IMAGES])
 
 
-def int8_graph(runtime: Runtime) -> fx.GraphModule | None:
-    """Return the graph of torch's int8 kernels that serves ``runtime``; None unless it runs on eager in int8."""
-    run = runtime.run.lowered if isinstance(runtime.run, Named) else runtime.run
+def int8_graph(run: Lowered) -> fx.GraphModule | None:
+    """Return the graph of torch's int8 kernels that ``run`` calls; None unless it is eager in int8."""
+    run = run.lowered if isinstance(run, Named) else run
     return run.module if isinstance(run, EagerInt8) else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fxcore.errors import BadTensor
+from service.engine.description import Description
 from service.engine.device.staging import copied, copy_rows
 from service.engine.errors import as_exception, is_out_of_memory
 from service.engine.options import FeatureOptions
@@ -116,7 +117,7 @@ class Job:
                 self._outputs[key] = torch.empty((many, *values.shape[1:]), dtype=values.dtype)
             whole = self._outputs[key]
             if whole.shape[1:] != values.shape[1:]:
-                self.fail(cannot_stack(self.runtime, key, [tuple(whole.shape[1:]), tuple(values.shape[1:])]))
+                self.fail(cannot_stack(self.runtime.description, key, whole.shape[1:], values.shape[1:]))
                 return
             copy_rows(whole, self.output_rows(rows).start, values)
         self._missing -= len(rows)
@@ -216,29 +217,12 @@ def overflow(key: str, image: int) -> Overflow:
     )
 
 
-_RAGGED = "ask for a pooling to one shape, such as pool=avg, send images of one size, or send them one by one"
-
-
-def cannot_stack(runtime: Runtime, key: str, shapes: Sequence[tuple[int, ...]]) -> BadTensor | Ragged:
+def cannot_stack(description: Description, key: str, first: Sequence[int], other: Sequence[int]) -> BadTensor | Ragged:
     """Return the error for outputs of one request that cannot form one tensor."""
-    shown = " and ".join(" x ".join(map(str, shape)) for shape in shapes[:2])
-    why = f"output {key!r} has different shapes for the images of this request ({shown}) and cannot be one tensor; "
-    if runtime.description.spec.fit == "native":
-        return Ragged(why + _RAGGED, key=key)
-    return BadTensor(why + "send images of one size, send them one by one, or ask for pool=avg", key=key)
-
-
-def unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:
-    """Return the error for outputs of the same shape whose positions belong to inputs of different sizes.
-
-    Input shapes are ``[C, H, W]``, or others if the model begins at an inner node.
-    """
-    if len(first) == 3:
-        sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other)) + " pixels"
-    else:
-        sizes = " and ".join(" x ".join(map(str, dims)) for dims in (first, other))
-    return Ragged(
-        f"output {key!r} has positions of inputs of different sizes ({sizes}), which do not correspond to each other, "
-        f"and cannot be one tensor; {_RAGGED}",
-        key=key,
+    shown = " and ".join(" x ".join(map(str, shape)) for shape in (first, other))
+    why = f"output {key!r} has different shapes for the images of this request ({shown})"
+    if description.spec.fit == "native":
+        return Ragged(why, key)
+    return BadTensor(
+        f"{why} and cannot be one tensor; send images of one size, send them one by one, or ask for pool=avg", key=key
     )

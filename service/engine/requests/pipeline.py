@@ -83,7 +83,7 @@ class Pipeline:
             for shape in plan.shapes:
                 if isinstance(run := variant.at(shape).run, Named):
                     run.check(shape)
-            placing = None if given is None else PlannedRegions(plan, given, options.roi_size)
+            placing = None if given is None else PlannedRegions(plan, given, variant.outputs, options.roi_size)
             counts = plan.shapes if placing is None else placing.counts
             limit = self._admission.max_bytes
             if options.sent:
@@ -101,10 +101,10 @@ class Pipeline:
                 factors = await planned_factors(variant, edits, plan, sized.rows, self._intake)
                 held += factors.bytes
             if placing is not None:
-                held += await in_pool(self._intake, placing.weight_bytes, variant, sized.rows)
+                held += await in_pool(self._intake, placing.weight_bytes, sized.rows)
             ticket.claim(held, sized.response)
             if placing is not None:
-                regions = await placing.place(variant, sized.rows, self._intake)
+                regions = await placing.place(sized.rows, self._intake)
             waited = await ticket.turn()
             made = await asyncio.to_thread(factors.make) if factors else None
             job = Job(variant, options, plan.shapes.total(), regions, matrices, made)

@@ -47,7 +47,7 @@ async def profiled(runtime: Runtime, queue: Queue) -> Measured:
         queue: the device worker's queue.
     """
 
-    serving, backend, int8 = runtime.run, runtime.backend, int8_graph(runtime)
+    serving, backend, int8 = runtime.run, runtime.backend, int8_graph(runtime.run)
     description, extractor = runtime.description, runtime.extractor
 
     def prepare() -> tuple[Profiler, Inputs]:

@@ -16,32 +16,21 @@ from fxcore.errors import BadTensor, summarize
 from fxcore.extractor import Extractor
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.models.user_models import UserEntry
-from service.byte_cache import ByteCache
 from service.engine.description import Description
 from service.engine.errors import failure
-from service.engine.options import FeatureOptions
-from service.engine.rows.shapes import ResponseRow, RowShape, RowSize
+from service.engine.rows.shapes import RowShape
 from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.pace import Pace
+from service.engine.runtime.row_sizes import RowSizes
 from service.engine.runtime.transformation import Transformed
 from service.problems import ComputeFailed, Problem
-
-SIZES_BYTES = 1024**2
-"""Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
 
 Variant = tuple[int, ...] | tuple[str, ...]
 """Height and width, or the names of edited nodes in order."""
 
-OUTPUT_BYTES = 512
-"""Approximate bytes of the Python objects for the name, shape and dtype of one output."""
-
 NODE_BYTES = 3 * 1024
 """Approximate bytes of the Python objects for one node of an extractor's graph."""
-
-
-def _cache_of_sizes(outputs: Callable[[Any], int]) -> ByteCache[Any, Any]:
-    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + outputs(size)))
 
 
 class Runtime:
@@ -78,8 +67,7 @@ class Runtime:
         variants: runtimes for other input sizes, by height and width, if its model is built for one size, and for
             edited rows, by the names of the edited nodes; see :mod:`service.engine.lifecycle.variants`. Replaced and
             never changed, since other threads read it.
-        row_sizes: cache of row sizes by row shape; see :mod:`service.engine.requests.plan.sizes`.
-        response_sizes: cache of response row sizes by row shape and options.
+        sizes: predicts the sizes of its rows.
     """
 
     run: Lowered
@@ -112,8 +100,7 @@ class Runtime:
         self.last_used = time.monotonic()
         self.retired = False
         self.variants: dict[Variant, Runtime] = {}
-        self.row_sizes: ByteCache[RowShape, RowSize] = _cache_of_sizes(lambda row: len(row.outputs))
-        self.response_sizes: ByteCache[tuple[RowShape, FeatureOptions], dict[str, ResponseRow]] = _cache_of_sizes(len)
+        self.sizes = RowSizes(description, extractor, graph.input_size)
         self.model = model
         self.pace = pace
         self._ledger = ledger
@@ -219,7 +206,7 @@ class Runtime:
         """Bytes that the ledger does not count: Python objects, and memory that its backend has allocated since."""
         nodes = self.extractor.nodes
         others = sum(variant.own_bytes for variant in self.variants.values())
-        return nodes * NODE_BYTES + self.row_sizes.bytes + self.response_sizes.bytes + self.run.grown + others
+        return nodes * NODE_BYTES + self.sizes.bytes + self.run.grown + others
 
     def _count(self, storages: Mapping[int, int]) -> None:
         self._ledger.add(storages)

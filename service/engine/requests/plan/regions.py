@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fxcore.extractor import OutputInfo
 from fxcore.pooling import MapGrid, pooled_regions_shape
 from service.engine.options import PROBLEMS
-from service.engine.requests.plan.plan import Plan, indexed, spread
+from service.engine.requests.plan.plan import Plan, indexed
 from service.engine.rows.regions import Regions
 from service.engine.rows.shapes import RowShape, RowSize
-from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 from service.schemas.regions import KINDS, GivenRegions
 
@@ -39,6 +39,7 @@ class PlannedRegions:
     Args:
         plan: the images.
         given: their regions.
+        outputs: the extractor's outputs.
         roi_size: positions per side of each pooled box.
 
     Attributes:
@@ -48,10 +49,11 @@ class PlannedRegions:
         BadBox, BadPoint, BadMask: there is not one list per image, or the masks have too many pixels in total.
     """
 
-    def __init__(self, plan: Plan, given: GivenRegions, roi_size: int) -> None:
+    def __init__(self, plan: Plan, given: GivenRegions, outputs: Sequence[OutputInfo], roi_size: int) -> None:
         kind, problem = KINDS[given.pool], PROBLEMS[given.pool]
         self._parts = plan.parts
         self._given = given
+        self._outputs = outputs
         self._roi_size = roi_size
         self._placements = list(plan.placements())
         if len(given.of_images) != len(self._placements):
@@ -71,7 +73,7 @@ class PlannedRegions:
         for part, number in zip(plan.parts, self._numbers, strict=True):
             self.counts[part.shape] += number
 
-    def weight_bytes(self, runtime: Runtime, sizes: Mapping[RowShape, RowSize]) -> int:
+    def weight_bytes(self, sizes: Mapping[RowShape, RowSize]) -> int:
         """Return the bytes of the weights that masks become; 0 for boxes and points.
 
         Raises:
@@ -83,12 +85,12 @@ class PlannedRegions:
             return self._numbers[index] * (grid.height * grid.width if masks else 4)
 
         if self._given.pool != "roi":  # how large boxes are on a map is not known yet
-            self._check_samples(runtime, sizes, sampled)
+            self._check_samples(sizes, sampled)
         positions = {shape: sum(g.height * g.width for g in _distinct(row.grids)) for shape, row in sizes.items()}
         weights = sum(count * positions[shape] for shape, count in self.counts.items())
         return torch.float32.itemsize * weights if masks else 0
 
-    async def place(self, runtime: Runtime, sizes: Mapping[RowShape, RowSize], intake: Executor) -> Regions:
+    async def place(self, sizes: Mapping[RowShape, RowSize], intake: Executor) -> Regions:
         """Place the regions on the feature maps, in the threads of ``intake``.
 
         Raises:
@@ -102,24 +104,24 @@ class PlannedRegions:
             for index in range(len(grids)):
                 placed.append(await self._weights(index, grids[index], intake))
         else:
-            for indices in spread(len(grids), _IMAGES_AT_ONCE):
-                placed += await in_pool(intake, self._carried, grids, indices)
+            for start in range(0, len(grids), _IMAGES_AT_ONCE):
+                placed += await in_pool(intake, self._carried, grids[start : start + _IMAGES_AT_ONCE], start)
         if self._given.pool == "roi":
 
             def sampled(index: int, key: str, grid: MapGrid) -> int:
                 return grid.samples(placed[index][key], self._roi_size)
 
-            await in_pool(intake, self._check_samples, runtime, sizes, sampled)
+            await in_pool(intake, self._check_samples, sizes, sampled)
         return Regions(self._numbers, placed, grids)
 
-    def _carried(self, grids: Sequence[Mapping[str, MapGrid]], indices: range) -> list[Mapping[str, Tensor]]:
-        """Map the boxes or points of some images to the model's input."""
+    def _carried(self, grids: Sequence[Mapping[str, MapGrid]], first: int) -> list[Mapping[str, Tensor]]:
+        """Map the boxes or points of some images, of which ``first`` is the first one's index, to the model's input."""
         carried: list[Mapping[str, Tensor]] = []
-        for index in indices:
+        for index, maps in enumerate(grids, first):
             placement, of_image = self._placements[index], self._given.of_images[index]
             with indexed(index):
                 one = placement.carry(of_image) if self._given.pool == "roi" else placement.carry_points(of_image)
-            carried.append(dict.fromkeys(grids[index], one))
+            carried.append(dict.fromkeys(maps, one))
         return carried
 
     async def _weights(self, index: int, grids: Mapping[str, MapGrid], intake: Executor) -> Mapping[str, Tensor]:
@@ -127,19 +129,20 @@ class PlannedRegions:
         placement, masks = self._placements[index], self._given.of_images[index]
         weights = {grid: torch.empty(len(masks), grid.height * grid.width) for grid in _distinct(grids)}
 
-        def carry(some: range) -> None:
-            with indexed(index):
-                carried = placement.carry_masks(masks[some.start : some.stop], list(weights), some.start)
-            for whole, part in zip(weights.values(), carried, strict=True):
-                whole[some.start : some.stop] = part
+        step = max(1, min(_MASKS_AT_ONCE, _MASK_PIXELS_AT_ONCE // math.prod(placement.image)))
 
-        for some in spread(len(masks), max(1, min(_MASKS_AT_ONCE, _MASK_PIXELS_AT_ONCE // math.prod(placement.image)))):
-            await in_pool(intake, carry, some)
+        def carry(start: int) -> None:
+            some = slice(start, start + step)
+            with indexed(index):
+                carried = placement.carry_masks(masks[some], list(weights), start)
+            for whole, part in zip(weights.values(), carried, strict=True):
+                whole[some] = part
+
+        for start in range(0, len(masks), step):
+            await in_pool(intake, carry, start)
         return {key: weights[replace(grid, prefix=0)] for key, grid in grids.items()}
 
-    def _check_samples(
-        self, runtime: Runtime, sizes: Mapping[RowShape, RowSize], sampled: Callable[[int, str, MapGrid], int]
-    ) -> None:
+    def _check_samples(self, sizes: Mapping[RowShape, RowSize], sampled: Callable[[int, str, MapGrid], int]) -> None:
         """Check the number of map values that pooling reads.
 
         Args:
@@ -148,7 +151,7 @@ class PlannedRegions:
         samples = 0
         for index, part in enumerate(self._parts):
             row = sizes[part.shape]
-            for info in runtime.outputs:
+            for info in self._outputs:
                 if (grid := row.grids.get(info.key)) is not None:
                     channels = pooled_regions_shape(row.outputs[info.key][0], info.layout, 1)[1]
                     samples += channels * sampled(index, info.key, grid)

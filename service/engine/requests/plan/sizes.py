@@ -1,4 +1,4 @@
-"""Shapes and bytes of an extractor's outputs for inputs of a given shape, before anything is computed."""
+"""Sizes of a request's rows and of its response, before anything is computed."""
 
 from __future__ import annotations
 
@@ -6,24 +6,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-import torch
-
 from fxcore.extractor import OutputInfo
-from fxcore.graph.flops import FlopCounter
-from fxcore.memory import LIVE_ACTIVATIONS
-from fxcore.tensors import returned_dtype
-from service.engine.device.job import cannot_stack, unlike_positions
+from service.engine.device.job import cannot_stack
 from service.engine.options import FeatureOptions
 from service.engine.requests.plan.plan import Plan
-from service.engine.rows.regions import grid_of
-from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSize, row_layout, row_values, several_rows
+from service.engine.rows.shapes import ResponseRow, RowShape, RowSize, row_layout
 from service.engine.rows.tokens import has_tokens
+from service.engine.runtime.row_sizes import RowSizes
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
-from service.problems import RequestTooLarge, ResponseTooLarge
-
-_LONG = 64
-"""Number of selected tokens above which a row's sizes are not cached: the cache counts all keys as equally large."""
+from service.problems import Ragged, RequestTooLarge, ResponseTooLarge
 
 
 class Sizes(NamedTuple):
@@ -72,17 +64,18 @@ async def sizes(
     rows: dict[RowShape, RowSize] = {}
     lengths: set[int] = set()
     for shape, count in counts.items():
-        if shape in runtime.at(shape).row_sizes:
-            row, outputs = _predicted(runtime, shape, options)
+        known = runtime.at(shape).sizes
+        if shape in known:
+            row, outputs = _predicted(known, shape, options)
         else:
-            row, outputs = await in_pool(intake, _predicted, runtime, shape, options)
+            row, outputs = await in_pool(intake, _predicted, known, shape, options)
         rows[shape] = row
         first = first or outputs
         for key, output in outputs.items():
             if output.shape != first[key].shape:
-                raise cannot_stack(runtime, key, [tuple(first[key].shape[1:]), tuple(output.shape[1:])])
+                raise cannot_stack(runtime.description, key, first[key].shape[1:], output.shape[1:])
             if shape != first_shape and _is_of_places(infos[key], output.shape, options, native):
-                raise unlike_positions(key, first_shape[0], shape[0])
+                raise _unlike_positions(key, first_shape[0], shape[0])
             total += count * output.bytes
             lengths.add(output.length)
     if total > limit and not options.sent:
@@ -94,67 +87,8 @@ async def sizes(
     return Sizes(rows, total, frozenset(lengths))
 
 
-def _predicted(runtime: Runtime, shape: RowShape, options: FeatureOptions) -> tuple[RowSize, Mapping[str, ResponseRow]]:
-    """Return the size of one row of ``shape``, and its row of each returned output."""
-    row = row_size(runtime, shape)
-    return row, _response_rows(runtime, shape, row, options)
-
-
-def row_size(runtime: Runtime, shape: RowShape) -> RowSize:
-    """Return the size of one row of ``shape`` in ``runtime``; cached for recent shapes.
-
-    Raises:
-        BadTensor: the model does not accept that shape.
-    """
-    runtime = runtime.at(shape)
-    known = runtime.row_sizes.get(shape)
-    if known is None:
-        usual = tuple(runtime.description.usual_shapes())
-        ratio = row_values(shape) / max(1, row_values(usual))
-        if shape == usual or ratio > ABOUT_USUAL:
-            with FlopCounter() as counter:
-                values = runtime.extractor.values_at(shape)
-            flops = counter.total
-        else:  # counting takes half as long as the rest
-            values = runtime.extractor.values_at(shape)
-            flops = int(ratio * row_size(runtime, usual).flops)
-        own, cast = runtime.description.entry.dtype, runtime.description.dtype
-        per_value = {node: (dims, returned_dtype(dtype, own, cast)) for node, (dims, dtype) in values.items()}
-        outputs = {}
-        for info in runtime.outputs:
-            dims, dtype = per_value[info.node]
-            outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
-        grids = {}
-        if not runtime.description.begins_at:
-            height, width = shape[0][-2:]
-            size = runtime.graph.input_size
-            grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), size) for i in runtime.outputs}
-        inputs = sum(_bytes([1, *dims], runtime.description.dtype) for dims in shape)
-        largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
-        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
-        edited = {node.name: per_value[node.name] for node in runtime.extractor.edited}
-        whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
-        maps = {key: grid for key, grid in grids.items() if grid is not None}
-        shapes = {name: dims for name, (dims, _) in edited.items()}
-        known = RowSize(outputs, max(1, whole), maps, shapes, flops)  # the input may have no values
-        runtime.row_sizes.put(shape, known)
-    return known
-
-
-def _response_rows(runtime: Runtime, shape: RowShape, row: RowSize, options: FeatureOptions) -> dict[str, ResponseRow]:
-    """Return key → row of each returned output; cached for recent shapes and options."""
-    runtime = runtime.at(shape)
-    many = options.tokens is not None and len(options.tokens) > _LONG
-    known = None if many else runtime.response_sizes.get((shape, options))
-    if known is None:
-        known = {}
-        for info in runtime.outputs:
-            if options.wants(info.key):
-                dims, dtype, length = options.finished_row(info, *row.outputs[info.key], row.grids.get(info.key))
-                known[info.key] = ResponseRow(dims, _bytes(dims, dtype), length)
-        if not many:
-            runtime.response_sizes.put((shape, options), known)
-    return known
+def _predicted(sizes: RowSizes, shape: RowShape, options: FeatureOptions) -> tuple[RowSize, Mapping[str, ResponseRow]]:
+    return sizes.row(shape), sizes.response(shape, options)
 
 
 def _is_of_places(info: OutputInfo, dims: Sequence[int], options: FeatureOptions, native: bool) -> bool:
@@ -176,5 +110,16 @@ def _has_positions(dims: Sequence[int]) -> bool:
     return sum(size > 1 for size in dims[1:]) > 1
 
 
-def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
+def _unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:
+    """Return the error for outputs of the same shape whose positions belong to inputs of different sizes.
+
+    Input shapes are ``[C, H, W]``, or others if the model begins at an inner node.
+    """
+    if len(first) == 3:
+        sizes = " and ".join(f"{width} x {height}" for _, height, width in (first, other)) + " pixels"
+    else:
+        sizes = " and ".join(" x ".join(map(str, dims)) for dims in (first, other))
+    return Ragged(
+        f"output {key!r} has positions of inputs of different sizes ({sizes}), which do not correspond to each other",
+        key,
+    )

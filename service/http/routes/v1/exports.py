@@ -92,7 +92,7 @@ def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: thr
     preprocessing = description.preprocessing
     if description.spec.precision != "int8":
         return export(built, format, cancelled, preprocessing=preprocessing)
-    graph = int8_graph(runtime)
+    graph = int8_graph(runtime.run)
     if graph is not None:
         return export(replace(built, module=graph), format, cancelled, preprocessing=preprocessing)
     if format != "openvino":

@@ -12,7 +12,6 @@ import torch
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import BackgroundTask, Queue
-from service.engine.requests.plan.sizes import row_size
 from service.problems import NotReady, OutOfMemory
 from tests.decoding import decoded
 from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting
@@ -246,7 +245,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
     """They take nothing, and batches are measured out by what a row takes."""
     async with engine() as running:
         record = await built(running, nodes=["x"])
-        taken = row_size(record.runtime, ((3, 0, 0),)).bytes
+        taken = record.runtime.sizes.row(((3, 0, 0),)).bytes
         assert taken > 0
         both = job(record, 2)
         running._queue.put([item(both, range(2), torch.zeros(2, 3, 0, 0), taken)])

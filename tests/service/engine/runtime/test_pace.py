@@ -134,7 +134,7 @@ async def test_passes_of_attributions_are_refused(engine: MakeEngine) -> None:
         values = {begin.name: torch.rand(1, *(size or 14 for size in begin.shape[1:]))}
         runtime = await running.runtimes.load(half)
         await running.features(half, values)
-        row = runtime.row_sizes.get(tuple(tuple(value.shape[1:]) for value in values.values()))
+        row = runtime.sizes.row(tuple(tuple(value.shape[1:]) for value in values.values()))
         question = Question("gradient", at, 0)
         for seconds, expected in ((3.3, False), (3.4, True)):
             runtime.pace = measured(seconds, seconds, seconds, flops=row.flops)

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxcore.errors import ImageTooLarge
 from service.engine import FeatureOptions
-from service.engine.requests.plan.sizes import row_size, sizes
+from service.engine.requests.plan.sizes import sizes
 from service.engine.requests.plan.tensors import plan_tensors
-from service.engine.runtime.runtime import OUTPUT_BYTES, SIZES_BYTES
+from service.engine.runtime.row_sizes import OUTPUT_BYTES, SIZES_BYTES
 from service.engine.threads import in_pool
 from service.schemas.specs import MAX_NODES
 from tests.service.engine.running import MakeEngine, built, encoded, until
@@ -29,13 +29,13 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         record = await built(running, "squeezenet1_1", nodes)
         before = running.runtimes.eviction.bytes()
         for side in range(64, 264):
-            row_size(record.runtime, ((3, side, side),))
+            record.runtime.sizes.row(((3, side, side),))
         plan = plan_tensors(record.description, {"x": torch.zeros(1, 3, 64, 64)}, "none", 10**9)
         for number in range(1, 600):
             keys = frozenset(key for bit, key in enumerate(nodes) if number >> bit & 1)
             options, intake = FeatureOptions(keys=keys), running.threads.intake
             await sizes(record.runtime, plan, plan.shapes, options, 10**9, intake)
-        kept = record.runtime.row_sizes.bytes + record.runtime.response_sizes.bytes
+        kept = record.runtime.sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
         assert running.runtimes.eviction.bytes() - before == kept
         # What was dropped is found again.
@@ -43,7 +43,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
         running.runtimes.retire(record)
         again = await running.runtimes.load(record)
-        assert again.row_sizes.bytes == again.response_sizes.bytes == 0
+        assert again.sizes.bytes == 0
 
 
 def test_the_sizes_of_the_most_outputs_are_kept() -> None:
@@ -58,7 +58,7 @@ async def test_rows_that_need_more_than_a_batch_may(engine: MakeEngine) -> None:
         options = FeatureOptions(pool="avg", preprocess="none")
         usual, larger = (encoded(np.zeros((size, size, 3), np.uint8), "PNG") for size in (300, 400))
         assert (await running.features(record, [usual], options)).images == 1
-        taken = row_size(record.runtime, ((3, 400, 400),)).bytes
+        taken = record.runtime.sizes.row(((3, 400, 400),)).bytes
         with pytest.raises(
             ImageTooLarge, match=f"image 1: .* 3 x 400 x 400 would need {taken:,} bytes.* 1,000,000"
         ) as caught:
@@ -73,7 +73,7 @@ async def test_shapes_are_predicted_one_at_a_time(engine: MakeEngine) -> None:
     images = [encoded(np.zeros((32, 32 + width, 3), np.uint8), "PNG") for width in range(64)]
     async with engine() as running:
         record = await built(running)
-        known = record.runtime.row_sizes
+        known = record.runtime.sizes
         request = asyncio.create_task(running.features(record, images, FeatureOptions(pool="avg", preprocess="none")))
         await until(lambda: known.bytes)
         request.cancel()
@@ -89,5 +89,5 @@ async def test_the_flops_of_rows_are_torchs(engine: MakeEngine) -> None:
         for width, tolerance in ((224, 0.0), (64, 0.1), (300, 0.1), (448, 0.1), (480, 0.0)):
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 runtime.extractor.module(torch.zeros(1, 3, 224, width))
-            found = row_size(runtime, ((3, 224, width),)).flops
+            found = runtime.sizes.row(((3, 224, width),)).flops
             assert found == pytest.approx(counter.get_total_flops(), rel=tolerance)

@@ -1,0 +1,117 @@
+"""Shapes and bytes of the rows of an extractor, predicted from the shapes of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxcore.extractor import Extractor
+from fxcore.graph.flops import FlopCounter
+from fxcore.memory import LIVE_ACTIVATIONS
+from fxcore.tensors import returned_dtype
+from service.byte_cache import ByteCache
+from service.engine.description import Description
+from service.engine.options import FeatureOptions
+from service.engine.rows.regions import grid_of
+from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSize, row_values, several_rows
+
+SIZES_BYTES = 1024**2
+"""Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
+
+OUTPUT_BYTES = 512
+"""Approximate bytes of the Python objects for the name, shape and dtype of one output."""
+
+_LONG = 64
+"""Number of selected tokens above which a row's sizes are not cached: the cache counts all keys as equally large."""
+
+
+class RowSizes:
+    """Predicts the sizes of an extractor's rows and caches those of recent shapes. Thread-safe.
+
+    Args:
+        description: the extractor's description.
+        extractor: the extractor.
+        input_size: height and width that the strides of its graph refer to.
+    """
+
+    def __init__(self, description: Description, extractor: Extractor, input_size: tuple[int, int]) -> None:
+        self._description = description
+        self._extractor = extractor
+        self._input_size = input_size
+        self._rows: ByteCache[RowShape, RowSize] = _cache(lambda row: len(row.outputs))
+        self._responses: ByteCache[tuple[RowShape, FeatureOptions], Mapping[str, ResponseRow]] = _cache(len)
+
+    def __contains__(self, shape: RowShape) -> bool:
+        return shape in self._rows
+
+    @property
+    def bytes(self) -> int:
+        """Approximate bytes of the caches."""
+        return self._rows.bytes + self._responses.bytes
+
+    def row(self, shape: RowShape) -> RowSize:
+        """Return the sizes of one row of ``shape``.
+
+        Raises:
+            BadTensor: the model does not accept that shape.
+        """
+        known = self._rows.get(shape)
+        if known is None:
+            known = self._predicted(shape)
+            self._rows.put(shape, known)
+        return known
+
+    def response(self, shape: RowShape, options: FeatureOptions) -> Mapping[str, ResponseRow]:
+        """Return key → row of each returned output for a row of ``shape``."""
+        many = options.tokens is not None and len(options.tokens) > _LONG
+        known = None if many else self._responses.get((shape, options))
+        if known is None:
+            row, rows = self.row(shape), {}
+            for info in self._extractor.outputs:
+                if options.wants(info.key):
+                    dims, dtype, length = options.finished_row(info, *row.outputs[info.key], row.grids.get(info.key))
+                    rows[info.key] = ResponseRow(dims, _bytes(dims, dtype), length)
+            known = rows
+            if not many:
+                self._responses.put((shape, options), known)
+        return known
+
+    def _predicted(self, shape: RowShape) -> RowSize:
+        description, extractor = self._description, self._extractor
+        usual = tuple(description.usual_shapes())
+        ratio = row_values(shape) / max(1, row_values(usual))
+        if shape == usual or ratio > ABOUT_USUAL:
+            with FlopCounter() as counter:
+                values = extractor.values_at(shape)
+            flops = counter.total
+        else:  # counting takes half as long as the rest
+            values = extractor.values_at(shape)
+            flops = int(ratio * self.row(usual).flops)
+        own, cast = description.entry.dtype, description.dtype
+        per_value = {node: (dims, returned_dtype(dtype, own, cast)) for node, (dims, dtype) in values.items()}
+        outputs = {}
+        for info in extractor.outputs:
+            dims, dtype = per_value[info.node]
+            outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
+        grids = {}
+        if not description.begins_at:
+            height, width = shape[0][-2:]
+            grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), self._input_size) for i in extractor.outputs}
+        inputs = sum(_bytes([1, *dims], description.dtype) for dims in shape)
+        largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
+        whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
+        edited = {node.name: per_value[node.name] for node in extractor.edited}
+        whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
+        maps = {key: grid for key, grid in grids.items() if grid is not None}
+        shapes = {name: dims for name, (dims, _) in edited.items()}
+        return RowSize(outputs, max(1, whole), maps, shapes, flops)  # the input may have no values
+
+
+def _cache(outputs: Callable[[Any], int]) -> ByteCache[Any, Any]:
+    return ByteCache(SIZES_BYTES, lambda size: OUTPUT_BYTES * (1 + outputs(size)))
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
