@@ -96,7 +96,7 @@ def export(
         example_inputs: arguments of one call of a graph module. If their first dimension is over 1, it is the number of
             rows, which is dynamic in the file.
         preprocessing: how images become inputs of an extractor, for the file's description; by default that of its
-            model's weights, if its graph is of their size.
+            model's weights, if its graph is of their size, without a normalisation that is folded in.
 
     Raises:
         UnknownFormat: there is no such format.

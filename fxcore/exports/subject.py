@@ -19,6 +19,7 @@ from fxcore.graph.axes.row_axes import UNKNOWN
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.int8.layers import holds_int8
 from fxcore.passes.base import applied, fork
+from fxcore.passes.fold_normalization import NORMALIZED
 from fxcore.photos import input_rows, photos
 from fxcore.tensors import TensorSpec, dtype_name
 from fxcore.tracing.interpreter import Inputs, positional, require_graph
@@ -100,15 +101,14 @@ def subject_of(
 
 def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any_size: bool) -> Subject:
     graph = extractor.graph
-    own = graph.preprocessing
+    own = _own_preprocessing(extractor)
     count = None if graph.entry.batch else 1
-    if preprocessing is None and (not own.fixed_size or own.nominal_size() == graph.input_size):
-        preprocessing = own
+    preprocessing = preprocessing or own
 
     def photographs() -> tuple[Tensor, ...]:
         """Return two photographs, or the one that the model takes, as inputs of the graph's size, in the extractor's
         dtype."""
-        rows = input_rows(preprocessing or own, graph.inputs, photos()[: count or 2], graph.input_size)
+        rows = input_rows(preprocessing or graph.preprocessing, graph.inputs, photos()[: count or 2], graph.input_size)
         batch = [torch.cat(parts) for parts in zip(*rows, strict=True)]
         # The weights' own preprocessing may give another size.
         sized = [nn.functional.interpolate(x, (*x.shape[2:-2], *graph.input_size)) for x in batch]
@@ -131,6 +131,20 @@ def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any
     inputs = tuple(replace(spec, shape=(count, *spec.shape[1:])) for spec in (*own_inputs, *factors))
     outputs = [replace(output, shape=[count, *output.shape[1:]]) for output in outputs]
     return Subject(graph.entry.name, extractor.module, extractor.dtype, inputs, outputs, about, photographs, windows)
+
+
+def _own_preprocessing(extractor: Extractor) -> Preprocessing | None:
+    """Return how images become inputs of an extractor; None if that is not how the preprocessing of its model's weights
+    does it."""
+    own, size = extractor.graph.preprocessing, extractor.graph.input_size
+    if own.fixed_size and own.nominal_size() != size:
+        return None
+    folded = extractor.module.meta.get(NORMALIZED)
+    if folded is None:
+        return own
+    normalization = own.normalization()
+    same = normalization is not None and folded == dict(zip(("mean", "std"), normalization, strict=True))
+    return own.without_normalization() if same else None
 
 
 def _of_usual_size(extractor: Extractor) -> tuple[tuple[TensorSpec, ...], list[OutputInfo]]:

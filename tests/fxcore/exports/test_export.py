@@ -134,6 +134,19 @@ def test_the_folder_says_how_to_use_it(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=600)
 
 
+def test_a_folded_normalization_is_not_described() -> None:
+    """Users of the file would normalise twice."""
+    extractor = make("squeezenet1_1", {"features.0": "out"})
+
+    def described(**folded: Any) -> Any:
+        step = {"name": "fold_normalization", **folded}
+        module = apply_transforms(extractor.module, [step])
+        return subject_of(replace(extractor, module=module), None).description()["preprocessing"]
+
+    assert (described()["mean"], described()["std"]) == ([0.0] * 3, [1.0] * 3)
+    assert described(mean=[0.5] * 3, std=[0.5] * 3) is None  # not that of these weights
+
+
 @pytest.mark.exhaustive
 def test_a_transformed_extractor_keeps_its_transform(tmp_path: Path) -> None:
     extractor = make("resnet18", {"C2": "C2"})
