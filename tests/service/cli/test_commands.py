@@ -1,37 +1,21 @@
-"""The fxserve command: what it prints, what it writes, how it fails, and how it serves."""
+"""The fxserve command: its help, its version, its errors, and keys."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import pickle
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-import uvicorn
-from torchvision.models import list_models
-from torchvision.models.feature_extraction import get_graph_node_names
 
-from fxcore import get_model, model_graph
-from fxcore.rendering.render import render
 from service.cli import app
-from service.http.server import supervisor
-from service.http.server.run import run_workers
-from service.settings import SHARED_WEIGHTS, Settings
-from tests.service.cli.running import fxserve, rows
-from tests.small_disk import small_disk
+from tests.service.cli.running import fxserve
 
 
 def test_help_comes_without_importing_anything_heavy() -> None:
@@ -115,102 +99,6 @@ def test_the_help_names_what_extract_needs(monkeypatch: pytest.MonkeyPatch) -> N
     shown = fxserve("extract", "--help").stdout
     assert "parquet and zarr need fxserve[offline]." in shown
     assert "file:NAME in FXSERVE_WEIGHTS_DIR." in shown
-
-
-def test_models_lists_what_torchvision_lists() -> None:
-    result = fxserve("models", "--source", "torchvision")
-    assert [row[0] for row in rows(result.stdout, "model")] == list_models()
-    resnet50 = next(row for row in rows(result.stdout, "model") if row[0] == "resnet50")
-    assert resnet50 == ["resnet50", "classification", "IMAGENET1K_V2", "IMAGENET1K_V1", "25.6 M", "no"]
-
-
-def test_models_can_be_filtered() -> None:
-    found = rows(fxserve("models", "--task", "segmentation", "-q", "ResNet").stdout, "model")
-    assert [row[0] for row in found] == ["deeplabv3_resnet101", "deeplabv3_resnet50", "fcn_resnet101", "fcn_resnet50"]
-    assert {row[1] for row in found} == {"segmentation"}
-
-
-def test_models_sees_weights_on_disk() -> None:
-    file = get_model("squeezenet1_1").weights_info("DEFAULT").file
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"weights")
-    assert rows(fxserve("models", "-q", "squeezenet1_1").stdout, "model")[0][-1] == "yes"
-
-
-def test_nodes_shows_levels_first_and_then_each_node() -> None:
-    result = fxserve("nodes", "resnet50")
-    assert rows(result.stdout, "level") == [
-        [name, level.node, str(level.channels), str(level.stride)]
-        for name, level in model_graph("resnet50").levels.items()
-    ]
-    assert result.stdout.index("C5") < result.stdout.index("layout")
-    listed = rows(result.stdout, "node")
-    train, eval_ = get_graph_node_names(get_model("resnet50").build_weightless())
-    assert [row[0] for row in listed] == eval_
-    assert ["layer4.2.relu_2", "Nx2048x7x7", "NCHW", "layer4.2.relu"] in listed
-    assert fxserve("nodes", "resnet50", "--train").stdout.split() == train
-
-
-def test_nodes_shows_which_cannot_be_asked_for() -> None:
-    result = fxserve("nodes", "vit_b_16")
-    assert "level" not in result.stdout
-    listed = rows(result.stdout, "node")
-    assert ["encoder.layers.encoder_layer_0.ln", "Nx197x768", "tokens", "encoder.layers.encoder_layer_0.ln_1"] in listed
-    assert ["encoder.dim", "-", "-", "dim"] in listed
-
-
-def test_nodes_lists_untraceable_modules() -> None:
-    result = fxserve("nodes", "fasterrcnn_resnet50_fpn")
-    assert [row[0] for row in rows(result.stdout, "level")][-2:] == ["P5", "P6"]
-    assert "closed: roi_heads: " in result.stdout
-
-
-@pytest.mark.exhaustive
-def test_nodes_of_weights_with_another_structure() -> None:
-    assert "cat" in fxserve("nodes", "googlenet").stdout.split()  # its default weights come without auxiliary heads
-    assert "cat" not in fxserve("nodes", "googlenet", "--weights", "random").stdout.split()
-    result = fxserve("nodes", "vit_h_14", "--weights", "IMAGENET1K_SWAG_E2E_V1")
-    assert "Nx3x518x518" in result.stdout
-
-
-def test_a_pipe_gets_whole_lines_whatever_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    stdout = fxserve("nodes", "vit_b_16").stdout
-    assert re.search(r"^encoder\.layers\.encoder_layer_11\.self_attention +- ", stdout, re.MULTILINE)
-    assert all(line == line.rstrip() for line in stdout.splitlines())
-
-
-@pytest.mark.parametrize("format", ["table", "code", "dot", "svg", "mermaid"])
-def test_graph_prints_each_format(format: str) -> None:
-    assert fxserve("graph", "resnet18", "--format", format).stdout == render(model_graph("resnet18"), format)  # type: ignore[arg-type]
-
-
-def test_graph_as_json_for_a_size() -> None:
-    result = fxserve("graph", "resnet18", "--format", "json", "--height", 64, "--width", 96)
-    document = json.loads(result.stdout)
-    assert document["input_shape"] == [None, 3, 64, 96]
-    assert next(n["shape"] for n in document["nodes"] if n["name"] == "layer4.1.relu_1") == [None, 512, 2, 3]
-
-
-def test_graph_writes_the_format_of_the_suffix(tmp_path: Path) -> None:
-    for suffix, start in ((".svg", "<svg"), (".dot", "digraph"), (".json", "{"), (".mmd", "flowchart"), (".py", "def")):
-        out = tmp_path / f"graph{suffix}"
-        result = fxserve("graph", "resnet18", "--out", out)
-        assert result.stdout == f"wrote {out}\n"
-        assert out.read_text().startswith(start)
-    fxserve("graph", "resnet18", "--out", out, "--format", "dot")
-    assert out.read_text().startswith("digraph")
-
-
-@pytest.mark.parametrize("format", ["dot", "svg", "mermaid"])
-def test_graph_draws_modules_of_a_depth_as_one_box(format: str, tmp_path: Path) -> None:
-    graph = model_graph("resnet18")
-    expected = render(graph, format, 1)  # type: ignore[arg-type]
-    assert len(expected) < len(render(graph, format)) / 3  # type: ignore[arg-type]
-    assert fxserve("graph", "resnet18", "--format", format, "--depth", 1).stdout == expected
-    out = tmp_path / "graph.svg"
-    fxserve("graph", "resnet18", "--out", out, "--depth", 2)
-    assert out.read_text() == render(graph, "svg", 2)
 
 
 RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
@@ -339,143 +227,6 @@ def test_errors_are_one_line(arguments: list[str], code: int, said: str, files: 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_serve_runs_until_sigterm() -> None:
-    environment = {**os.environ, "FXSERVE_MODELS": "resnet18", "FXSERVE_PORT": "1"}
-    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as server:
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            match = re.fullmatch(
-                r"fxserve on (http://127\.0\.0\.1:\d+) \(cpu\): open it in a browser; reference at (\S+), .*\n",
-                line,
-            )
-            assert match is not None, line
-            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as response:
-                assert [m["name"] for m in json.load(response)["models"]] == ["resnet18"]
-            with urllib.request.urlopen(match[2], timeout=60) as response:
-                assert response.status == 200
-            server.send_signal(signal.SIGTERM)
-            rest, errors = server.communicate(timeout=60)
-        finally:
-            server.kill()
-    assert (server.returncode, rest, errors) == (0, "", "")
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """Serving in this process sets handlers of signals."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    yield
-    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk") as disk:
-        disk.fill()
-        result = fxserve("graph", "alexnet", "--out", disk.path / "graph.json")
-    assert (result.exit_code, result.stderr) == (1, "fxserve: No space left on device\n")
-
-
-@pytest.mark.usefixtures("signals")
-def test_serve_reports_a_port_in_use() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        result = fxserve("serve", "--device", "cpu", "--port", taken.getsockname()[1])
-    assert result.exit_code == 3
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert "address already in use" in result.stderr
-
-
-def test_the_socket_of_several_processes_closes_with_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The exit takes seconds. Connections accepted meanwhile would be reset."""
-    listening: list[socket.socket] = []
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: listening.extend(self.sockets))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
-    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
-    assert [each.fileno() for each in listening] == [-1]
-
-
-@pytest.mark.exhaustive
-def test_spawned_processes_say_that_they_live_before_they_import_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
-    given: list[uvicorn.Config] = []
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
-    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
-    assert given[0].timeout_worker_healthcheck >= 120
-    script = """
-import pickle, sys
-config = pickle.load(sys.stdin.buffer)
-config.configure_logging()
-print("torch" in sys.modules, end=" ")
-config.load()
-print("torch" in sys.modules)
-"""
-    config = pickle.dumps(given[0])
-    child = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, timeout=120)
-    assert child.stdout.decode() == "False True\n", child.stderr
-
-
-@pytest.mark.usefixtures("signals")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = tmp_path / "keys.txt"
-    keys.write_text("nonsense\n")
-    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(keys))
-    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", workers)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"fxserve: {keys}, line 1: not NAME:read:SHA256")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.usefixtures("signals")
-def test_serve_warns_of_unknown_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not of those that Kubernetes sets, nor of the key that clients send."""
-    others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
-    misspelt = {"FXSERVE_PROT": "9", "FXSERVE_API_KEY_FILE": "keys.txt"}
-    missing = {"FXSERVE_API_KEYS_FILE": str(tmp_path / "none")}  # so that it ends before it serves
-    for name, value in (others | misspelt | missing).items():
-        monkeypatch.setenv(name, value)
-    assert fxserve("serve", "--device", "cpu").stderr.splitlines()[:-1] == [
-        "fxserve: unknown variable FXSERVE_API_KEY_FILE; did you mean FXSERVE_API_KEYS_FILE?",
-        "fxserve: unknown variable FXSERVE_PROT; did you mean FXSERVE_PORT?",
-    ]
-
-
-@pytest.mark.usefixtures("signals")
-def test_serve_warns_of_limits_above_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(tmp_path / "none"))  # so that it ends before it serves
-    monkeypatch.setenv("FXSERVE_MAX_INFLIGHT_BYTES", "1")
-    monkeypatch.setenv("FXSERVE_MEMORY_BUDGET", str(2**50))
-    [warning, _] = fxserve("serve", "--device", "cpu").stderr.splitlines()
-    allowed = "FXSERVE_MEMORY_BUDGET and FXSERVE_MAX_INFLIGHT_BYTES allow 1048576.0 GiB"
-    assert re.fullmatch(rf"fxserve: {allowed}, but only [\d.]+ GiB are available", warning)
-
-
-@pytest.mark.usefixtures("signals")
-def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "service.observability.trac"))]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    monkeypatch.setenv("FXSERVE_TRACING", "true")
-    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", 2)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("fxserve: FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")
-    assert done.stderr.count("\n") == 1
-
-
 def test_key_prints_the_line_for_the_file_and_the_key_apart() -> None:
     result = fxserve("key", "alice", "--scope", "admin")
     secret = result.stderr.split()[0]
@@ -483,31 +234,3 @@ def test_key_prints_the_line_for_the_file_and_the_key_apart() -> None:
     assert fxserve("key", "alice").stdout.startswith("alice:read:")
     assert fxserve("key", "a:b").exit_code == 2
     assert fxserve("key", "alice", "--scope", "write").exit_code == 2
-
-
-def test_check_says_what_will_be_used_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FXSERVE_DEVICE", "cpu")
-    monkeypatch.setenv("FXSERVE_COMPUTE_THREADS", "3")
-    monkeypatch.setenv("FXSERVE_CACHE_DIR", str(tmp_path / "kept"))
-    done = fxserve("check")
-    assert done.exit_code == 0, done.output
-    told = {line.split("  ")[0]: line for line in done.stdout.splitlines()}
-    assert told["device"].split()[1:3] == ["cpu", "FXSERVE_DEVICE=cpu;"]
-    assert "3 compute" in told["threads"]
-    assert "serves first" in told["backend eager"]
-    assert "CUDA graphs need a CUDA device" in told["backend cudagraphs"]
-    assert f"{tmp_path / 'kept'}" in told["compiled models"]
-    assert "writable" in told["compiled models"]
-    assert version("torch") in told["versions"]
-
-
-def test_check_fails_where_the_settings_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FXSERVE_WEIGHTS_DIR", str(tmp_path / "missing"))
-    done = fxserve("check")
-    assert done.exit_code == 1
-    [line] = [line for line in done.stdout.splitlines() if line.startswith("own weights")]
-    assert line.endswith("problem")
-    monkeypatch.setenv("FXSERVE_DEVICE", "cuda:99")
-    done = fxserve("check")
-    assert done.exit_code == 1
-    assert "cuda:99" in done.stdout

@@ -1,15 +1,29 @@
-"""What ``fxserve serve`` tries before it starts."""
+"""What ``fxserve serve`` tries before it starts, how it starts and ends."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvicorn
 
 from fxcore.errors import FxError
 from service.cli.commands import serving
 from service.engine.extractors.store import Store
-from service.settings import Settings
+from service.http.server import supervisor
+from service.http.server.run import run_workers
+from service.settings import SHARED_WEIGHTS, Settings
+from tests.service.cli.running import fxserve
 from tests.small_disk import small_disk
 
 
@@ -55,3 +69,140 @@ def test_a_missing_folder_of_weights_is_reported(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == ""
     serving._check_dependencies(Settings(weights_dir=tmp_path / "gone"))  # it may be mounted later
     assert f"FXSERVE_WEIGHTS_DIR: there is no folder {tmp_path / 'gone'}; " in capsys.readouterr().err
+
+
+def test_serve_runs_until_sigterm() -> None:
+    environment = {**os.environ, "FXSERVE_MODELS": "resnet18", "FXSERVE_PORT": "1"}
+    command = [sys.executable, "-c", "from service.cli import main; main()", "serve", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            match = re.fullmatch(
+                r"fxserve on (http://127\.0\.0\.1:\d+) \(cpu\): open it in a browser; reference at (\S+), .*\n",
+                line,
+            )
+            assert match is not None, line
+            with urllib.request.urlopen(f"{match[1]}/v1/models", timeout=60) as response:
+                assert [m["name"] for m in json.load(response)["models"]] == ["resnet18"]
+            with urllib.request.urlopen(match[2], timeout=60) as response:
+                assert response.status == 200
+            server.send_signal(signal.SIGTERM)
+            rest, errors = server.communicate(timeout=60)
+        finally:
+            server.kill()
+    assert (server.returncode, rest, errors) == (0, "", "")
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Serving in this process sets handlers of signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        disk.fill()
+        result = fxserve("graph", "alexnet", "--out", disk.path / "graph.json")
+    assert (result.exit_code, result.stderr) == (1, "fxserve: No space left on device\n")
+
+
+@pytest.mark.usefixtures("signals")
+def test_serve_reports_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = fxserve("serve", "--device", "cpu", "--port", taken.getsockname()[1])
+    assert result.exit_code == 3
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "address already in use" in result.stderr
+
+
+def test_the_socket_of_several_processes_closes_with_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The exit takes seconds. Connections accepted meanwhile would be reset."""
+    listening: list[socket.socket] = []
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: listening.extend(self.sockets))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
+    assert [each.fileno() for each in listening] == [-1]
+
+
+@pytest.mark.exhaustive
+def test_spawned_processes_say_that_they_live_before_they_import_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
+    given: list[uvicorn.Config] = []
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
+    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
+    assert given[0].timeout_worker_healthcheck >= 120
+    script = """
+import pickle, sys
+config = pickle.load(sys.stdin.buffer)
+config.configure_logging()
+print("torch" in sys.modules, end=" ")
+config.load()
+print("torch" in sys.modules)
+"""
+    config = pickle.dumps(given[0])
+    child = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, timeout=120)
+    assert child.stdout.decode() == "False True\n", child.stderr
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("nonsense\n")
+    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(keys))
+    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", workers)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"fxserve: {keys}, line 1: not NAME:read:SHA256")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("signals")
+def test_serve_warns_of_unknown_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not of those that Kubernetes sets, nor of the key that clients send."""
+    others = {"FXSERVE_SERVICE_HOST": "10.0.0.1", "FXSERVE_PORT_80_TCP_PORT": "80", "FXSERVE_API_KEY": "k"}
+    misspelt = {"FXSERVE_PROT": "9", "FXSERVE_API_KEY_FILE": "keys.txt"}
+    missing = {"FXSERVE_API_KEYS_FILE": str(tmp_path / "none")}  # so that it ends before it serves
+    for name, value in (others | misspelt | missing).items():
+        monkeypatch.setenv(name, value)
+    assert fxserve("serve", "--device", "cpu").stderr.splitlines()[:-1] == [
+        "fxserve: unknown variable FXSERVE_API_KEY_FILE; did you mean FXSERVE_API_KEYS_FILE?",
+        "fxserve: unknown variable FXSERVE_PROT; did you mean FXSERVE_PORT?",
+    ]
+
+
+@pytest.mark.usefixtures("signals")
+def test_serve_warns_of_limits_above_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(tmp_path / "none"))  # so that it ends before it serves
+    monkeypatch.setenv("FXSERVE_MAX_INFLIGHT_BYTES", "1")
+    monkeypatch.setenv("FXSERVE_MEMORY_BUDGET", str(2**50))
+    [warning, _] = fxserve("serve", "--device", "cpu").stderr.splitlines()
+    allowed = "FXSERVE_MEMORY_BUDGET and FXSERVE_MAX_INFLIGHT_BYTES allow 1048576.0 GiB"
+    assert re.fullmatch(rf"fxserve: {allowed}, but only [\d.]+ GiB are available", warning)
+
+
+@pytest.mark.usefixtures("signals")
+def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("opentelemetry.sdk", "service.observability.trac"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setenv("FXSERVE_TRACING", "true")
+    done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", 2)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr.startswith("fxserve: FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")
+    assert done.stderr.count("\n") == 1
