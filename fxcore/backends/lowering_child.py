@@ -79,7 +79,8 @@ def _to_openvino(
     from fxcore.backends.openvino_package import openvino
 
     try:
-        model = converted(module, example, exported)
+        # Code that was not traced may branch on the size, and torch.export records the branch taken for the example.
+        model = converted(module, example, exported if settings["any_size"] else _exported_at_one_size)
     except Exception:  # OpenVINO does not know all operations on sizes
         model = converted(module, example, _exported_at_one_size)
     if calibration:

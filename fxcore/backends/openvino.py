@@ -24,6 +24,7 @@ from fxcore.backends.process import check_threads
 from fxcore.backends.processor import adds_int8_products_exactly, computes_bfloat16
 from fxcore.backends.residents import RESIDENTS, Resident
 from fxcore.memory import LIVE_ACTIVATIONS
+from fxcore.passes.effects import may_branch
 from fxcore.tensors import Tensors
 
 _MAX_KNOWN_SHAPES = 64
@@ -95,6 +96,7 @@ class OpenVINO:
             packages,
             lambda folder: OpenVINOModule(folder / "model.xml", places, usual, _settings(options)),
             conversion=4,  # increment when conversion changes, to invalidate older artifacts
+            any_size=not any(may_branch(unique, node) for node in unique.graph.nodes),
             int8=int8,
             overflows=int8 and not adds_int8_products_exactly(),
         )

@@ -31,6 +31,7 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new"
 
 # Modules whose functions have no side effects; torch's builtins have no module name.
 _TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")
+_KNOWN = {"torch", "torchvision", "timm", "fxcore", "math", "_operator", "builtins"}
 _TRUSTED_PACKAGES = ("torch._C.", "torchvision.ops.", "fxcore.")
 _TRUSTED_BUILTINS = {"abs", "bool", "divmod", "float", "getattr", "int", "isinstance", "len", "max", "min", "pow",
                      "round", "slice", "sum", "tuple"}  # fmt: skip
@@ -167,6 +168,26 @@ def _is_pure_module(module: nn.Module) -> bool:
         and not (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
         for part in module.modules()
     )
+
+
+def may_branch(module: nn.Module, node: fx.Node) -> bool:
+    """Return whether ``node`` may branch on the size of its input: it runs code that is neither traced nor that of
+    torch, torchvision or timm.
+
+    >>> from fxcore import trace
+    >>> model = trace(lambda x: torch.relu(x) * max(x.shape[-1], 8), leaf_functions=[max])
+    >>> [node.name for node in model.graph.nodes if may_branch(model, node)]
+    ['max_1']
+    """
+    if node.op == "call_module":
+        return any(
+            type(part).__module__.split(".")[0] not in _KNOWN
+            or isinstance(part, torch.jit.ScriptModule)
+            or bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+            for part in called_module(module, node).modules()
+        )
+    home = getattr(node.target, "__module__", None) or "torch"
+    return node.op == "call_function" and (home.split(".")[0] not in _KNOWN or node.target in (max, min))
 
 
 def called_module(module: nn.Module, node: fx.Node) -> nn.Module:

@@ -193,6 +193,52 @@ def test_a_model_lowered_for_one_size_takes_no_other(artifacts: Path) -> None:
         lowered(torch.rand(2, 4))
 
 
+class Large(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[-1] > 40 else x
+
+
+def doubled(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = Large()(output)
+    return made
+
+
+class Ending(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 1), last
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.last(self.conv(x))}
+
+
+def with_leaf() -> fx.GraphModule:
+    return trace(Ending(Large()).eval(), leaf_modules=["last"])
+
+
+def with_hook() -> fx.GraphModule:
+    last = nn.ReLU()
+    last.register_forward_hook(doubled)
+    return trace(Ending(last).eval())
+
+
+def with_leaf_function() -> fx.GraphModule:
+    return trace(lambda x: {"y": x * max(x.shape[-1], 40)}, leaf_functions=[max])
+
+
+@pytest.mark.parametrize("traced", [with_leaf, with_hook, with_leaf_function])
+def test_code_that_may_branch_on_the_size_is_lowered_for_one(
+    artifacts: Path, traced: Callable[[], fx.GraphModule]
+) -> None:
+    """A lowered model would take the branch of the example for all sizes."""
+    module, x = traced(), torch.rand(2, 3, 32, 32)
+    lowered = OPENVINO.lower(module, (x,), Options(threads=2, cache=artifacts))
+    for given in (x, x[:1]):
+        assert verify(module, lowered, given).relative < 1e-4
+    with pytest.raises(RuntimeError, match="shape"):
+        lowered(torch.rand(2, 3, 48, 48))
+
+
 def test_clips_may_have_any_number_of_frames(artifacts: Path) -> None:
     x = torch.rand(2, 3, 4, 16, 16)
     module = create_extractor(nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).eval(), ["1"], x)
