@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.errors import NotTraceable
 from fxcore.graph.head_pooling import declared_pooling
 from fxcore.graph.tokens.prefix_tokens import PrefixTokens, declared_prefix
 from fxcore.images.preprocessing import Preprocessing
@@ -30,7 +31,7 @@ class TracedModel:
         module: the eval graph over ``root``, with parameters on ``device``.
         device: ``meta``, or ``cpu`` for models that do not run on meta tensors: int8 models, and models with a leaf
             that branches on values.
-        train_nodes: names of the nodes in train mode, in execution order.
+        train_nodes: names of the nodes in train mode, in execution order; empty if it cannot be traced in that mode.
         untraceable: parts of the model that could not be traced.
         feature_maps, prefix_tokens: as declared by the model.
         pooling: see :func:`fxcore.graph.head_pooling.declared_pooling`.
@@ -68,7 +69,7 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
     """
     model = entry.build(weights) if on_cpu else entry.build_weightless(weights)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    train_nodes = names(trace_model(entry, model, training=True)[0])
+    train_nodes = _train_nodes(entry, model)
     graph, root, untraceable = trace_model(entry, model)
     zero_memory(graph)
     constants = made_constants(graph)
@@ -97,3 +98,10 @@ def trace_weightless(entry: ModelEntry, weights: str, *, on_cpu: bool = False) -
         modules=modules,
         tensor_bytes=sum(t.nbytes for t in held if isinstance(t, Tensor) and not t.is_meta),
     )
+
+
+def _train_nodes(entry: ModelEntry, model: nn.Module) -> list[str]:
+    try:
+        return names(trace_model(entry, model, training=True)[0])
+    except NotTraceable:  # by a drop path or a loss that eval mode, in which it is served, does not run
+        return []

@@ -72,10 +72,13 @@ def nodes(
     fxserve nodes resnet50
     fxserve nodes googlenet --train
     """
+    from fxcore.errors import NotTraceable
     from service.cli import tables
 
     graph = _graph(model, weights)
     if train:
+        if not graph.train_nodes:
+            raise NotTraceable(f"{model} can be traced in eval mode only; leave out --train")
         print("\n".join(graph.train_nodes))
         return
     if graph.levels:

@@ -162,7 +162,10 @@ class NodeList(BaseModel):
     """The node names of a model, as torchvision's ``get_graph_node_names`` gives them."""
 
     model: str = Field(examples=["resnet50"])
-    train_nodes: list[str] = Field(examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]])
+    train_nodes: list[str] = Field(
+        description="Empty if the model cannot be traced in train mode.",
+        examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]],
+    )
     eval_nodes: list[str] = Field(examples=[["x", "conv1", "bn1", "relu", "maxpool", "layer1.0.conv1"]])
     levels: dict[str, LevelInfo] = Field(examples=[{"C4": {"node": "layer3", "channels": 1024, "stride": 16}}])
     leaf_modules: list[str] = Field(

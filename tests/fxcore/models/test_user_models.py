@@ -456,3 +456,19 @@ def test_an_image_that_has_a_default_is_an_input() -> None:
     extractor = build_extractor(graph, load_model(entry, entry.canonical_weights("DEFAULT")), graph.resolve(["relu"]))
     with torch.no_grad():
         torch.testing.assert_close(extractor.module(x)["relu"], Optional()(x))
+
+
+class DropPath(nn.Module):
+    """Skips whole rows in training; torch.fx cannot record a random tensor of as many rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[0], 1, 1, 1) < 0.9) if self.training else x
+
+
+def test_what_only_training_runs_need_not_be_traceable() -> None:
+    entry = user_entry("dropping", UserModel(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), DropPath(), nn.ReLU())))
+    graph = model_graph(entry)
+    assert (graph.eval_nodes, graph.train_nodes) == (["input", "0", "2"], [])
+    model, x = load_model(entry, "builder"), torch.rand(2, 3, 8, 8)
+    found = build_extractor(graph, model, graph.resolve({"2": "out"})).module(x)["out"]
+    assert torch.equal(found, model(x))
