@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from fxcore.edits import BadEdit, Edit, EditedNode, PlannedFactors, edited_node, insert_edits
 from fxcore.errors import BadArgument
 from fxcore.graph.attention_weights import is_attention_of_tokens
-from fxcore.graph.axes.layout import layout_name
+from fxcore.graph.axes.row_axes import output_layout
 from fxcore.graph.cut import Part, Scale, cut, pruned
 from fxcore.graph.model_graph import ModelGraph
 from fxcore.graph.model_part import ModelPart
@@ -46,7 +46,7 @@ class OutputInfo:
         node: torchvision's name of the node.
         shape: shape, with None for the batch, and for height and width if they depend on the image.
         dtype: ``float32``, ``bfloat16``, …
-        layout: axes such as ``NCHW``; None if unknown.
+        layout: axes such as ``NCHW``, of which some may be unknown (``N??C``); None if unknown.
         stride: input pixels per position of a feature map; None for other values.
         bytes_per_image: size in bytes at the graph's input size.
         rows_per_image: rows of the first dimension that belong to one image (1 except for attention windows).
@@ -352,7 +352,7 @@ def _describe(graph: ModelGraph, key: str, name: str, dtype: torch.dtype, any_si
         node=node.meta[PATH],
         shape=shape,
         dtype=dtype_name(made),
-        layout=layout_name(axes),
+        layout=output_layout(node),
         stride=graph.stride_of(node),
         bytes_per_image=value.numel() * made.itemsize,
         rows_per_image=node.meta["rows"],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, fx
 
 from fxcore.graph.attention_weights import is_attention, last_is_channels, operation_or_class, own_module
-from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST
+from fxcore.graph.axes.layout import CHANNELS_FIRST, FUNCTIONS_CHANNELS_FIRST, layout_name
 from fxcore.graph.operations import axes_of
 from fxcore.layer_types import DROPOUTS
 
@@ -37,6 +37,23 @@ def row_axes(node: fx.Node) -> str:
     """
     letters = _letters(node)
     return f"{letters[:1]}K{letters[1:]}" if node.meta["rows"] > 1 else letters
+
+
+def output_layout(node: fx.Node) -> str | None:
+    """Return the public name of the layout of an annotated ``node``; None if it is unknown.
+
+    If only the channels are known, and are not where :func:`fxcore.pooling.channel_dim` assumes them, as in the windows
+    of an attention layer, the other axes are ``?``.
+
+    >>> from fxcore import model_graph
+    >>> output_layout(model_graph("maxvit_t").by_name["blocks.0.layers.0.layers.window_attention.add_1"])
+    'N??C'
+    """
+    known: str | None = node.meta.get("axes")
+    if known is not None:
+        return layout_name(known)
+    axes = row_axes(node)
+    return _letters(node).replace("K", UNKNOWN) if len(axes) > 3 and axes.find("C") > 1 else None
 
 
 def _letters(node: fx.Node) -> str:

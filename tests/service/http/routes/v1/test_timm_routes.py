@@ -21,6 +21,7 @@ import fxcore.photos
 from fxcore.models import catalog, timm_models
 from service.engine.models import served
 from service.http import state
+from tests.fxcore.hooks import hooked
 from tests.seeded import seeded
 
 PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg")
@@ -143,6 +144,23 @@ def test_features_are_timms(client):
         expected = model.forward_features(transform(image.convert("RGB"))[None])
     assert response["shape"] == list(expected.shape)
     assert np.allclose(np.array(response["data"]).reshape(expected.shape), expected.numpy(), atol=1e-4)
+
+
+def test_windows_are_averaged_to_the_channels(client):
+    """Their other axes are unknown, but not their channels."""
+    name, path = "test_maxvit", "stages.0.blocks.0.attn_block.attn.proj"
+    pixels = torch.rand(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    body = io.BytesIO()
+    np.save(body, pixels.numpy())
+    query = f"nodes={path}&weights=random&preprocess=none&pool=avg"
+    headers = {"content-type": "application/x-npy", "accept": "application/x-npy"}
+    response = client.post(f"/v1/models/timm.{name}/features?{query}", content=body.getvalue(), headers=headers)
+    assert response.status_code == 200, response.text
+    windows = hooked(seeded(timm.create_model, name), path, pixels)
+    assert windows.shape == (128, 5, 5, 32)
+    np.testing.assert_allclose(
+        np.load(io.BytesIO(response.content)), windows.unflatten(0, (2, 64)).mean(dim=(1, 2, 3)), atol=1e-5
+    )
 
 
 def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
