@@ -52,8 +52,9 @@ class Regions:
 def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual: tuple[int, int]) -> MapGrid | None:
     """Return the grid of an output's map; None if it is not a map.
 
-    The stride is the network's if it rounds to the map's size. Otherwise, for example after adaptive pooling, it is the
-    input size divided by the map size.
+    The stride is the network's, except for maps that it does not make: larger ones, as of MobileViT v2, which enlarges
+    maps to whole patches, and others that divide the input, as after adaptive pooling. Theirs is the input size divided
+    by the map size.
 
     Args:
         info: the output.
@@ -77,4 +78,5 @@ def grid_of(info: OutputInfo, shape: Sequence[int], size: tuple[int, int], usual
 
 
 def _stride(full: int, part: int, usual: int) -> float:
-    return full / part if -(-full // usual) != part and full % part == 0 else usual
+    made = -(-full // usual)
+    return full / part if part > made or (part < made and full % part == 0) else usual

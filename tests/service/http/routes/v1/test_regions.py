@@ -15,6 +15,7 @@ import torch
 import torchvision
 from torchvision.ops import roi_align
 
+from tests.fxcore.hooks import hooked
 from tests.seeded import seeded
 
 BOXES = {
@@ -91,6 +92,22 @@ def test_small_inputs_keep_the_networks_strides(client, photos, size, node, leve
         with torch.inference_mode():
             model(((resized / 255 - mean[:, None, None]) / std[:, None, None])[None])
     close(response["map"], roi_align(torch.cat(kept), rois, 2, spatial_scale=1 / stride, aligned=True))
+
+
+def test_maps_that_are_enlarged_to_whole_patches(client):
+    """160 pixels make 5 positions at stride 32, of which MobileViT v2 makes 6."""
+    name, boxes = "mobilevitv2_050", [[100.0, 90.0, 160.0, 158.0], [0.0, 0.0, 40.0, 160.0]]
+    pixels = np.random.default_rng(0).integers(0, 256, (160, 160, 3), np.uint8)
+    png = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(png, "png")
+    document = {"images": [base64.b64encode(png.getvalue()).decode()], "boxes": [boxes]}
+    query = "&image_size=160&fit=stretch&roi_size=2"
+    response = tensors(ask(client, f"timm.{name}", "stages.4.1:map", document, query))
+    model = seeded(timm.create_model, name)
+    map = hooked(model, "stages.4.1", torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255)
+    assert map.shape == (1, 256, 6, 6)
+    assert model.default_cfg["mean"] == (0.0, 0.0, 0.0)
+    close(response["map"], roi_align(map, [torch.tensor(boxes)], 2, spatial_scale=6 / 160, aligned=True))
 
 
 def test_channels_last_maps(client, photos, reference):
