@@ -99,6 +99,18 @@ class Forked:
         self._process.kill()
 
 
+def script(code: str, folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> Forked:
+    """Run Python code in a fork, which writes to the files ``stdout`` and ``stderr`` in ``folder``.
+
+    Args:
+        environment: all environment variables of the process, if different from this one's.
+    """
+    file = folder / "script.py"
+    file.write_text(code)
+    command = [str(file), *arguments]
+    return Forked(command, environment or os.environ, folder / "stdout", folder / "stderr")
+
+
 class ForkedChild(Forked):
     """A child process of :mod:`fxcore.backends.process`.
 

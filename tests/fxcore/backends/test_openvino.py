@@ -24,6 +24,7 @@ from fxcore.backends.artifacts import prune
 from fxcore.backends.ir import converted
 from fxcore.errors import FxError
 from fxcore.photos import augmented, input_rows, photos
+from tests.e2e.forked import script
 from tests.fxcore.backends.conftest import Build
 
 pytest.importorskip("openvino")
@@ -416,11 +417,9 @@ if __name__ == "__main__":
 @pytest.mark.exhaustive
 def test_nobody_is_told(tmp_path: Path) -> None:
     """OpenVINO keeps the number of the client that it tells of in the home directory, unless it runs in CI."""
-    script = tmp_path / "lowered.py"
-    script.write_text(_LOWERED)
     settings = {name: value for name, value in os.environ.items() if name not in ("CI", "TF_BUILD", "JENKINS_URL")}
     settings |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
-    subprocess.run([sys.executable, script], env=settings, check=True, timeout=300)
+    assert script(_LOWERED, tmp_path, environment=settings).wait(300) == 0, (tmp_path / "stderr").read_text()
     assert not (tmp_path / "intel").exists()
 
 

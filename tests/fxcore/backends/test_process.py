@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from fxcore.backends import process
+from tests.e2e.forked import script
 from tests.processes import running
 
 ROOT = Path(__file__).parents[3]
@@ -31,10 +30,11 @@ if __name__ == "__main__":
 """
 
 PARENT = """
+import sys
 from pathlib import Path
 from fxcore.backends import process
 
-process.run("program", Path("making"), {})
+process.run("program", Path(sys.argv[1]), {})
 """
 
 
@@ -85,7 +85,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     making = tmp_path / "making"
     making.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=tmp_path, env=environment)
+    parent = script(PARENT, tmp_path, str(making), environment=environment)
     deadline = time.monotonic() + 120
     while not (making / "running").exists():
         assert time.monotonic() < deadline

@@ -9,8 +9,6 @@ import resource
 import signal
 import socket
 import sqlite3
-import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ from fxcore.errors import FxError
 from fxcore.images.decoding import Decoder
 from service.offline import extract
 from service.offline.outputs.index import Index
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, script
 from tests.service.cli.running import fxserve
 from tests.service.offline.conftest import SETTINGS, assert_right, job, places, png, rows
 
@@ -128,11 +126,11 @@ def test_a_run_that_is_terminated_keeps_its_finished_work(
 ) -> None:
     """The first shard is not full, and statistics are committed once a minute."""
     root, out = folder(20), tmp_path / "out"
-    command = [sys.executable, "-c", TERMINATED, str(root), str(out), reduce or ""]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 143, run.stderr
+    assert script(TERMINATED, tmp_path, str(root), str(out), reduce or "").wait(300) == 143, (
+        tmp_path / "stderr"
+    ).read_text()
     with closing(Index(out)) as index:
-        assert index.counts() == (20, int(run.stdout), 0)
+        assert index.counts() == (20, int((tmp_path / "stdout").read_text()), 0)
     assert extract(job(out, root, shard_rows=100, reduce=reduce), SETTINGS).done == 20
 
 

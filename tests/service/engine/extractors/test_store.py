@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from service.engine.extractors.objects import DamagedObject, Objects, StoreError
 from service.engine.extractors.store import Store, Stored
 from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
+from tests.e2e.forked import script
 from tests.small_disk import small_disk
 
 SPEC = ExtractorSpec(
@@ -440,17 +439,22 @@ for id in WRITTEN:
 def test_a_writer_that_is_killed_leaves_nothing_half(tmp_path: Path) -> None:
     """Four write the same; three are killed on the way. What is there is whole, and the last one completes it."""
     url = str(tmp_path / "store")
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, url], stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
-    for number, writer in enumerate(writers[:3]):
-        assert writer.stdout is not None
+    writers, outputs = [], []
+    for number in range(4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        os.mkfifo(folder / "stdout")
+        writers.append(script(WRITER, folder, url))
+        outputs.append((folder / "stdout").open())
+    for number, (writer, output) in enumerate(zip(writers[:3], outputs, strict=False)):
         for _ in range(10 * number + 3):
-            writer.stdout.readline()
+            output.readline()
         writer.kill()
-    printed = writers[3].communicate(timeout=120)[0].split()
-    for writer in writers[:3]:
-        writer.communicate()
+    printed = outputs[3].read().split()
+    assert writers[3].wait(120) == 0, (tmp_path / "3/stderr").read_text()
+    for writer, output in zip(writers, outputs, strict=True):
+        writer.wait(120)
+        output.close()
     assert printed[0::2] == printed[1::2] == WRITTEN
     assert opened(url).all() == [(extractor(id, "x" * 100000), f"name{id}") for id in WRITTEN]
     for path in Path(url).rglob("*.json"):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from service.http.server.lost_device import DEVICE_LOST
-
-ROOT = Path(__file__).parents[4]
+from tests.e2e.forked import script
 
 SERVE = """
 from service.app import create_app
@@ -23,8 +20,9 @@ run(app, settings, "cpu")
 """
 
 
-def test_a_device_lost_before_the_server_has_started_ends_it_with_the_same_status() -> None:
-    environment = {**os.environ, "FXSERVE_PORT": "0", "FXSERVE_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", SERVE], env=environment, timeout=300, capture_output=True, text=True)
-    assert ended.returncode == DEVICE_LOST, ended.stderr
-    assert "the process ends with status" in ended.stderr
+def test_a_device_lost_before_the_server_has_started_ends_it_with_the_same_status(tmp_path: Path) -> None:
+    environment = {**os.environ, "FXSERVE_PORT": "0", "FXSERVE_DEVICE": "cpu"}
+    status = script(SERVE, tmp_path, environment=environment).wait(300)
+    said = (tmp_path / "stderr").read_text()
+    assert status == DEVICE_LOST, said
+    assert "the process ends with status" in said

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
-ROOT = Path(__file__).parents[4]
+from tests.e2e.conftest import until
+from tests.e2e.forked import script
 
 SERVE = """
 import logging
@@ -34,22 +33,18 @@ run(app, Settings(), "cpu")
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("level", "logged"), [(None, ["warning", "error"]), ("INFO", ["info", "warning", "error"])])
-def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logged: list[str]) -> None:
+def test_the_log_level_of_the_environment_is_the_servers(level: str | None, logged: list[str], tmp_path: Path) -> None:
     unset = {name: value for name, value in os.environ.items() if name != "FXSERVE_LOG_LEVEL"}
     given = {} if level is None else {"FXSERVE_LOG_LEVEL": level}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVE],
-        env={**unset, **given, "FXSERVE_PORT": "0", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    output = tmp_path / "stdout"
+    process = script(SERVE, tmp_path, environment={**unset, **given, "FXSERVE_PORT": "0"})
     try:
-        assert process.stdout is not None
-        url = process.stdout.readline().split()[2]  # printed once it listens
+        until(lambda: process.poll() is not None or (output.exists() and "\n" in output.read_text()))
+        url = output.read_text().split()[2]  # printed once it listens
         assert httpx.get(url, trust_env=False, timeout=60).status_code == 204
     finally:
         process.terminate()
-        _, lines = process.communicate(timeout=60)
+        process.wait(60)
+    lines = (tmp_path / "stderr").read_text()
     marked = [line.rpartition(" ")[2] for line in lines.splitlines() if "a line of level" in line]
     assert marked == logged

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from service.offline.merge import merge
 from service.offline.outputs.index import Index
 from service.offline.runners.runner import RowLayout
 from service.offline.statistics.statistics import Statistics
+from tests.e2e.forked import script
 from tests.service.offline.conftest import SETTINGS, job, png, rows
 from tests.service.offline.test_run import errors
 
@@ -173,14 +172,20 @@ def test_a_run_that_is_killed_counts_every_image_once(folder: Callable[..., Path
     extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
     command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
     command += f" --out {out} --reduce {ALL} --device cpu --backend eager"
+
+    def run(commits: str) -> tuple[int, str]:
+        code = script(KILLED, tmp_path, commits, *command.split()).wait(600)
+        return code, (tmp_path / "stderr").read_text()
+
     for commits in ("4", "-1"):  # before a transaction, and after one
-        killed = subprocess.run([sys.executable, "-c", KILLED, commits, *command.split()], timeout=600)
-        assert killed.returncode == -signal.SIGKILL
+        code, said = run(commits)
+        assert code == -signal.SIGKILL, said
         assert not list(out.glob("stats*"))
     index = Index(out)
     assert index.counts()[1] == 2 * 3 + 2 * 4
     index.close()
-    subprocess.run([sys.executable, "-c", KILLED, "9999", *command.split()], check=True, timeout=600)
+    code, said = run("9999")
+    assert code == 0, said
     assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)  # rounding differs with the batches
     assert load_file(out / "stats.safetensors")["mid.count"] == 40
 
