@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from fxcore.backends import BACKENDS, Options, residents
 from fxcore.backends.openvino import OpenVINOModule
+from tests.e2e.forked import script
 from tests.fxcore.backends.conftest import Build
 
 pytest.importorskip("openvino")
@@ -56,15 +55,14 @@ print(json.dumps({"threads": after[0] - before[0], "bytes": after[1] - before[1]
 """
 
 
-def grown(build: Build, cache: Path, **asked: Any) -> dict[str, int]:
+def grown(build: Build, cache: Path, folder: Path, **asked: Any) -> dict[str, int]:
     """By how much threads and memory of a process grow over the first of ``nodes``, and what of that is counted."""
     for node in asked["nodes"]:  # here, where children are forked; the process finds them in the cache
         module, example = build(asked["model"], node).module, torch.ones(2, 3, 224, 224)
         BACKENDS["openvino"].lower(module, (example,), Options(threads=asked["threads"], cache=cache))
-    command = [sys.executable, "-c", PROGRAM, json.dumps({"cache": str(cache), **asked})]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    status = script(PROGRAM, folder, json.dumps({"cache": str(cache), **asked})).wait(600)
+    assert status == 0, (folder / "stderr").read_text()
+    found: dict[str, int] = json.loads((folder / "stdout").read_text().splitlines()[-1])
     return found
 
 
@@ -72,17 +70,18 @@ NODES = ["features.0", "features.1", "features.2"]
 
 
 @pytest.mark.exhaustive
-def test_threads_are_bounded(extractor: Build, artifacts: Path) -> None:
+def test_threads_are_bounded(extractor: Build, artifacts: Path, tmp_path: Path) -> None:
     sizes = {"model": "squeezenet1_1", "nodes": NODES, "rows": [1, 2, 3]}
-    found = grown(extractor, artifacts, threads=2, most=2, **sizes)
+    found = grown(extractor, artifacts, tmp_path, threads=2, most=2, **sizes)
     assert found["threads"] <= 2 * (2 + 2) + 1, found  # two extractors, two models of a size, a worker
-    found = grown(extractor, artifacts, threads=1, **sizes)
+    found = grown(extractor, artifacts, tmp_path, threads=1, **sizes)
     assert found["threads"] == 0, found
 
 
 @pytest.mark.exhaustive
-def test_what_is_counted_is_what_they_take(extractor: Build, artifacts: Path) -> None:
-    found = grown(extractor, artifacts, threads=2, model="resnet18", nodes=["layer1", "layer4"], rows=[1, 2, 4, 16])
+def test_what_is_counted_is_what_they_take(extractor: Build, artifacts: Path, tmp_path: Path) -> None:
+    sizes = {"model": "resnet18", "nodes": ["layer1", "layer4"], "rows": [1, 2, 4, 16]}
+    found = grown(extractor, artifacts, tmp_path, threads=2, **sizes)
     assert 0.75 * found["bytes"] < found["counted"] < 2 * found["bytes"], found
 
 

@@ -3,8 +3,6 @@
 import asyncio
 import gc
 import json
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.placement import CompiledLimits
 from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
 from service.settings import Settings
+from tests.e2e.forked import script
 from tests.service.engine.fake_backends import Broken, Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 
@@ -327,10 +326,9 @@ asyncio.run(main())
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures resident memory as Linux tells it")
-async def test_twenty_extractors_cost_little_more_than_one() -> None:
-    done = subprocess.run([sys.executable, "-c", TWENTY], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+async def test_twenty_extractors_cost_little_more_than_one(tmp_path: Path) -> None:
+    assert script(TWENTY, tmp_path).wait(600) == 0, (tmp_path / "stderr").read_text()
+    measured = json.loads((tmp_path / "stdout").read_text())
     print(measured)
     weights = 25_557_032 * 4
     assert measured["one"] - measured["before"] > 0.9 * weights
