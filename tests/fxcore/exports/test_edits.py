@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxcore import Edit, Extractor, ModelEntry, build_extractor, load_model, model_graph
 from fxcore.analysis.verify import verify
@@ -25,6 +26,14 @@ def edited(entry: str | ModelEntry, keys: Any, at: list[str], inputs: dict[str, 
     graph = model_graph(entry)
     model = load_model(graph.entry, "random")
     return build_extractor(graph, model, graph.resolve(keys), inputs=inputs, edits=graph.resolve(at))
+
+
+def small_net() -> nn.Module:
+    """Build a model of two levels, of 8 and of 16 channels."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 1, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()
+    ).eval()
 
 
 def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
@@ -46,9 +55,9 @@ def test_files_run_elsewhere_and_take_edits(format: str, own_entry: OwnEntry, tm
     for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
         pytest.importorskip(package)
     begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
-    keys = {"C4": "late", "x": "image", "C3": "C3", "features.12": "again"}
+    keys = {"C4": "late", "input": "image", "C3": "C3", "5": "again"}
     extractors = [
-        edited("squeezenet1_1", keys, ["features.12", "features.3"]),
+        edited(replace(own_entry(small_net), name="small"), keys, ["5", "2"]),
         edited("resnet18", "layer3", ["layer2.1.conv2"], begin),
         edited(own_entry(small_swin), "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
     ]
