@@ -104,8 +104,7 @@ def import_of(name: str, value: Any) -> str:
     if not _is_importable(value):
         shown = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"
         raise CannotExport(
-            f"the graph calls {shown}, which a folder without this package cannot import; "
-            "use another format or leave that transform out",
+            f"the graph calls {shown}, which a folder without this package cannot import; use another format",
             format="fx",
             function=shown,
         )

@@ -56,7 +56,9 @@ class OutputDetail(BaseModel):
     node: str = Field(examples=["layer3"])
     shape: list[int | None] | None = Field(examples=[[None, 1024, 14, 14]])
     dtype: str | None = Field(examples=["float32"])
-    layout: str | None = Field(examples=["NCHW"])
+    layout: str | None = Field(
+        description="The axes; `?` is an unknown one, and null means that all are unknown.", examples=["NCHW"]
+    )
     stride: int | None = Field(examples=[16])
     bytes_per_image: int | None = Field(examples=[802816])
     rows_per_image: int = Field(examples=[1])
