@@ -85,7 +85,9 @@ class TransformStep(Strict):
         default_factory=dict, description="Values of its parameters.", examples=[{"identity": False}]
     )
     optional: bool = Field(
-        default=False, description="Allow the transform to find nothing to change; otherwise that is an error."
+        default=False,
+        description="Allow the transform to find nothing to change; otherwise that is an error.",
+        examples=[True],
     )
 
 

@@ -114,7 +114,7 @@ class InferResponse(BaseModel):
 
 
 class IndexRequest(BaseModel):
-    ready: bool = Field(default=False, strict=True, description="List only models that are ready.")
+    ready: bool = Field(default=False, strict=True, description="List only models that are ready.", examples=[True])
 
 
 class RepositoryEntry(BaseModel):

@@ -27,7 +27,9 @@ class PrefixTokens(BaseModel):
     """The tokens before the patch tokens, such as a class token or registers."""
 
     count: int = Field(examples=[1])
-    class_token: bool = Field(description="Whether the first is a class token, which `pool=cls` returns.")
+    class_token: bool = Field(
+        description="Whether the first is a class token, which `pool=cls` returns.", examples=[True]
+    )
 
 
 class AttentionGrid(BaseModel):
@@ -121,13 +123,41 @@ class Checks(BaseModel):
     )
     candidates: list[dict[str, Any]] = Field(
         description="The backends that were tried, with their errors, their milliseconds by number of rows, and why "
-        "each was refused."
+        "each was refused.",
+        examples=[
+            [
+                {
+                    "backend": "openvino",
+                    "state": "serving",
+                    "max_abs_error": 1.9e-06,
+                    "max_rel_error": 3.2e-07,
+                    "min_cosine": 1.0,
+                    "ms": {"1": 4.1},
+                    "reason": None,
+                }
+            ]
+        ],
     )
     layers: list[dict[str, Any]] | None = Field(
-        default=None, description="The accuracy that each layer loses in int8, the largest loss first."
+        default=None,
+        description="The accuracy that each layer loses in int8, the largest loss first.",
+        examples=[
+            [{"name": "features.0.0", "sqnr": 12.0, "relative": 0.25, "cosine": 0.97, "accumulated": 0.25}],
+        ],
     )
     transforms: dict[str, Any] | None = Field(
-        default=None, description="The applied transforms, and the errors that they cause."
+        default=None,
+        description="The applied transforms, and the errors that they cause.",
+        examples=[
+            {
+                "reference": "eager, not transformed",
+                "applied": [{"name": "fold_normalization", "changes": 1}],
+                "allclose": True,
+                "speedup": 1.02,
+                "first_divergence": None,
+                "outputs": {"C5": {"max_abs": 0.0, "relative": 0.0, "cosine": 1.0, "allclose": True}},
+            }
+        ],
     )
 
 
