@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torch import Tensor, fx
@@ -43,7 +44,7 @@ def output_layout(node: fx.Node) -> str | None:
     """Return the public name of the layout of an annotated ``node``; None if it is unknown.
 
     If only the channels are known, and are not where :func:`fxcore.pooling.channel_dim` assumes them, as in the windows
-    of an attention layer, the other axes are ``?``.
+    of an attention layer, the other axes are ``?``; the channels of attention weights are the heads.
 
     >>> from fxcore import model_graph
     >>> output_layout(model_graph("maxvit_t").by_name["blocks.0.layers.0.layers.window_attention.add_1"])
@@ -53,7 +54,7 @@ def output_layout(node: fx.Node) -> str | None:
     if known is not None:
         return layout_name(known)
     axes = row_axes(node)
-    return _letters(node).replace("K", UNKNOWN) if len(axes) > 3 and axes.find("C") > 1 else None
+    return re.sub("[KQS]", UNKNOWN, _letters(node)) if len(axes) > 3 and axes.find("C") > 1 else None
 
 
 def _letters(node: fx.Node) -> str:

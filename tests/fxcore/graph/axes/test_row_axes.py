@@ -10,7 +10,7 @@ from torch.nn import functional
 from torchvision.ops import StochasticDepth
 
 from fxcore import model_graph
-from fxcore.graph.axes.row_axes import row_axes
+from fxcore.graph.axes.row_axes import output_layout, row_axes
 from fxcore.graph.model_graph import ModelGraph
 from tests.fxcore.conftest import OwnEntry
 from tests.fxcore.model_list import entry_of
@@ -76,3 +76,11 @@ def test_tokens_of_attention_that_pools_its_queries() -> None:
     node = graph.by_name[graph.resolve(["blocks.1.attn"])["blocks.1.attn"]]
     assert node.meta["axes"] is None
     assert row_axes(node) == "NLC"
+
+
+def test_the_layout_of_attention_weights_in_windows_names_the_heads_only() -> None:
+    """64 windows with 2 heads, of 49 queries and 49 keys."""
+    graph = model_graph(entry_of("maxvit_t"))
+    node = graph.by_name["blocks.0.layers.0.layers.window_attention.attn_layer.1.softmax"]
+    assert node.meta["value"].shape == (1, 64, 2, 49, 49)
+    assert output_layout(node) == "N?C??"
