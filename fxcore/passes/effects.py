@@ -172,7 +172,7 @@ def _is_pure_module(module: nn.Module) -> bool:
 
 def may_branch(module: nn.Module, node: fx.Node) -> bool:
     """Return whether ``node`` may branch on the size of its input: it runs code that is neither traced nor that of
-    torch, torchvision or timm.
+    torch, torchvision or timm. Hooks of torch, such as those of weight normalisation, do not branch.
 
     >>> from fxcore import trace
     >>> model = trace(lambda x: torch.relu(x) * max(x.shape[-1], 8), leaf_functions=[max])
@@ -181,13 +181,16 @@ def may_branch(module: nn.Module, node: fx.Node) -> bool:
     """
     if node.op == "call_module":
         return any(
-            type(part).__module__.split(".")[0] not in _KNOWN
-            or isinstance(part, torch.jit.ScriptModule)
-            or bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+            isinstance(part, torch.jit.ScriptModule)
+            or "forward" in vars(part)
+            or not all(map(_is_known, (part, *part._forward_hooks.values(), *part._forward_pre_hooks.values())))
             for part in called_module(module, node).modules()
         )
-    home = getattr(node.target, "__module__", None) or "torch"
-    return node.op == "call_function" and (home.split(".")[0] not in _KNOWN or node.target in (max, min))
+    return node.op == "call_function" and (not _is_known(node.target) or node.target in (max, min))
+
+
+def _is_known(code: Any) -> bool:
+    return (getattr(code, "__module__", None) or "torch").split(".")[0] in _KNOWN
 
 
 def called_module(module: nn.Module, node: fx.Node) -> nn.Module:

@@ -240,6 +240,14 @@ def test_code_that_may_branch_on_the_size_is_lowered_for_one(
         lowered(torch.rand(2, 3, 48, 48))
 
 
+def test_hooks_of_torch_keep_a_model_of_any_size(artifacts: Path) -> None:
+    with pytest.warns(FutureWarning):  # its successor computes the weight without a hook
+        normalized = nn.utils.weight_norm(nn.Conv2d(4, 4, 3))
+    module = trace(Ending(normalized).eval())
+    lowered = OPENVINO.lower(module, (torch.rand(2, 3, 32, 32),), Options(threads=2, cache=artifacts))
+    assert verify(module, lowered, torch.rand(2, 3, 48, 40)).relative < 1e-4
+
+
 def test_clips_may_have_any_number_of_frames(artifacts: Path) -> None:
     x = torch.rand(2, 3, 4, 16, 16)
     module = create_extractor(nn.Sequential(nn.Conv3d(3, 4, 3, padding=1), nn.ReLU()).eval(), ["1"], x)
