@@ -237,10 +237,8 @@ def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
     page.unroute("**/graph?profile=true")
     page.get_by_label("Colour by").select_option("time")
     until(page, "location.hash.includes('c=time')")
-    note.wait_for()
-    note.wait_for(state="hidden")
-    legend = page.locator(".legend")
-    assert re.fullmatch(r"to [0-9.]+ ms", legend.inner_text().strip())
+    until(page, "/^to [0-9.]+ ms$/.test(document.querySelector('.legend').innerText.trim())")
+    assert note.is_hidden()
     page.get_by_label("Colour by").select_option("params")
     largest = sum(weight.numel() for weight in torchvision.models.resnet18().layer4.parameters())
     until(
