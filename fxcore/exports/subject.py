@@ -134,8 +134,10 @@ def _of_extractor(extractor: Extractor, preprocessing: Preprocessing | None, any
 
 
 def _own_preprocessing(extractor: Extractor) -> Preprocessing | None:
-    """Return how images become inputs of an extractor; None if that is not how the preprocessing of its model's weights
-    does it."""
+    """Return how images become inputs of an extractor according to its model's weights.
+
+    None if their preprocessing gives images of another size, or normalises otherwise than what is folded in.
+    """
     own, size = extractor.graph.preprocessing, extractor.graph.input_size
     if own.fixed_size and own.nominal_size() != size:
         return None

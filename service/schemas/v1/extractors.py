@@ -59,7 +59,7 @@ class OutputDetail(BaseModel):
     shape: list[int | None] | None = Field(examples=[[None, 1024, 14, 14]])
     dtype: str | None = Field(examples=["float32"])
     layout: str | None = Field(
-        description="The axes; `?` is an unknown one, and null means that all are unknown.", examples=["NCHW"]
+        description="The axes, `?` for one that is unknown; null if they are unknown.", examples=["NCHW"]
     )
     stride: int | None = Field(examples=[16])
     bytes_per_image: int | None = Field(examples=[802816])

@@ -11,6 +11,7 @@ from torchvision.models import list_models
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import get_model, model_graph
+from fxcore.models.catalog import register
 from fxcore.rendering.render import render
 from tests.service.cli.running import fxserve, rows
 
@@ -61,6 +62,29 @@ def test_nodes_lists_untraceable_modules() -> None:
     result = fxserve("nodes", "fasterrcnn_resnet50_fpn")
     assert [row[0] for row in rows(result.stdout, "level")][-2:] == ["P5", "P6"]
     assert "closed: roi_heads: " in result.stdout
+
+
+@pytest.mark.exhaustive
+def test_nodes_of_a_model_that_only_eval_mode_can_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dropping.py").write_text(
+        """
+import torch
+
+class Dropping(torch.nn.Module):
+    def forward(self, x):
+        return x * torch.rand(x.shape[0], 1, 1, 1) if self.training else x.relu()
+"""
+    )
+    (tmp_path / "models.toml").write_text('[models.mine]\nbuilder = "dropping:Dropping"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path))
+    try:
+        listed, train = fxserve("nodes", "mine"), fxserve("nodes", "mine", "--train")
+    finally:
+        register({})
+    assert (listed.exit_code, [row[0] for row in rows(listed.stdout, "node")]) == (0, ["x", "relu"])
+    assert (train.exit_code, train.stdout) == (1, "")
+    assert train.stderr == "fxserve: mine can be traced in eval mode only; leave out --train\n"
 
 
 @pytest.mark.exhaustive
