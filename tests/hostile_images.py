@@ -36,9 +36,16 @@ def grey16() -> PIL.Image.Image:
     return PIL.Image.fromarray(np.arange(0, 65536, 7, dtype=np.uint16)[:9216].reshape(96, 96))
 
 
-def png(width: int, height: int, *chunks: tuple[bytes, bytes], depth: int = 8, color: int = 0) -> bytes:
+def png(
+    width: int,
+    height: int,
+    *chunks: tuple[bytes, bytes],
+    depth: int = 8,
+    color: int = 0,
+    interlaced: bool = False,
+) -> bytes:
     """Build a PNG with any header and chunks and valid checksums."""
-    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, interlaced)
     parts = [b"\x89PNG\r\n\x1a\n"]
     for kind, data in ((b"IHDR", header), *chunks, (b"IEND", b"")):
         parts.append(struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)))
@@ -118,7 +125,7 @@ def scans(count: int = 2000) -> bytes:
 
 
 def deep_png(color: int = 2, wrong_sum: int = 0, cut: int = 0, without_sum: bool = False) -> bytes:
-    """Build a 4 x 4 PNG with 16 bits per sample. If it is damaged, libpng stops in the middle, but PIL goes on."""
+    """Build a 4 x 4 PNG with 16 bits per sample. If it is damaged, libpng stops in the middle."""
     samples = {0: 1, 2: 3, 4: 2, 6: 4}[color]
     lines = b"".join(b"\0" + bytes((7 * y + x) % 256 for x in range(8 * samples)) for y in range(4))
     packed = zlib.compress(lines[: len(lines) - cut])
@@ -198,11 +205,11 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], int]] = {
     "gif over its canvas": (gif_over_its_canvas, 200),
     "gif past its colours": (gif_past_its_colours, 200),
     "deep png, wrong sum": (lambda: deep_png(wrong_sum=1), 200),
-    "deep png, row missing": (lambda: deep_png(cut=25), 200),
+    "deep png, row missing": (lambda: deep_png(cut=25), 422),
     "deep png, no sum": (lambda: deep_png(without_sum=True), 200),
-    "deep grey png, row missing": (lambda: deep_png(0, cut=9), 200),
-    "deep grey png with alpha, row missing": (lambda: deep_png(4, cut=17), 200),
-    "deep png with alpha, row missing": (lambda: deep_png(6, cut=33), 200),
+    "deep grey png, row missing": (lambda: deep_png(0, cut=9), 422),
+    "deep grey png with alpha, row missing": (lambda: deep_png(4, cut=17), 422),
+    "deep png with alpha, row missing": (lambda: deep_png(6, cut=33), 422),
     "bigtiff past its end": (lambda: b"II+\0\x08\0\0\0" + struct.pack("<Q", 2**63), 422),
     "lab profile": (with_profile, 200),
     "exif that loops": (exif_loop, 200),

@@ -13,7 +13,7 @@ import PIL.TiffImagePlugin
 from PIL import features
 
 from fxcore.errors import BadArgument, BadImage, ImageTooLarge
-from fxcore.images.formats import avif, jpeg2000, webp
+from fxcore.images.formats import avif, jpeg2000, png, webp
 from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.kinds import described
 from fxcore.images.formats.opening import opened, over_limit, recognized
@@ -225,10 +225,13 @@ def to_rgb(opened: Opened) -> PIL.Image.Image:
     Raises:
         BadImage, ImageTooLarge: see :func:`open_image`.
     """
-    image, turn, _ = opened
+    image, turn, data = opened
     format = image.format or "image"
     try:
         with quiet():  # palettes with transparency, and damage that Pillow tolerates
+            image.load()
+            if format == "PNG":
+                png.check_complete(data, np.asarray(image.crop((0, image.height - 1, *image.size))))
             return _rgb(image, turn)
     except PIL.Image.DecompressionBombError as error:
         raise over_limit(error) from error
@@ -237,7 +240,6 @@ def to_rgb(opened: Opened) -> PIL.Image.Image:
 
 
 def _rgb(image: PIL.Image.Image, turn: int) -> PIL.Image.Image:
-    image.load()
     if image.mode.startswith("I") and (bits := _bits(image)) <= _BITS:  # PIL would clip grey levels at 255
         image = PIL.Image.fromarray((np.asarray(image).clip(0, 2**bits - 1) >> (bits - 8)).astype(np.uint8))
     if image.mode != "RGB":  # convert() copies even RGB images

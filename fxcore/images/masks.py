@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fxcore.errors import BadImage, BadMask
 from fxcore.images.formats.containers import stripped
 from fxcore.images.formats.opening import opened
+from fxcore.images.formats.png import check_complete
 
 _ONE_CHANNEL = ("1", "L", "P", "I", "I;16")
 """Pillow's modes for PNG files with one value per pixel."""
@@ -87,12 +88,15 @@ def _sums(values: NDArray[Any], edges: NDArray[Any]) -> NDArray[np.float64]:
 
 def _of_png(data: bytes, image: tuple[int, int]) -> NDArray[np.bool_]:
     try:
-        with opened(stripped(data)[0], ["PNG"]) as file:
+        pixels, _ = stripped(data)
+        with opened(pixels, ["PNG"]) as file:
             _check_size((file.height, file.width), image)
             if file.mode not in _ONE_CHANNEL:
                 raise BadMask(f"is a PNG file of mode {file.mode}: send one channel, zero outside of the mask")
-            found: NDArray[np.bool_] = np.asarray(file) != 0
-            return found
+            values = np.asarray(file)
+        check_complete(pixels, values[-1])
+        found: NDArray[np.bool_] = values != 0
+        return found
     except BadMask:
         raise
     except BadImage as error:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxcore.images.formats.opening import opened
+from fxcore.images.formats.png import check_complete
 from fxcore.quiet import quiet
 
 _SIGNATURE = b"\x89PNG"
@@ -51,4 +52,6 @@ def _pixels(data: bytes, raw_mode: str | None = None) -> NDArray[Any]:
     with opened(data, ["PNG"]) as image, quiet():
         if raw_mode is not None:
             image.tile = [(*tile[:3], raw_mode) for tile in image.tile]  # type: ignore[misc]
-        return np.asarray(image)
+        pixels = np.asarray(image)
+    check_complete(data, pixels[-1])
+    return pixels
