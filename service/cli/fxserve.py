@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from importlib.metadata import version
 from typing import Annotated
@@ -21,7 +22,10 @@ def main() -> None:
     """Run the console script."""
     collect_rarely()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in service.app
-    app()
+    try:
+        app()
+    finally:
+        gc.freeze()  # else two collections at exit visit all objects of torch, for a second or two
 
 
 def _print_version(wanted: bool) -> None:

@@ -32,3 +32,16 @@ asyncio.run(main())
 def test_what_is_imported_is_exempt_and_what_is_made_later_is_collected() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["True", "True", "True"], done.stderr
+
+
+def test_the_collections_at_a_commands_end_have_nothing_to_visit() -> None:
+    script = """
+import atexit, gc, sys
+from service.cli import main
+
+atexit.register(lambda: print(100 * len(gc.get_objects()) < gc.get_freeze_count()))
+sys.argv = ["fxserve", "check"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1] == "True", done.stderr
