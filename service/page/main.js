@@ -103,7 +103,7 @@ function showStart() {
   panes.features.replaceChildren()
   if (!panes.graph.querySelector(".welcome")) panes.graph.replaceChildren()
   showCatalogue(panes.models, showWelcome(lost)).catch((error) => {
-    if (!model && !place().m) panes.models.replaceChildren(failure(error, ["Try again", () => show(place())]))
+    if (!requested) panes.models.replaceChildren(failure(error, ["Try again", () => show(place())]))
   })
 }
 
@@ -125,6 +125,7 @@ async function showWelcome(lost) {
 async function load(now) {
   const lost = holdsFocus()
   leave()
+  notify("")
   const mine = (stop = new AbortController())
   const fresh = model?.name !== now.m
   const waiting = progress(`Loading ${now.m}`, () => { location.hash = link(kept(now)) }, "its graph is being traced")
@@ -141,8 +142,13 @@ async function load(now) {
     model = await loadModel(now.m, now.w, mine.signal)
   } catch (error) {
     if (mine.signal.aborted) return false
+    if (error instanceof Problem && error.status === 404) {
+      relist()
+      notify(error.message)
+      showStart()
+      return false
+    }
     requested = ""
-    if (error instanceof Problem && error.status === 404) relist()
     const back = h("p", {}, h("a", { href: link(kept(now)) }, "All models"))
     panes.models.replaceChildren(failure(error, ...retries(error, () => show(place()), () => go({ w: "random" }))), back)
     if (lost) focusHeading(panes.models)

@@ -233,8 +233,7 @@ def test_the_models_of_a_server_that_was_started_anew_are_listed(start, visit):
     server.begin()
     server.wait()
     page.locator(".results a", has_text="efficientnet_lite0").click()
-    page.get_by_text("Unknown model").wait_for()
-    page.get_by_role("link", name="All models").click()
+    page.locator("#notice", has_text="'efficientnet_lite0'").wait_for()
     page.locator(".results a", has_text="resnet18").wait_for()
     page.get_by_text("1 of timm").wait_for()
     assert listed(page) == ["resnet18"]

@@ -323,8 +323,10 @@ def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
     page.goto(f"{open_server.url}/#m=r3d_18&n=layer2")
     page.get_by_text("not photos").wait_for()
     page.goto(f"{open_server.url}/#m=nothing")
-    page.get_by_role("alert").wait_for()
-    assert "nothing" in page.inner_text("section.models")
+    page.locator("#notice", has_text="'nothing'").wait_for()
+    page.locator(".results a", has_text="resnet18").click()
+    shown_channels(page)
+    assert page.locator("#notice").is_hidden()
 
 
 @pytest.mark.exhaustive
@@ -342,7 +344,8 @@ def test_everybody_can_use_it(open_server, visit):
         ('m=squeezenet1_1&n=features.3&p2=rocket&e=[{"node":"features.3","channels":[1],"scale":0}]', TILES),
         ("m=timm.vit_tiny_patch16_224&n=blocks.2&v=attention", ".stage"),
         ("m=squeezenet1_1&n=features.3&v=mean&m2=resnet18", ".likeness"),
-        ("m=nothing", ".failure"),
+        ("m=nothing", "#notice"),
+        ("m=resnet18&w=IMAGENET1K_V1", ".failure"),
     ):
         page.goto(f"{open_server.url}/#{fragment}")
         page.wait_for_selector(ready, timeout=90_000)
