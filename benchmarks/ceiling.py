@@ -88,7 +88,7 @@ class Ceiling:
         with torch.inference_mode():
             inputs = self.staging.inputs([(part,) for part in parts], description.decoder, description.dtype)
             outputs = self.runtime.run(*inputs)
-            for info in self.runtime.outputs:
+            for info in self.runtime.extractor.outputs:
                 value = outputs[info.key]
                 (pool(value, info.layout, "avg", info.prefix) if self.pooled else value).cpu()
 

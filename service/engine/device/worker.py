@@ -267,7 +267,7 @@ class DeviceWorker:
         )
         outputs = run(*inputs, *_factors(items, self.device))
         rows = _rows(items)
-        return [(info, by_image(info, outputs[info.key], rows)) for info in runtime.outputs]
+        return [(info, by_image(info, outputs[info.key], rows)) for info in runtime.extractor.outputs]
 
 
 def _deliver(finished: Finished) -> None:

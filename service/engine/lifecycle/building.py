@@ -64,7 +64,7 @@ class Builder:
         with _failures(description):
             graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
             runtime, original = await self._pruned(description, graph, await self._loaded(description, graph))
-            record.outputs = runtime.outputs
+            record.outputs = runtime.extractor.outputs
             await self._lowered(runtime, original)
             if description.note is not None:
                 log.warning("extractor %s: %s", description.id, description.note)
@@ -116,7 +116,7 @@ class Builder:
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
         pace = self.paces.setdefault((description.entry.name, description.spec.precision), Pace())
         collect = self.tools.collector.soon
-        return Runtime(description, graph, extractor, done, self.ledger, collect, model, pace, held), original
+        return Runtime(description, extractor, done, self.ledger, collect, model, pace, held), original
 
     async def _lowered(self, runtime: Runtime, original: Callable[..., Any] | None) -> None:
         try:

@@ -112,7 +112,7 @@ class Eviction:
             self._later.cancel()
 
     def _graphs(self) -> Sequence[ModelGraph]:
-        return [graph for record in self._records if record.runtime is not None for graph in record.runtime.graphs]
+        return [one.extractor.graph for _, one in self._runtimes()]
 
     def _evict_compiled(self) -> bool:
         """Evict compiled OpenVINO extractors down to the limits. Return whether any was evicted."""

@@ -100,4 +100,4 @@ def _others(runtime: Runtime, shapes: Sequence[RowShape]) -> list[tuple[int, int
     if description.spec.fit != "native" or not description.entry.one_size:
         return []
     sizes = dict.fromkeys((shape[0][-2], shape[0][-1]) for shape in shapes)
-    return [size for size in sizes if size != runtime.graph.input_size]
+    return [size for size in sizes if size != runtime.extractor.graph.input_size]

@@ -83,7 +83,8 @@ class Pipeline:
             for shape in plan.shapes:
                 if isinstance(run := variant.at(shape).run, Named):
                     run.check(shape)
-            placing = None if given is None else PlannedRegions(plan, given, variant.outputs, options.roi_size)
+            outputs = variant.extractor.outputs
+            placing = None if given is None else PlannedRegions(plan, given, outputs, options.roi_size)
             counts = plan.shapes if placing is None else placing.counts
             limit = self._admission.max_bytes
             if options.sent:
@@ -110,7 +111,7 @@ class Pipeline:
             job = Job(variant, options, plan.shapes.total(), regions, matrices, made)
             Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
             try:
-                outputs = await job.result()
+                computed = await job.result()
             except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then
                 self._queue.discard(job)
                 raise
@@ -120,7 +121,7 @@ class Pipeline:
             "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
             "compute": job.computed,
         }
-        answered = {key: outputs[key] for key in runtime.description.return_nodes if key in outputs}
+        answered = {key: computed[key] for key in runtime.description.return_nodes if key in computed}
         if plan.valid_boxes is not None:
             of_rows = slice(None) if regions is None else regions.image
             answered[VALID_BOX] = plan.valid_boxes[of_rows].contiguous()

@@ -33,13 +33,11 @@ class RowSizes:
     Args:
         description: the extractor's description.
         extractor: the extractor.
-        input_size: height and width that the strides of its graph refer to.
     """
 
-    def __init__(self, description: Description, extractor: Extractor, input_size: tuple[int, int]) -> None:
+    def __init__(self, description: Description, extractor: Extractor) -> None:
         self._description = description
         self._extractor = extractor
-        self._input_size = input_size
         self._rows: ByteCache[RowShape, RowSize] = _cache(lambda row: len(row.outputs))
         self._responses: ByteCache[tuple[RowShape, FeatureOptions], Mapping[str, ResponseRow]] = _cache(len)
 
@@ -98,7 +96,8 @@ class RowSizes:
         grids = {}
         if not description.begins_at:
             height, width = shape[0][-2:]
-            grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), self._input_size) for i in extractor.outputs}
+            strided = extractor.graph.input_size  # that the strides of its graph refer to
+            grids = {i.key: grid_of(i, outputs[i.key][0], (height, width), strided) for i in extractor.outputs}
         inputs = sum(_bytes([1, *dims], description.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest

@@ -14,7 +14,6 @@ from torch import nn
 from fxcore.backends import Lowered
 from fxcore.errors import BadTensor, summarize
 from fxcore.extractor import Extractor
-from fxcore.graph.model_graph import ModelGraph
 from fxcore.models.user_models import UserEntry
 from service.engine.description import Description
 from service.engine.errors import failure
@@ -38,8 +37,7 @@ class Runtime:
 
     Args:
         description: the extractor's description.
-        graph: the model's annotated graph.
-        extractor: pruned from ``graph`` and transformed.
+        extractor: pruned from the model's graph and transformed.
         transformed: the report of its transforms, if it has any.
         ledger: counts its bytes while it is in memory.
         on_idle: called once it is retired and no longer in use.
@@ -76,7 +74,6 @@ class Runtime:
     def __init__(
         self,
         description: Description,
-        graph: ModelGraph,
         extractor: Extractor,
         transformed: Transformed | None,
         ledger: Ledger,
@@ -86,9 +83,7 @@ class Runtime:
         held: Mapping[int, int] | None = None,
     ) -> None:
         self.description = description
-        self.graph = graph
         self.extractor = extractor
-        self.outputs = extractor.outputs
         self.transformed = transformed
         self.candidates: list[Candidate] = []
         self.layers: list[dict[str, Any]] | None = None
@@ -100,7 +95,7 @@ class Runtime:
         self.last_used = time.monotonic()
         self.retired = False
         self.variants: dict[Variant, Runtime] = {}
-        self.sizes = RowSizes(description, extractor, graph.input_size)
+        self.sizes = RowSizes(description, extractor)
         self.model = model
         self.pace = pace
         self._ledger = ledger
@@ -120,8 +115,9 @@ class Runtime:
         failed. Shapes that others do not accept are refused before they run, so their failures have other causes.
         """
         found = failure(error)
-        size = self.graph.preprocessing.nominal_size()
-        usual = self.graph.input_size == size and list(shape) == self.description.usual_shapes()
+        graph = self.extractor.graph
+        size = graph.preprocessing.nominal_size()
+        usual = graph.input_size == size and list(shape) == self.description.usual_shapes()
         own = isinstance(self.description.entry, UserEntry)
         if usual or not own or not isinstance(found, ComputeFailed) or isinstance(error, torch.AcceleratorError):
             return found
@@ -195,11 +191,6 @@ class Runtime:
     def busy(self) -> bool:
         """Whether requests or a search for a faster backend are using it."""
         return self._users > 0
-
-    @property
-    def graphs(self) -> list[ModelGraph]:
-        """Its graph and those of its variants."""
-        return [one.graph for one in self.all]
 
     @property
     def own_bytes(self) -> int:

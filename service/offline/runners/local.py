@@ -8,7 +8,7 @@ from typing import Any, cast
 from fxcore.errors import FxError
 from service.choices import RegionPooling
 from service.codecs.requests import regions as body_regions
-from service.engine import Engine, ExtractorRecord, FeatureOptions
+from service.engine import Engine, FeatureOptions
 from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import (
     ExtractorInfo,
@@ -65,7 +65,6 @@ class LocalRunner:
         self._images = images
         self._served_by = served_by
         self._lowering = settings.lowering
-        self._record: ExtractorRecord | None = None
 
     async def start(self, spec: ExtractorSpec) -> None:
         await self._engine.start()
@@ -76,19 +75,18 @@ class LocalRunner:
         runtime = await self._engine.runtimes.load(record)
         if self._lowering:  # now, because switching backends during the run would round later rows differently
             await self._engine.settle(runtime, self._images)
-        self._record, description = record, record.description
+        self._record, description, outputs = record, record.description, record.outputs
         self.info = ExtractorInfo(
             spec=resolved_spec(spec, requested, description.weights, description.return_nodes),
-            outputs=[output_fields(vars(info)) for info in runtime.outputs],
+            outputs=[output_fields(vars(info)) for info in outputs],
             fingerprint=description.fingerprint,
             backend=runtime.backend,
             one_size=description.preprocessing.fixed_size and self._options.preprocess != "none",
             images=preprocessing_of(self._options, self._engine.settings.preprocess),
-            layouts={info.key: row_layout_of(self._options, vars(info), info.prefix.count) for info in runtime.outputs},
+            layouts={info.key: row_layout_of(self._options, vars(info), info.prefix.count) for info in outputs},
         )
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
-        assert self._record is not None
         try:
             pool = cast(RegionPooling, self._options.pool)
             given = None if regions is None else body_regions.given(pool, regions)

@@ -229,7 +229,8 @@ async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, 
         client = asyncio.create_task(hammer(0))
         specs = []
         for model in models:
-            nodes = [n.name for n in (await built(running, model, ["x"])).runtime.graph.nodes if n.extractable]
+            graph = (await built(running, model, ["x"])).runtime.extractor.graph
+            nodes = [n.name for n in graph.nodes if n.extractable]
             specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
         made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20

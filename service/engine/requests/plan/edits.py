@@ -36,7 +36,7 @@ def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
     exact = []
     for index, edit in enumerate(edits):
         with numbered(index):
-            [name] = runtime.graph.resolve({edit.node: edit.node}).values()
+            [name] = runtime.extractor.graph.resolve({edit.node: edit.node}).values()
         exact.append(replace(edit, node=name))
     return exact
 

@@ -58,7 +58,7 @@ async def sizes(
     total = 0
     # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
     native = runtime.description.spec.fit == "native"
-    infos = {info.key: info for info in runtime.outputs}
+    infos = {info.key: info for info in runtime.extractor.outputs}
     first_shape = plan.parts[0].shape
     first: Mapping[str, ResponseRow] = {}
     rows: dict[RowShape, RowSize] = {}

@@ -81,14 +81,14 @@ async def embed(request: Request) -> Response:
         del chunks
         record = await _extractor(request, state, body.model)
         runtime = record.runtime or await state.engine.runtimes.load(record)
-        pooled = runtime.graph.attention_pools.get(record.outputs[0].node)
+        pooled = runtime.extractor.graph.attention_pools.get(record.outputs[0].node)
         if pooled is not None:
             spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
             # The client may already request this node, so no admin key is needed.
             record, _ = await state.engine.extractors.get(spec)
             runtime = record.runtime or await state.engine.runtimes.load(record)
         output = record.outputs[0]
-        options = _POOLED[(runtime.graph.pooling or "cls") if output.prefix.class_token else "avg"]
+        options = _POOLED[(runtime.extractor.graph.pooling or "cls") if output.prefix.class_token else "avg"]
         if body.dimensions is not None:
             _check_dimensions(body.dimensions, output, options.pool)
         result = await state.engine.features(

@@ -104,9 +104,10 @@ def describe(record: ExtractorRecord) -> dict[str, Any]:
         "preprocessing": None if description.begins_at else description.preprocessing.describe(),
         "fingerprint": description.fingerprint,
         "sizes": [
-            dict(zip(("height", "width"), one.graph.input_size, strict=True), backend=one.backend, images=one.images)
+            {"height": height, "width": width, "backend": one.backend, "images": one.images}
             for one in variants
             if not one.description.edits
+            for height, width in [one.extractor.graph.input_size]
         ],
         "edits": [
             {"nodes": one.description.edits, "backend": one.backend, "images": one.images}

@@ -116,7 +116,7 @@ def describe(target: Target) -> Tensors:
     """
     if isinstance(target, ExtractorRecord):
         own, preprocessing, runtime = target.description, target.description.preprocessing, target.runtime
-        graph = runtime.graph if runtime is not None else graph_for(own.spec, own.entry, own.weights)
+        graph = runtime.extractor.graph if runtime is not None else graph_for(own.spec, own.entry, own.weights)
         part = ModelPart(graph, own.begins_at, own.return_nodes) if own.begins_at else None
         outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.entry.dtype, own.dtype)
         if own.spec.fit == "pad":

@@ -141,7 +141,7 @@ async def test_graphs_are_kept_under_the_budget(
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
         assert other.runtime is not None
-        assert other.runtime.graph is model_graph("resnet18") is not own[1]
+        assert other.runtime.extractor.graph is model_graph("resnet18") is not own[1]
         assert other.description.fingerprint == own[1].fingerprint
         assert running.runtimes.eviction.bytes() == taken
 
@@ -314,7 +314,7 @@ async def main():
             record, _ = await engine.extractor(spec, 600)
             assert record.state == "ready", record.problem
             await record.runtime.checked.wait()  # which runs it once
-            graph = [node.name for node in record.runtime.graph.nodes if node.extractable]
+            graph = [node.name for node in record.runtime.extractor.graph.nodes if node.extractable]
         sizes.append(resident())
     nodes = sum(len(r.runtime.extractor.module.graph.nodes) for r in engine.records.list()[1:])
     print(json.dumps({"before": before, "one": sizes[0], "twenty": sizes[1], "node": (sizes[1] - sizes[0]) / nodes}))

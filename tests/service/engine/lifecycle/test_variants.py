@@ -40,7 +40,7 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         runtime = record.runtime
         assert runtime is not None
         assert set(runtime.variants) == {(64, 96), (96, 64)}
-        assert len({id(graph) for graph in runtime.graphs}) == 3
+        assert len({id(one.extractor.graph) for one in runtime.all}) == 3
         [loaded] = running.models.loaded().values()
         own = storages_of(tensors_of(loaded.module))
         for sized in runtime.variants.values():
