@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection
 from typing import Literal
 
 from prometheus_client import Counter
 
-from fxcore.graph.model_graph import ModelGraph, forget_graph
+from fxcore.graph.model_graph import forget_graph
 from service.engine.description import ModelKey
 from service.engine.memory.graphs import graph_bytes, idle_graphs
 from service.engine.memory.projections import Projections
@@ -75,7 +76,8 @@ class Eviction:
         """Return the bytes of all loaded models, built extractors, traced graphs and projection matrices."""
         models = sum(model.bytes for model in self._models.loaded().values())
         own = sum(record.runtime.own_bytes for record in self._records if record.runtime is not None)
-        return models + self._ledger.bytes + own + graph_bytes(self._graphs()) + self._projections.bytes()
+        graphs = graph_bytes(one.extractor.graph for _, one in self._runtimes())
+        return models + self._ledger.bytes + own + graphs + self._projections.bytes()
 
     def make_room(self, wanted: int = 0) -> None:
         """Evict the least recently used until ``wanted`` more bytes fit into the budget.
@@ -90,6 +92,7 @@ class Eviction:
                 if self._later is None:
                     self._later = asyncio.get_running_loop().call_later(_TRY_AGAIN_SECONDS, self._make_room_later)
                 break
+            self._evictions.labels(kind, "memory_budget").inc()
             evicted.add(kind)
         if self._evict_compiled():
             evicted.add("extractor")
@@ -111,9 +114,6 @@ class Eviction:
         if self._later is not None:
             self._later.cancel()
 
-    def _graphs(self) -> Sequence[ModelGraph]:
-        return [one.extractor.graph for _, one in self._runtimes()]
-
     def _evict_compiled(self) -> bool:
         """Evict compiled OpenVINO extractors down to the limits. Return whether any was evicted."""
         compiled = [(record, one) for record, one in self._runtimes() if one.backend == "openvino"]
@@ -131,7 +131,8 @@ class Eviction:
             if one is record.runtime:
                 self.retire(record, "threads")
             elif record.runtime is not None:  # otherwise it was just retired with its variants
-                self._retire_variant(record.runtime, one, "threads")
+                record.runtime.retire_variant(one)
+                self._evictions.labels("variant", "threads").inc()
         return bool(over)
 
     def _runtimes(self) -> list[tuple[ExtractorRecord, Runtime]]:
@@ -144,58 +145,42 @@ class Eviction:
 
         Return its kind; None if everything is in use.
         """
-        graphs = idle_graphs(self._graphs())
+        graphs = idle_graphs(one.extractor.graph for _, one in self._runtimes())
         if sum(graph.bytes for graph in graphs) > GRAPH_SHARE * self._memory_budget:
-            self._forget_graph(graphs[0])
+            forget_graph(graphs[0])
             return "graph"
-        if self._forget_projection(busy=False):
+        if self._projections.forget_oldest(busy=False):
             return "projection"
-        over: dict[ModelKey, list[ExtractorRecord]] = {}
+        over: defaultdict[ModelKey, list[ExtractorRecord]] = defaultdict(list)
         for record in self._records:
             if record.runtime is not None or record.build is not None:
-                over.setdefault(record.description.model_key, []).append(record)
-        idle = [
-            key for key in self._models.loaded() if not any(record.pinned_or_active for record in over.get(key, ()))
-        ]
+                over[record.description.model_key].append(record)
+        idle = [key for key in self._models.loaded() if not any(record.pinned_or_active for record in over[key])]
         if idle:
-            key = min(idle, key=lambda key: max((r.last_used for r in over.get(key, ())), default=0.0))
-            for record in over.get(key, ()):
+            key = min(idle, key=lambda key: max((record.last_used for record in over[key]), default=0.0))
+            for record in over[key]:
                 self.retire(record)
-            self.forget_weights(key, "memory_budget")
-            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over.get(key, ())))
+            self._models.forget(key)
+            log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over[key]))
             return "weights"
         loose = [record for records in over.values() for record in records if not record.pinned_or_active]
         if loose:
-            self.retire(min(loose, key=lambda record: record.last_used))
+            min(loose, key=lambda record: record.last_used).retire()
             return "extractor"
         variants = [(r, one) for r, one in self._runtimes() if one is not r.runtime and not _in_use(r, one)]
         if variants:
             record, oldest = min(variants, key=lambda pair: pair[1].last_used)
             assert record.runtime is not None
-            self._retire_variant(record.runtime, oldest, "memory_budget")
+            record.runtime.retire_variant(oldest)
             return "variant"
         if graphs:
-            self._forget_graph(graphs[0])
+            forget_graph(graphs[0])
             return "graph"
-        return "projection" if self._forget_projection(busy=True) else None
-
-    def _forget_projection(self, busy: bool) -> bool:
-        existed = self._projections.forget_oldest(busy)
-        if existed:
-            self._evictions.labels("projection", "memory_budget").inc()
-        return existed
+        return "projection" if self._projections.forget_oldest(busy=True) else None
 
     def _make_room_later(self) -> None:
         self._later = None
         self.make_room()
-
-    def _retire_variant(self, runtime: Runtime, variant: Runtime, reason: str) -> None:
-        runtime.retire_variant(variant)
-        self._evictions.labels("variant", reason).inc()
-
-    def _forget_graph(self, graph: ModelGraph) -> None:
-        forget_graph(graph)
-        self._evictions.labels("graph", "memory_budget").inc()
 
 
 def _in_use(record: ExtractorRecord, runtime: Runtime) -> bool:
