@@ -16,7 +16,6 @@ from torch import nn
 from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import FxError, summarize
 from fxcore.extractor import build_extractor
-from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.decoding import Decoder
 from fxcore.models.weights import sized_model
 from service.engine.backends.upgrade import Tools, Upgrade
@@ -62,8 +61,7 @@ class Builder:
         """
         description = record.description
         with _failures(description):
-            graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
-            runtime, original = await self._pruned(description, graph, await self._loaded(description, graph))
+            runtime, original = await self._pruned(description)
             record.outputs = runtime.extractor.outputs
             await self._lowered(runtime, original)
             if description.note is not None:
@@ -80,22 +78,25 @@ class Builder:
         """
         with _failures(runtime.description):
             description = await in_pool(self.pool, _described, runtime.description, which)
-            graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
-            variant, _ = await self._pruned(description, graph, runtime.model)
+            variant, _ = await self._pruned(description, runtime.model)
             await self._lowered(variant, None)  # not worth comparing for a single use
         return variant
 
-    async def _loaded(self, description: Description, graph: ModelGraph) -> nn.Module:
-        if description.model_key not in self.models.loaded():
-            # Estimate the size to evict other models before the weights are loaded.
-            params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
-            self.tools.make_room(params * description.dtype.itemsize)
-        return (await self.models.get(description.entry, description.model_key)).module
-
     async def _pruned(
-        self, description: Description, graph: ModelGraph, model: nn.Module
+        self, description: Description, model: nn.Module | None = None
     ) -> tuple[Runtime, Callable[..., Any]]:
-        """Return the runtime without a backend, and the reference that computes the model's own values."""
+        """Return the runtime without a backend, and the reference that computes the model's own values.
+
+        Args:
+            model: the loaded model, if it is held already.
+        """
+        graph = await in_pool(self.pool, graph_for, description.spec, description.entry, description.weights)
+        if model is None:
+            if description.model_key not in self.models.loaded():
+                # Estimate the size to evict other models before the weights are loaded.
+                params = sum(parameter.numel() for parameter in graph.traced_modules[""].parameters())
+                self.tools.make_room(params * description.dtype.itemsize)
+            model = (await self.models.get(description.entry, description.model_key)).module
         pruned = partial(
             build_extractor,
             any_size=not description.preprocessing.fixed_size,
