@@ -99,15 +99,16 @@ class Engine:
         self._worker = DeviceWorker(self.device, self._queue, settings.compute_threads, self.metrics)
         self.threads = threads = Threads(settings, self.device)
         self.models = ModelStore(self.device, settings.weights_dir, threads.builders, threads.downloads)
-        limits = compiled_limits(settings.compute_threads)
         self.records = Records(metrics.evictions)
         records, budget = self.records.values(), settings.memory_budget
         collector, ledger = Collector(threads.builders), Ledger()
         # Projections and eviction need each other.
         projections = Projections(self.device, threads.builders, budget, lambda: eviction.make_room())
+        limits = compiled_limits(settings.compute_threads)
         eviction = Eviction(self.models, records, collector, ledger, budget, metrics.evictions, limits, projections)
+        make_room, may_compile = eviction.make_room, eviction.may_compile
         self._upgrades = Upgrades(
-            self.device, self._queue, settings, threads, limits.usual, records, eviction.make_room, collector
+            self.device, self._queue, settings, threads, records, make_room, may_compile, collector
         )
         builder = Builder(self.models, self._upgrades.tools, threads.builders, ledger)
         self.runtimes = Runtimes(self.records, builder, eviction, collector)

@@ -15,7 +15,6 @@ from service.engine.backends.upgrade import Tools
 from service.engine.backends.verdicts import Verdicts
 from service.engine.description import ModelKey
 from service.engine.device.queue import Queue
-from service.engine.placement import BUSY_SECONDS
 from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import RowShape
 from service.engine.runtime.collecting import Collector
@@ -44,9 +43,9 @@ class Upgrades:
         queue: the device worker's queue.
         settings: threads, cache, and whether ``auto`` searches for a faster backend.
         threads: the threads, of which it uses the compile pools.
-        usual: number of compiled extractors from which none is added while all are in use.
         records: a view of all extractors.
         make_room: evicts until the given number of bytes fits into memory.
+        may_compile: returns whether one more extractor may be compiled.
         collector: garbage-collects replaced backends.
 
     Attributes:
@@ -59,9 +58,9 @@ class Upgrades:
         queue: Queue,
         settings: Settings,
         threads: Threads,
-        usual: int,
         records: Collection[ExtractorRecord],
         make_room: Callable[[int], None],
+        may_compile: Callable[[], bool],
         collector: Collector,
     ) -> None:
         self._threads = threads
@@ -75,8 +74,8 @@ class Upgrades:
             make_room,
             collector,
         )
-        self._usual = usual
         self._records = records
+        self._may_compile = may_compile
         self._full_until = 0.0  # on the clock of time.monotonic(); saves counting the compiled ones on every request
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class Upgrades:
         now = time.monotonic()
         if now < self._full_until:
             return
-        if self._has_place():
+        if self._may_compile():
             self.improve(runtime)
         else:
             self._full_until = now + _FULL_SECONDS
@@ -147,19 +146,3 @@ class Upgrades:
         """Return whether an extractor holds a lowered copy of the weights ``key``, or will soon."""
         over = (record.runtime for record in self._records if record.description.model_key == key)
         return any(r is not None and r.wanted.is_set() and (r.backend != "eager" or r.searched) for r in over)
-
-    def _has_place(self) -> bool:
-        """Return whether one more extractor may be compiled.
-
-        It may if there are fewer than usual, or if one that was not used recently can be evicted for it.
-        """
-        unused = time.monotonic() - BUSY_SECONDS
-        compiled = [
-            (record, one)
-            for record in self._records
-            if record.runtime is not None
-            for one in record.runtime.all
-            if one.backend == "openvino" or one.searched
-        ]
-        evictable = (one for record, one in compiled if not record.pinned_or_active)
-        return len(compiled) < self._usual or any(one.last_used < unused for one in evictable)

@@ -109,6 +109,13 @@ class Eviction:
         if self._models.forget(key):
             self._evictions.labels("weights", reason).inc()
 
+    def may_compile(self) -> bool:
+        """Return whether one more extractor may be compiled: few are, or one that is not used can be evicted for it."""
+        compiled = [(record, one) for record, one in self._runtimes() if one.backend == "openvino" or one.searched]
+        unused = time.monotonic() - BUSY_SECONDS
+        evictable = (one for record, one in compiled if not record.pinned_or_active)
+        return len(compiled) < self._compiled.usual or any(one.last_used < unused for one in evictable)
+
     def close(self) -> None:
         """Stop evicting."""
         if self._later is not None:

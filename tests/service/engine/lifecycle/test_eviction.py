@@ -421,7 +421,6 @@ async def test_extractors_in_use_are_not_replaced_by_others(
         assert [record.backend for record in records] == ["openvino", "openvino", "eager"]
         asked = await built(running, nodes=["features.6"], backend="openvino")
         assert [record.runtime is None for record in (*records, asked)] == [False] * 4
-        monkeypatch.setattr("service.engine.backends.upgrades.BUSY_SECONDS", 0.0)
         monkeypatch.setattr("service.engine.lifecycle.eviction.BUSY_SECONDS", 0.0)
         await running.features(records[2], tensors(0))
         await settled(records[2])
