@@ -59,18 +59,21 @@ class Runtimes:
         self.eviction.make_room(0)
         return runtime
 
-    async def load(self, record: ExtractorRecord) -> Runtime:
+    async def load(self, record: ExtractorRecord, timeout: float | None = None) -> Runtime:
         """Return the runtime of ``record``, waiting for its build. If it was evicted or failed, build it again.
 
         Hold :meth:`Runtime.in_use` over its use, before the next ``await``: it may be evicted otherwise.
 
         Raises:
             FxError: the error of its build.
+            NotReady: it takes longer than ``timeout`` seconds.
         """
         self.ensure(record)
         runtime, build = record.runtime, record.build
         if build is not None:
-            await self.wait(record)
+            await self.wait(record, timeout)
+            if not build.done():
+                raise NotReady(f"extractor {record.id} is still being built")
             runtime = None if build.cancelled() else build.result()
         if runtime is None:
             raise record.failure or NotReady(f"extractor {record.id} is not built")

@@ -15,7 +15,7 @@ from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime.runtime import Runtime
 from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.v1.extractors import BUILD_PROBLEMS, IdOrName, load_extractor
+from service.http.routes.v1.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.scope import Calling
@@ -70,7 +70,7 @@ async def download(
     """Export an extractor as a file: its graph with transforms and weights, before lowering by a backend."""
     record = await state.engine.extractors.look_up(extractor)
     async with state.exports.place(caller) as run:
-        runtime = await load_extractor(state, record)
+        runtime = await state.engine.runtimes.load(record, DEFAULT_WAIT)
         with runtime.in_use():
             cancelled = threading.Event()
             try:

@@ -16,7 +16,6 @@ from service import problems
 from service.choices import GraphFormat
 from service.engine import ExtractorRecord
 from service.engine.extractors.store import Stored
-from service.engine.runtime.runtime import Runtime
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
@@ -149,20 +148,6 @@ def describe_stored(stored: Stored, name: str | None) -> dict[str, Any]:
         "checks": None,
         "problem": None,
     }
-
-
-async def load_extractor(state: State, record: ExtractorRecord) -> Runtime:
-    """Return the runtime of an extractor, building it if needed.
-
-    Raises:
-        NotReady: it takes longer than :data:`DEFAULT_WAIT` seconds.
-        FxError: the build failed.
-    """
-    try:
-        async with asyncio.timeout(DEFAULT_WAIT):
-            return await state.engine.runtimes.load(record)
-    except TimeoutError:
-        raise problems.NotReady(f"extractor {record.id} is still being built") from None
 
 
 @router.post(
@@ -317,7 +302,7 @@ async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> byt
     async with state.lookups.place(caller) as run, state.profiling:
         content = state.graphs.get(key)
         if content is None:
-            runtime = await load_extractor(state, record)
+            runtime = await state.engine.runtimes.load(record, DEFAULT_WAIT)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
@@ -332,7 +317,7 @@ async def _render(
     content = state.graphs.get(key)
     if content is None:
         async with state.lookups.place(caller) as run:
-            runtime = await load_extractor(state, record)
+            runtime = await state.engine.runtimes.load(record, DEFAULT_WAIT)
             with runtime.in_use():
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
         state.graphs.put(key, content)

@@ -279,6 +279,8 @@ async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes
     async with engine() as running:
         record, _ = await running.extractor(spec("resnet18", ["layer4"]), 0)
         assert record.state == "building"
+        with pytest.raises(NotReady, match="is still being built"):
+            await running.runtimes.load(record, 0.0)
         assert (await running.features(record, jpegs)).images == 3
         assert record.state == "ready"
 
