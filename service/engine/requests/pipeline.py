@@ -76,7 +76,7 @@ class Pipeline:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        edits = resolved(runtime, edits)
+        edits = resolved(edits, runtime.extractor.graph.resolve)
         with ExitStack() as stack, at_fault(edits):
             names = [edit.node for edit in edits]
             variant = await self._variants.hold(stack, runtime, list(plan.shapes), names)
@@ -99,7 +99,7 @@ class Pipeline:
             at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
             held, factors, regions = plan.held(at_once), None, None
             if edits:
-                factors = await planned_factors(variant, edits, plan, sized.rows, self._intake)
+                factors = await planned_factors(variant.description, edits, plan, sized.rows, self._intake)
                 held += factors.bytes
             if placing is not None:
                 held += await in_pool(self._intake, placing.weight_bytes, sized.rows)

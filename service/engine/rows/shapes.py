@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fxcore.edits import EditedNode
 from fxcore.extractor import OutputInfo
 from fxcore.graph.axes.layout import TOKENS
 from fxcore.pooling import MapGrid
@@ -34,14 +35,14 @@ class RowSize:
         bytes: bytes of its input, outputs and largest activations. Greater than zero, because batches are limited by
             it.
         grids: key → grid of each output that is a map.
-        edited: edited node → shape of its value.
+        edited: each edited node, with the shape of its value.
         flops: FLOPs to compute it.
     """
 
     outputs: dict[str, tuple[list[int], torch.dtype]]
     bytes: int
     grids: dict[str, MapGrid]
-    edited: dict[str, list[int]]
+    edited: Sequence[tuple[EditedNode, list[int]]]
     flops: int
 
 

@@ -101,11 +101,10 @@ class RowSizes:
         inputs = sum(_bytes([1, *dims], description.dtype) for dims in shape)
         largest = max(_bytes(dims, dtype) for dims, dtype in per_value.values())
         whole = inputs + sum(_bytes(*o) for o in outputs.values()) + LIVE_ACTIVATIONS * largest
-        edited = {node.name: per_value[node.name] for node in extractor.edited}
-        whole += 2 * sum(_bytes(*value) for value in edited.values())  # their factors
+        whole += 2 * sum(_bytes(*per_value[node.name]) for node in extractor.edited)  # their factors
         maps = {key: grid for key, grid in grids.items() if grid is not None}
-        shapes = {name: dims for name, (dims, _) in edited.items()}
-        return RowSize(outputs, max(1, whole), maps, shapes, flops)  # the input may have no values
+        edited = [(node, per_value[node.name][0]) for node in extractor.edited]
+        return RowSize(outputs, max(1, whole), maps, edited, flops)  # the input may have no values
 
 
 def _cache(outputs: Callable[[Any], int]) -> ByteCache[Any, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +12,6 @@ from service.engine.description import Description
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.edits import Edits
 from service.engine.rows.shapes import RowShape, RowSize
-from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 
 
@@ -27,8 +26,12 @@ def check_editable(description: Description, edits: Sequence[Edit]) -> None:
             raise BadEdit("an extractor in int8 has no inner values to edit; use one with precision=float32")
 
 
-def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
+def resolved(edits: Sequence[Edit], resolve: Callable[[Mapping[str, str]], Mapping[str, str]]) -> list[Edit]:
     """Return ``edits`` with exact node names.
+
+    Args:
+        edits: the request's edits.
+        resolve: maps keys to exact names; see :meth:`fxcore.graph.model_graph.ModelGraph.resolve`.
 
     Raises:
         BadEdit: a node does not exist or does not have one row per image.
@@ -36,7 +39,7 @@ def resolved(runtime: Runtime, edits: Sequence[Edit]) -> list[Edit]:
     exact = []
     for index, edit in enumerate(edits):
         with numbered(index):
-            [name] = runtime.extractor.graph.resolve({edit.node: edit.node}).values()
+            [name] = resolve({edit.node: edit.node}).values()
         exact.append(replace(edit, node=name))
     return exact
 
@@ -84,12 +87,12 @@ class EditFactors:
 
 
 async def planned_factors(
-    runtime: Runtime, edits: Sequence[Edit], plan: Plan, sizes: Mapping[RowShape, RowSize], intake: Executor
+    description: Description, edits: Sequence[Edit], plan: Plan, sizes: Mapping[RowShape, RowSize], intake: Executor
 ) -> EditFactors:
     """Plan the factors of a request's rows, one shape at a time, so that other requests are served in between.
 
     Args:
-        runtime: the extractor that edits these nodes.
+        description: the extractor that edits these nodes.
         edits: edits with exact node names.
         plan: the rows.
         sizes: sizes of one row of each shape.
@@ -101,10 +104,8 @@ async def planned_factors(
     rows = plan.shapes.total()
 
     def of(shape: RowShape) -> list[PlannedFactors]:
-        size = None if runtime.description.begins_at else (shape[0][-2], shape[0][-1])
-        return [
-            PlannedFactors(node, edits, rows, sizes[shape].edited[node.name], size, runtime.description.dtype)
-            for node in runtime.at(shape).extractor.edited  # the number of windows depends on the input size
-        ]
+        size = None if description.begins_at else (shape[0][-2], shape[0][-1])
+        edited = sizes[shape].edited  # the number of windows depends on the input size
+        return [PlannedFactors(node, edits, rows, dims, size, description.dtype) for node, dims in edited]
 
     return EditFactors(plan, {shape: await in_pool(intake, of, shape) for shape in sizes})
