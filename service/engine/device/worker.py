@@ -16,17 +16,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxcore.backends import Lowered
 from fxcore.edits import stacked
 from fxcore.errors import BadTensor, summarize
-from fxcore.extractor import OutputInfo
 from service.engine.device.job import Item, announce, overflow
 from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.errors import failure, is_out_of_memory
 from service.engine.rows.shapes import by_image
-from service.engine.runtime.runtime import Runtime
 from service.engine.threads import compute_on
 from service.observability.metrics import Metrics
 from service.problems import NotReady, OutOfMemory, Problem
@@ -225,12 +222,15 @@ class DeviceWorker:
     def _compute(self, items: Sequence[Item]) -> list[Finished]:
         """Run a batch through its extractor. Return the outputs of its items, grouped by equal options."""
         started = time.monotonic()
-        runtime = items[0].runtime
-        run = runtime.run  # read once: backends are swapped between batches
+        runtime, rows = items[0].runtime, _rows(items)
         with torch.inference_mode():
-            values = self._forward(runtime, run, items)
+            parts, description = [item.inputs for item in items], runtime.description
+            inputs = self._staging.inputs(parts, description.decoder, description.dtype)
+            outputs = runtime.run(*inputs, *_factors(items, self.device))
+            values = [(info, by_image(info, outputs[info.key], rows)) for info in runtime.extractor.outputs]
+            del inputs, outputs
             groups = by_options(items)
-            made = [finish(values, options, group, rows) for options, group, rows in groups]
+            made = [finish(values, options, group, of_group) for options, group, of_group in groups]
             del values
             finished = self._on_host([group for _, group, _ in groups], made)
         spent = time.monotonic() - started
@@ -238,7 +238,7 @@ class DeviceWorker:
         # A single batch may be slow, such as the first of a size.
         runtime.seconds_per_byte = min(pace, 2 * (runtime.seconds_per_byte or pace))
         if self.device.type == "cpu":  # a GPU is never that slow, and launches of small rows say little of large ones
-            runtime.pace.add(spent, items[0].row_flops, _rows(items))
+            runtime.pace.add(spent, items[0].row_flops, rows)
         for job in {item.job for item in items}:
             job.computed += spent
         return finished
@@ -259,15 +259,6 @@ class DeviceWorker:
             borrowed = frozenset(key for key, one in outputs.items() if self._staging.owns(one))
             finished.append(Finished(items, outputs, borrowed, overflows))
         return finished
-
-    def _forward(self, runtime: Runtime, run: Lowered, items: Sequence[Item]) -> list[tuple[OutputInfo, Tensor]]:
-        """Run ``run`` on a batch and return its outputs, with one row per image."""
-        inputs = self._staging.inputs(
-            [item.inputs for item in items], runtime.description.decoder, runtime.description.dtype
-        )
-        outputs = run(*inputs, *_factors(items, self.device))
-        rows = _rows(items)
-        return [(info, by_image(info, outputs[info.key], rows)) for info in runtime.extractor.outputs]
 
 
 def _deliver(finished: Finished) -> None:
