@@ -5,7 +5,7 @@ All functions are thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -49,7 +49,11 @@ async def plan_images(
         BadTensor: there is no image, or the model does not accept images; the message says what to send.
         BadImage, ImageTooLarge: the header of an image is invalid or too large; ``extra["index"]`` is its index.
     """
-    _check_takes_images(description, images)
+    if not images:
+        raise BadTensor("the request holds no image; send at least one")
+    if not description.takes_images:
+        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in description.inputs)
+        raise BadTensor(f"{description.of} does not take single images; send tensors: {wanted}")
     headers = _plain_headers(images, max_pixels)
     if headers is not None:
         return _planned(description, images, headers, preprocess, max_pixels)
@@ -81,14 +85,6 @@ def _plain_headers(images: Sequence[bytes], max_pixels: int) -> list[Header] | N
     return headers
 
 
-def _check_takes_images(description: Description, images: Sequence[bytes]) -> None:
-    if not images:
-        raise BadTensor("the request holds no image; send at least one")
-    if not description.takes_images:
-        wanted = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in description.inputs)
-        raise BadTensor(f"{description.of} does not take single images; send tensors: {wanted}")
-
-
 def _read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
     headers = []
     for index in indices:
@@ -100,109 +96,56 @@ def _read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> l
 def _planned(
     description: Description, images: Sequence[bytes], headers: Sequence[Header], preprocess: str, max_pixels: int
 ) -> Plan:
-    if preprocess == "none":
-        preparation = _AsSent(description, max_pixels)
-    else:
-        preparation = _Preprocessed(description, preprocess, max_pixels)
-    sizes, costs = [], []
+    preprocessing, channels = description.preprocessing, description.entry.channels
+    preprocessed = () if preprocess == "none" else headers
+    sizes = [preprocessing.output_size(h, w) if preprocessed else (h, w) for h, w, _ in headers]
+    costs = []
     for data, header in zip(images, headers, strict=True):
-        height, width, _ = header
-        deep = _DEEP_BYTES * height * width if is_deep(data) else 0
-        costs.append(len(data) + deep + preparation.decoding_bytes(header))
-        sizes.append(preparation.row_size(height, width))
-    pad = preparation.pad if len(set(sizes)) > 1 else None
+        deep = _DEEP_BYTES * header.height * header.width if is_deep(data) else 0
+        costs.append(len(data) + deep + _decoding_bytes(description, header, preprocess))
+    pad = preprocessing.batch if preprocessed and preprocessing.pads and len(set(sizes)) > 1 else None
     if pad is not None:
         sizes = [(max(height for height, _ in sizes), max(width for _, width in sizes))] * len(sizes)
-    value_bytes = FLOAT_BYTES if any(map(is_deep, images)) else preparation.value_bytes
-    rows = sum(preparation.channels * height * width * value_bytes for height, width in sizes)
+    floats = not preprocessed or any(map(is_deep, images))
+    value_bytes = FLOAT_BYTES if floats else description.decoder.dtype.itemsize
+    rows = sum(channels * height * width * value_bytes for height, width in sizes)
     if pad is not None:
         rows *= 2  # the rows, plus the padded batch
 
     def placements() -> list[Placement]:
-        return [preparation.placement(height, width) for height, width, _ in headers]
+        if preprocessed:
+            return [preprocessing.placement(height, width) for height, width, _ in headers]
+        return [Placement(size, 1.0, 1.0, 0, 0, size) for size in sizes]
 
     def row(index: int) -> tuple[Tensor]:
         with indexed(index):
-            return (preparation.row(images[index])[None],)
+            return (_row(description, images[index], preprocess, max_pixels)[None],)
 
-    shapes = [((preparation.channels, *size),) for size in sizes]
+    shapes = [((channels, *size),) for size in sizes]
     parts = [Part(range(index, index + 1), shape, partial(row, index)) for index, shape in enumerate(shapes)]
     sent: dict[tuple[int, int], int] = {}
-    for index, (height, width, _) in enumerate(() if preprocess == "none" else headers):
+    for index, (height, width, _) in enumerate(preprocessed):
         sent.setdefault((height, width), index)
-    boxes = [box for height, width, _ in headers if (box := preparation.valid_box(height, width)) is not None]
+    boxes = [box for height, width, _ in preprocessed if (box := preprocessing.valid_box(height, width)) is not None]
     valid_boxes = torch.tensor(boxes, dtype=torch.float32) if boxes else None
     return Plan(parts, rows, costs, pad, placements, sent, valid_boxes)
 
 
-class _AsSent:
-    """Preparation of images with ``preprocess=none``: each image is a row as it is.
+def _decoding_bytes(description: Description, header: Header, preprocess: str) -> int:
+    """Return the peak bytes while an image is decoded, without its file."""
+    pixels = header.height * header.width
+    decoded = header.held + 4 * pixels  # PIL's buffers and its decoded pixels
+    if preprocess == "none":
+        return decoded + (_LUMA_BYTES * pixels if description.entry.channels == 1 else 0)
+    return max(decoded, description.decoder.held(header.height, header.width, preprocess))
 
-    For models of one channel, the row is its luma.
 
-    Attributes:
-        channels: channels of a row.
-        value_bytes: bytes per value of a row, for images with 8 bits per value.
-        pad: combines rows of different sizes into one batch, if the model's own preprocessing does so.
+def _row(description: Description, data: bytes, preprocess: str, max_pixels: int) -> Tensor:
+    """Return the row of an image: ``[channels, H, W]``, or uint8 pixels ``[H, W, 3]``.
+
+    With ``preprocess=none`` it is the image as it is, or its luma for models of one channel.
     """
-
-    value_bytes = FLOAT_BYTES
-    pad: Callable[[Sequence[Tensor]], Tensor] | None = None
-
-    def __init__(self, description: Description, max_pixels: int) -> None:
-        self.channels = description.entry.channels
-        self._max_pixels = max_pixels
-
-    def row_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of its row."""
-        return height, width
-
-    def placement(self, height: int, width: int) -> Placement:
-        """Return the placement of the image in its row."""
-        return Placement((height, width), 1.0, 1.0, 0, 0, (height, width))
-
-    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
-        """Return its box in its row; see :meth:`fxcore.images.preprocessing.Preprocessing.valid_box`."""
-        return None
-
-    def decoding_bytes(self, header: Header) -> int:
-        """Return the peak bytes while the image is decoded, without its file."""
-        luma_bytes = _LUMA_BYTES * header.height * header.width if self.channels == 1 else 0
-        return _decoded_bytes(header) + luma_bytes
-
-    def row(self, data: bytes) -> Tensor:
-        """Return its row: ``[channels, H, W]``, or uint8 pixels ``[H, W, 3]``."""
-        pixels = scaled(decode(data, self._max_pixels).permute(2, 0, 1))
-        return luma(pixels) if self.channels == 1 else pixels
-
-
-class _Preprocessed(_AsSent):
-    """Preparation of images with the model's preprocessing, in the mode ``preprocess``."""
-
-    def __init__(self, description: Description, preprocess: str, max_pixels: int) -> None:
-        super().__init__(description, max_pixels)
-        self._decoder = description.decoder
-        self._preprocessing = description.preprocessing
-        self._preprocess = preprocess
-        self.value_bytes = description.decoder.dtype.itemsize
-        self.pad = description.preprocessing.batch if description.preprocessing.pads else None
-
-    def row_size(self, height: int, width: int) -> tuple[int, int]:
-        return self._preprocessing.output_size(height, width)
-
-    def placement(self, height: int, width: int) -> Placement:
-        return self._preprocessing.placement(height, width)
-
-    def valid_box(self, height: int, width: int) -> tuple[int, int, int, int] | None:
-        return self._preprocessing.valid_box(height, width)
-
-    def decoding_bytes(self, header: Header) -> int:
-        return max(_decoded_bytes(header), self._decoder.held(header.height, header.width, self._preprocess))
-
-    def row(self, data: bytes) -> Tensor:
-        return self._decoder.image(data, self._max_pixels, self._preprocess)
-
-
-def _decoded_bytes(header: Header) -> int:
-    """Return the peak bytes while an image is decoded: PIL's buffers and its decoded pixels."""
-    return header.held + 4 * header.height * header.width
+    if preprocess != "none":
+        return description.decoder.image(data, max_pixels, preprocess)
+    pixels = scaled(decode(data, max_pixels).permute(2, 0, 1))
+    return luma(pixels) if description.entry.channels == 1 else pixels
