@@ -29,7 +29,7 @@ class Extractors:
 
     Args:
         records: the extractors known to this process.
-        resolver: turns a spec into a record.
+        resolver: turns a spec into a description.
         runtimes: builds them.
         sharing: the shared store, if there is one.
     """
@@ -60,9 +60,9 @@ class Extractors:
             NotReady: the store cannot be written.
             StoreFull: the store holds the maximum number of extractors.
         """
-        record = await self._resolver.record(spec, trace_in)
-        created = self._records.get(record.id) is None
-        name, owner = spec.name if build else None, record.id
+        description = await self._resolver.describe(spec, trace_in)
+        record = self._records.get(description.id) or ExtractorRecord(description)
+        name, owner, created = spec.name if build else None, record.id, False
         if build:
             created, owner = await self._save(record, name, keep or name is not None)
         else:
@@ -223,16 +223,17 @@ class Extractors:
         if stored is None or not self._resolver.serves(stored.spec.model):  # then it is not listed either
             return None
         try:
-            record = await self._resolver.record(stored.spec)
+            description = await self._resolver.describe(stored.spec)
         except BadTensor:  # a limit of this process, which no retry changes
             raise
         except (FxError, Problem) as problem:
             raise NotReady(f"extractor {id}, which is in the store: {problem.detail}") from None
-        if record.id != id:
+        if description.id != id:
             raise NotReady(
                 f"extractor {id} was created where {stored.spec.model} has a different graph, perhaps by another "
                 "version of torchvision; create it again here"
             )
+        record = self._records.get(id) or ExtractorRecord(description)
         name = stored.spec.name
         named = name is not None and await sharing.find(name) == id
         known = self._records.get(id)
@@ -257,7 +258,7 @@ class Extractors:
             NotReady: the store cannot be read.
         """
         if self._sharing is not None:
-            id = (await self._resolver.record(spec)).id
+            id = (await self._resolver.describe(spec)).id
             if await self._sharing.read(self._sharing.store.was_deleted, id):
                 return None
         record, _ = await self.get(spec)

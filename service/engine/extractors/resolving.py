@@ -32,7 +32,6 @@ from service.engine.memory.graphs import graph_for, preprocessing_for
 from service.engine.memory.transforms import prepared, steps
 from service.engine.models.served import is_served, require_served
 from service.engine.options import VALID_BOX
-from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW
 from service.engine.threads import RunInThread, in_pool
 from service.problems import TooManyNodes
@@ -43,10 +42,10 @@ _REMEMBERED_SPECS = 4096
 
 
 class Resolver:
-    """Finds or creates the record of a spec. For one event loop.
+    """Describes the extractors of specs. For one event loop.
 
     Args:
-        records: the extractors known here.
+        records: the extractors known here, which are not resolved again.
         device: where extractors run.
         pool: the builder threads.
         settings: the served models and the limits.
@@ -65,8 +64,8 @@ class Resolver:
         """Return whether a model of that name may be served here."""
         return is_served(model, self._settings.models)
 
-    async def record(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> ExtractorRecord:
-        """Return the known record of ``spec``, or a new one.
+    async def describe(self, spec: ExtractorSpec, trace_in: RunInThread | None = None) -> Description:
+        """Return the description of the extractor that ``spec`` requests.
 
         Args:
             spec: names its model and nodes.
@@ -76,18 +75,19 @@ class Resolver:
             FxError: see :func:`resolve`.
         """
         key = hashlib.sha256(spec.model_dump_json(exclude={"name"}).encode()).digest()
-        record = self._records.get(self._ids.get(key, ""))
-        if record is None:
+        known = self._records.get(self._ids.get(key, ""))
+        if known is not None:
+            description = known.description
+        else:
             trace_in = trace_in or partial(in_pool, self._pool)
             # One at a time: all but the first find the graph already traced.
             async with self._tracing.setdefault((spec.model, spec.weights), asyncio.Lock()):
                 description = await trace_in(lambda: resolve(spec, self._device, self._settings))
-            record = self._records.get(description.id) or ExtractorRecord(description)
-            self._ids[key] = record.id
+            self._ids[key] = description.id
         self._ids.move_to_end(key)
         if len(self._ids) > _REMEMBERED_SPECS:
             self._ids.popitem(last=False)
-        return record
+        return description
 
 
 def resolve(spec: ExtractorSpec, device: torch.device, settings: Settings) -> Description:
