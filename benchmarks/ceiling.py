@@ -33,7 +33,7 @@ async def runtime_of(spec: ExtractorSpec, settle: float) -> Runtime:
     """Build an extractor and wait up to ``settle`` seconds for its lowering."""
     engine = Engine(Settings())
     await engine.start()
-    record, _ = await engine.extractor(spec, 600)
+    record, _ = await engine.extractors.get(spec, 600)
     if record.state != "ready":
         raise SystemExit(f"the extractor cannot be built: {record.problem}")
     with suppress(TimeoutError):

@@ -48,7 +48,7 @@ async def main() -> None:
     engine = Engine(Settings(lowering=options.backend == "auto"))
     await engine.start()
     spec = ExtractorSpec(model=options.model, weights="random", return_nodes=[options.result], backend=options.backend)
-    record, _ = await engine.extractor(spec, wait=600)
+    record, _ = await engine.extractors.get(spec, wait=600)
     await lowered(engine, record, x, options.node)
 
     def ours(share: float) -> Request:

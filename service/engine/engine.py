@@ -55,7 +55,6 @@ from service.garbage import collect_rarely
 from service.observability.metrics import Metrics
 from service.problems import Draining, NotReady, Problem
 from service.schemas.regions import GivenRegions
-from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
 log = logging.getLogger("fxserve.engine")
@@ -232,30 +231,6 @@ class Engine:
         metrics.gpu_memory_reserved_bytes.labels(name).set(torch.cuda.memory_reserved(self.device))
         metrics.gpu_memory_used_bytes.labels(name).set(total - free)
         metrics.gpu_memory_total_bytes.labels(name).set(total)
-
-    async def extractor(
-        self, spec: ExtractorSpec, wait: float = 0.0, build: bool = True, keep: bool = False
-    ) -> tuple[ExtractorRecord, bool]:
-        """Return the extractor that ``spec`` describes, creating it if it does not exist.
-
-        Args:
-            spec: the spec of the extractor.
-            wait: seconds to wait for its build; after that the record is returned in state ``building``.
-            build: whether it may be created.
-            keep: whether it must be in the shared store afterwards, if a store is configured.
-
-        Returns:
-            The record, and whether it is new. A failed build is not raised: see its ``state`` and ``problem``.
-
-        Raises:
-            FxError: the spec is invalid (an unknown model, node or weights, a backend that is not served, a name that
-                is taken), or the extractor does not exist and ``build`` is false.
-            NotReady: the store cannot be used, and ``keep`` is true or the spec has a name.
-        """
-        record, created = await self.extractors.get(spec, build, keep)
-        if wait > 0:
-            await self.runtimes.wait(record, wait)
-        return record, created
 
     async def profile(self, runtime: Runtime) -> Measured:
         """Measure time and memory of each node of an extractor, between requests."""

@@ -42,16 +42,25 @@ class Extractors:
         self._adopting: Shared[str, ExtractorRecord | None] = Shared("adopt", keep=False)  # the records have them
 
     async def get(
-        self, spec: ExtractorSpec, build: bool = True, keep: bool = False, trace_in: RunInThread | None = None
+        self,
+        spec: ExtractorSpec,
+        wait: float = 0.0,
+        *,
+        build: bool = True,
+        keep: bool = False,
+        trace_in: RunInThread | None = None,
     ) -> tuple[ExtractorRecord, bool]:
-        """Return the extractor that ``spec`` describes, and whether it is new. Its build is started but not awaited.
+        """Return the extractor that ``spec`` describes, and whether it is new. Its build is started.
+
+        A failed build is not raised: see the record's ``state`` and ``problem``.
 
         Args:
             spec: the spec of the extractor.
+            wait: seconds to wait for its build; after that the record is returned in state ``building``.
             build: whether it may be created and named.
-            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
             keep: whether it must be in the store afterwards, if there is one. If false, failing to write the store is
                 not an error.
+            trace_in: runs the resolving, which may trace the model, in a thread; by default one of the builder threads.
 
         Raises:
             FxError: the spec names something that does not exist or is not served.
@@ -68,7 +77,7 @@ class Extractors:
         else:
             await self._require(record)
         if record.deleted:  # meanwhile, or by another process
-            return await self.get(spec, build, keep, trace_in)
+            return await self.get(spec, wait, build=build, keep=keep, trace_in=trace_in)
         known = self._records.get(record.id)
         if known is None:
             self._records.add(record)
@@ -80,6 +89,8 @@ class Extractors:
         self._runtimes.ensure(record)
         if name is not None and owner != record.id:  # the name was given to another extractor meanwhile
             raise NameTaken(name, owner)
+        if wait > 0:
+            await self._runtimes.wait(record, wait)
         return record, created
 
     async def _save(self, record: ExtractorRecord, name: str | None, keep: bool) -> tuple[bool, str]:

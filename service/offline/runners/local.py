@@ -71,7 +71,7 @@ class LocalRunner:
         requested = spec.backend
         if requested == "auto" and self._served_by is not None:
             spec = spec.model_copy(update={"backend": self._served_by})
-        record, _ = await self._engine.extractor(spec)
+        record, _ = await self._engine.extractors.get(spec)
         runtime = await self._engine.runtimes.load(record)
         if self._lowering:  # now, because switching backends during the run would round later rows differently
             await self._engine.settle(runtime, self._images)

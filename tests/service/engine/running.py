@@ -59,7 +59,7 @@ def spec(model: str = "squeezenet1_1", nodes: Any = ("features.8", "features.12"
 
 async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     """Build an extractor and return it once it is ready."""
-    record, _ = await engine.extractor(spec(*args, **rest), PATIENCE)
+    record, _ = await engine.extractors.get(spec(*args, **rest), PATIENCE)
     assert record.state == "ready", record.problem
     return record
 

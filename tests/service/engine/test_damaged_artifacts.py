@@ -26,5 +26,5 @@ async def test_one_that_loads_and_is_wrong_is_made_again(engine: MakeEngine, tmp
     assert weights.read_bytes() == right
     async with engine(cache_dir=tmp_path) as running:  # no artifact is dropped but a wrong one
         made = weights.stat().st_mtime_ns
-        await running.extractor(spec("squeezenet1_1", ["features.3"], backend="openvino"), 60)
+        await running.extractors.get(spec("squeezenet1_1", ["features.3"], backend="openvino"), 60)
         assert weights.stat().st_mtime_ns == made

@@ -232,7 +232,7 @@ async def test_building_twenty_extractors_delays_no_request(engine: MakeEngine, 
             graph = (await built(running, model, ["x"])).runtime.extractor.graph
             nodes = [n.name for n in graph.nodes if n.extractable]
             specs += [spec(model, nodes[-3 - i :: -7]) for i in range(5)]
-        made = await asyncio.gather(*(running.extractor(one, PATIENCE) for one in specs))
+        made = await asyncio.gather(*(running.extractors.get(one, PATIENCE) for one in specs))
         assert len({built.id for built, _ in made}) == 20
         assert all(built.state == "ready" for built, _ in made)
         before = responses

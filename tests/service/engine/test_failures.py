@@ -284,7 +284,7 @@ async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) 
 async def test_photographs_that_cannot_be_read_are_no_fault_of_the_request(engine: MakeEngine, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"nope")
     async with engine(calibration_dir=tmp_path, lowering=False) as running:
-        record, _ = await running.extractor(spec(precision="int8", backend="eager"), PATIENCE)
+        record, _ = await running.extractors.get(spec(precision="int8", backend="eager"), PATIENCE)
     assert isinstance(record.problem, ExtractorFailed)
     assert record.problem.status == 500
     assert str(tmp_path) in record.problem.detail

@@ -181,7 +181,7 @@ async def create_extractor(
 ) -> Response:
     """Create an extractor: a model pruned to the parts that the chosen nodes need."""
     began = time.monotonic()
-    record, created = await state.engine.extractor(spec, DEFAULT_WAIT if wait is None else wait, keep=True)
+    record, created = await state.engine.extractors.get(spec, DEFAULT_WAIT if wait is None else wait, keep=True)
     if (failure := record.failure) is not None:
         raise failure
     runtime = record.runtime

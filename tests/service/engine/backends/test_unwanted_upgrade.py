@@ -48,9 +48,9 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
 
 async def test_a_cancelled_build_lowers_nothing(engine: MakeEngine, held: Held) -> None:
     async with engine() as running:
-        await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")  # builds begin at once, in an order of their own
-        await running.extractor(spec(nodes=["features.4"], backend="openvino"))
+        await running.extractors.get(spec(nodes=["features.4"], backend="openvino"))
         records = running.records.list()
         builds = [record.build for record in records if record.build is not None]
         assert len(builds) == 2
@@ -66,7 +66,7 @@ async def test_a_cancelled_build_lowers_nothing(engine: MakeEngine, held: Held) 
 async def test_a_request_has_what_it_waits_for_lowered(engine: MakeEngine, held: Held) -> None:
     """Deleting lets it end normally."""
     async with engine() as running:
-        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        record, _ = await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         request = asyncio.create_task(running.features(record, tensors(0)))
         await held.began("features.3")
         await running.extractors.delete(record.id)
@@ -79,7 +79,7 @@ async def test_closing_ends_what_is_being_lowered(engine: MakeEngine, held: Held
         improved = await built(running, nodes=["features.3"])
         await running.features(improved, tensors(0))
         await held.began("features.3")
-        named, _ = await running.extractor(spec(nodes=["features.4"], backend="openvino"))
+        named, _ = await running.extractors.get(spec(nodes=["features.4"], backend="openvino"))
         await held.began("features.3", "features.4")
         build = named.build
     assert build is not None

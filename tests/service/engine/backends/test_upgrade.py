@@ -260,7 +260,7 @@ async def test_a_named_backend_is_never_replaced(
 ) -> None:
     monkeypatch.setitem(BACKENDS, "openvino", Broken(fault))
     async with engine() as running:
-        record, _ = await running.extractor(spec(backend="openvino"), PATIENCE)
+        record, _ = await running.extractors.get(spec(backend="openvino"), PATIENCE)
         assert record.state == "failed"
         assert isinstance(record.problem, BackendRefused)
         assert reason in record.problem.detail
@@ -285,14 +285,14 @@ async def test_a_backend_that_is_named_serves_from_the_start_and_alone(
     model = spec("squeezenet1_1", ["features.12"])
     small = torch.rand(1, 3, 21, 40, generator=torch.Generator().manual_seed(1))
     async with engine(cache_dir=cache) as running:
-        named, _ = await running.extractor(model.model_copy(update={"backend": "openvino"}), PATIENCE)
+        named, _ = await running.extractors.get(model.model_copy(update={"backend": "openvino"}), PATIENCE)
         assert named.checks is not None
         assert [c["state"] for c in named.checks["candidates"]] == ["serving"]
         assert 0 < named.checks["max_rel_error"] < 1e-4
         with pytest.raises(BadTensor, match="cannot compute inputs of 3 x 21 x 40; send 3 x 224 x 224"):
             await running.features(named, {"x": small})
         assert named.backend == "openvino"
-        other, _ = await running.extractor(model.model_copy(update={"backend": "eager"}), PATIENCE)
+        other, _ = await running.extractors.get(model.model_copy(update={"backend": "eager"}), PATIENCE)
         found, expected = [(await running.features(one, jpegs)).outputs for one in (named, other)]
         assert far(found, expected) < 1e-4
         assert (await running.features(other, {"x": small})).outputs["features.12"].shape == (1, 512, 1, 2)
@@ -303,7 +303,7 @@ async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, c
     """Which it does not tell itself: it is simulated, beside the requests."""
     pytest.importorskip("nncf")
     async with engine(cache_dir=cache) as running:
-        record, _ = await running.extractor(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
+        record, _ = await running.extractors.get(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
         assert (record.state, record.backend) == ("ready", "openvino"), record.problem
         await asyncio.wait_for(record.runtime.checked.wait(), 5 * PATIENCE)
         assert record.checks is not None

@@ -34,13 +34,13 @@ async def test_a_name_that_moves_while_another_process_looks_it_up(
         return resolve(*args)
 
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        first, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        first, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
         monkeypatch.setattr(resolving, "resolve", slow)
         looking = asyncio.create_task(other.extractors.look_up("x"))
         await until(begun.is_set)
         await one.extractors.delete(first.id)
-        again, _ = await one.extractor(spec(), PATIENCE, keep=True)
-        second, _ = await one.extractor(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
+        again, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+        second, _ = await one.extractors.get(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
         resume.set()
         await looking
         assert again.id == first.id
@@ -53,7 +53,7 @@ async def test_an_adoption_goes_on_when_its_request_leaves(
 ) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
         held = Held(monkeypatch, resolving, "resolve")
         looking = asyncio.create_task(other.extractors.look_up(record.id))
         await until(held.begun.is_set)
@@ -69,7 +69,7 @@ async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
 ) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
         assert other._sharing is not None
         find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
 
@@ -98,7 +98,7 @@ async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
     """Though a request for its nodes made it known first."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(name="x"), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
         read = Held(monkeypatch, Store, "get", call=1)  # the first call finds that there is one
         named = Held(monkeypatch, Store, "find", lambda store, key: key == "x")
         looking = asyncio.create_task(other.extractors.look_up(record.id))
@@ -111,7 +111,7 @@ async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
         with pytest.raises(UnknownExtractor):
             await looking
         assert other.records.list() == []
-        assert (await other.extractor(spec()))[1]
+        assert (await other.extractors.get(spec()))[1]
 
 
 async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
@@ -125,7 +125,7 @@ async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
             record = await built(one)
         slow.resume.set()
         await until(lambda: ids(url) == {record.id})
-        await other.extractor(spec(name="x"), PATIENCE, keep=True)
+        await other.extractors.get(spec(name="x"), PATIENCE, keep=True)
         await until(lambda: one.readiness()[1] == "ready")
         assert await one.extractors.look_up("x") is record
         await other.extractors.delete("x")
@@ -149,7 +149,7 @@ async def test_a_name_that_cannot_be_given_leaves_an_extractor_saved(
         with monkeypatch.context() as broken:
             broken.setattr(Store, "claim", fail)
             with pytest.raises(NotReady):
-                await one.extractor(spec(name="x"), keep=True)
+                await one.extractors.get(spec(name="x"), keep=True)
         await other.extractors.delete(record.id)
         with pytest.raises(UnknownExtractor):
             await one.extractors.look_up(record.id)
@@ -160,19 +160,19 @@ async def test_an_id_given_as_a_name_lets_a_reader_make_nothing(
     engine: MakeEngine, tmp_path: Path, shared: bool
 ) -> None:
     async with engine() as elsewhere:
-        id = (await elsewhere.extractor(spec()))[0].id
+        id = (await elsewhere.extractors.get(spec()))[0].id
     async with engine(**{"extractors": str(tmp_path / "store")} if shared else {}) as one:
         old = spec(nodes=["features.3"]).model_copy(update={"name": id})  # such names are refused since
-        await one.extractor(old, PATIENCE, keep=True)
+        await one.extractors.get(old, PATIENCE, keep=True)
         with pytest.raises(Forbidden):
-            await one.extractor(spec(), build=False)
+            await one.extractors.get(spec(), build=False)
         assert len(one.records.list()) == 1
 
 
 async def test_a_name_like_an_id_that_is_in_the_store_still_works(engine: MakeEngine, tmp_path: Path) -> None:
     name, url = "0123456789ab", str(tmp_path / "store")
     async with engine(extractors=url) as one:
-        record, _ = await one.extractor(spec().model_copy(update={"name": name}), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec().model_copy(update={"name": name}), PATIENCE, keep=True)
     async with engine(extractors=url) as other:
         assert [(stored.id, own) for stored, own in await other.extractors.elsewhere()] == [(record.id, name)]
         found = await other.extractors.look_up(name)
@@ -196,7 +196,7 @@ async def test_of_several_that_want_one_name_the_others_are_built_without_it(
         engines = (one, two, three)
         wanted = [spec(nodes=[f"features.{number}"], name="x") for number in (2, 3, 4)]
         given = await asyncio.gather(
-            *(each.extractor(kind, keep=True) for each, kind in zip(engines, wanted, strict=True)),
+            *(each.extractors.get(kind, keep=True) for each, kind in zip(engines, wanted, strict=True)),
             return_exceptions=True,
         )
         assert [type(each) for each in given].count(NameTaken) == 2
@@ -212,5 +212,5 @@ async def test_a_store_with_all_its_names_takes_no_extractor_for_another(
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one:
         with pytest.raises(StoreFull, match="names"):
-            await one.extractor(spec(name="x"), keep=True)
+            await one.extractors.get(spec(name="x"), keep=True)
         assert ids(url) == set()

@@ -32,12 +32,12 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
     async with engine() as running:
         nodes = ["features.8", "features.12"]
         responses = await asyncio.gather(
-            *(running.extractor(spec("mobilenet_v3_small", nodes=nodes), PATIENCE) for _ in range(10))
+            *(running.extractors.get(spec("mobilenet_v3_small", nodes=nodes), PATIENCE) for _ in range(10))
         )
         assert len({id(record) for record, _ in responses}) == 1
         assert [created for _, created in responses].count(True) == 1
         record = responses[0][0]
-        as_map, created = await running.extractor(
+        as_map, created = await running.extractors.get(
             spec("mobilenet_v3_small", nodes={node: node for node in nodes}), PATIENCE
         )
         assert (as_map, created) == (record, False)
@@ -48,7 +48,7 @@ async def test_one_spec_is_one_extractor(engine: MakeEngine) -> None:
             spec("mobilenet_v3_small", nodes=nodes, image_size=160),
             spec("mobilenet_v3_large", nodes),
         ]
-        made = [(await running.extractor(other, PATIENCE))[0] for other in others]
+        made = [(await running.extractors.get(other, PATIENCE))[0] for other in others]
         assert len({record.id, *(other.id for other in made)}) == 6
         assert all(other.state == "ready" for other in made)
         assert running.records.list() == [record, *made]
@@ -68,7 +68,7 @@ async def test_a_spec_in_use_is_not_resolved_again_among_many(
     monkeypatch.setattr(resolving, "resolve", counting)
     async with engine() as running:
         for node in ("features.1", "features.2", "features.1", "features.3", "features.1", "features.2"):
-            await running.extractor(spec(nodes=[node]))
+            await running.extractors.get(spec(nodes=[node]))
     assert resolved == ["features.1", "features.2", "features.3", "features.2"]
 
 
@@ -88,7 +88,7 @@ async def test_image_size(engine: MakeEngine, jpegs: list[bytes]) -> None:
         assert described.shape == [None, 576, 3, 3]
         assert described.bytes_per_image == 576 * 3 * 3 * 4
         with pytest.raises(BadTensor, match=r"image_size: vit_b_16 cannot take .* 100 x 100: height and width are"):
-            await running.extractor(spec("vit_b_16", ["encoder"], image_size=100))
+            await running.extractors.get(spec("vit_b_16", ["encoder"], image_size=100))
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception]]] = [
@@ -107,21 +107,21 @@ async def test_wrong_specs_leave_nothing(engine: MakeEngine) -> None:
     async with engine(models=("mobilenet_v3_small",)) as running:
         for wrong, error in WRONG:
             with pytest.raises(error):
-                await running.extractor(spec(**{"model": "mobilenet_v3_small"} | wrong), PATIENCE)
+                await running.extractors.get(spec(**{"model": "mobilenet_v3_small"} | wrong), PATIENCE)
             assert running.records.list() == []
 
 
 async def test_suggestions_are_served_models(engine: MakeEngine) -> None:
     async with engine(models=("mobilenet_v3_*", "alexnet")) as running:
         with pytest.raises(UnknownModel, match=r"; served: alexnet, mobilenet_v3_\*; did you mean mob") as caught:
-            await running.extractor(spec("mobilenet_v2"))
+            await running.extractors.get(spec("mobilenet_v2"))
         assert set(caught.value.extra["suggestions"][:2]) == {"mobilenet_v3_small", "mobilenet_v3_large"}
 
 
 async def test_what_is_available_is_said(engine: MakeEngine) -> None:
     async with engine() as running:
         with pytest.raises(Unsupported, match=r"float precisions, not int8\); available: float32,") as caught:
-            await running.extractor(spec(backend="inductor", precision="int8"))
+            await running.extractors.get(spec(backend="inductor", precision="int8"))
     available = ["float32", "bfloat16", "float16"]
     assert caught.value.extra == {"field": "precision", "value": "int8", "available": available}
 
@@ -132,14 +132,14 @@ async def test_names(engine: MakeEngine) -> None:
         other = await built(running, nodes=["features.3"])
         assert running.records.find("small") is running.records.find(record.id) is record
         with pytest.raises(NameTaken) as caught:
-            await running.extractor(spec(nodes=["features.5"], name="small"), PATIENCE)
+            await running.extractors.get(spec(nodes=["features.5"], name="small"), PATIENCE)
         assert caught.value.extra["extractor"] == record.id
         with pytest.raises(NameTaken):
-            await running.extractor(spec(nodes=["features.3"], name="small"), PATIENCE)
+            await running.extractors.get(spec(nodes=["features.3"], name="small"), PATIENCE)
         with pytest.raises(NameTaken):
-            await running.extractor(spec(nodes=["features.3"]).model_copy(update={"name": record.id}), PATIENCE)
+            await running.extractors.get(spec(nodes=["features.3"]).model_copy(update={"name": record.id}), PATIENCE)
         assert running.records.list() == [record, other]
-        again, created = await running.extractor(spec(name="another"), PATIENCE)
+        again, created = await running.extractors.get(spec(name="another"), PATIENCE)
         assert (again, created) == (record, False)
         assert running.records.find("another") is running.records.find("small") is record
         with pytest.raises(UnknownExtractor) as unknown:
@@ -160,29 +160,29 @@ async def test_an_extractor_keeps_its_latest_names(engine: MakeEngine) -> None:
         record = await built(running)
         names = [f"name-{number}" for number in range(MAX_NAMES + 3)]
         for name in [*names, names[3]]:
-            assert (await running.extractor(spec(name=name)))[0] is record
+            assert (await running.extractors.get(spec(name=name)))[0] is record
             assert record.name == name
         assert [running.records.known(name) for name in names] == [None] * 3 + [record] * MAX_NAMES
         assert running.records.known("other") is other
-        await running.extractor(spec(name="another"))
+        await running.extractors.get(spec(name="another"))
         assert [running.records.known(names[3]), running.records.known(names[4])] == [record, None]
         with pytest.raises(UnknownExtractor):
             running.records.find(names[0])
-        assert (await running.extractor(spec(nodes=["features.3"], name=names[0])))[0] is other
+        assert (await running.extractors.get(spec(nodes=["features.3"], name=names[0])))[0] is other
 
 
 async def test_what_failed_gives_up_its_name(engine: MakeEngine) -> None:
     async with engine() as running:
-        failed, _ = await running.extractor(spec(weights="file:none.pth", name="first"), PATIENCE)
-        await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
+        failed, _ = await running.extractors.get(spec(weights="file:none.pth", name="first"), PATIENCE)
+        await running.extractors.get(spec(weights="file:none.pth", name="mine"), PATIENCE)
         assert (failed.state, failed.name) == ("failed", "mine")
         record = await built(running, name="mine")
         assert running.records.find("mine") is record
         assert (failed.name, running.records.find("first")) == ("first", failed)
         with pytest.raises(NameTaken):
-            await running.extractor(spec(weights="file:none.pth", name="mine"), PATIENCE)
+            await running.extractors.get(spec(weights="file:none.pth", name="mine"), PATIENCE)
         with pytest.raises(NameTaken):  # an id is no name that could be given up
-            await running.extractor(spec().model_copy(update={"name": failed.id}), PATIENCE)
+            await running.extractors.get(spec().model_copy(update={"name": failed.id}), PATIENCE)
         await running.extractors.delete("mine")
         await built(running, name="first")
         assert (failed.name, running.records.find(failed.id)) == (None, failed)
@@ -215,7 +215,9 @@ async def test_deleting_before_it_is_built_lets_requests_finish(
         monkeypatch.setattr("service.engine.memory.weights.load_model", held)
         for waits in (True, False):
             gate.clear()
-            creating = asyncio.create_task(running.extractor(spec(nodes=["features.3"]), PATIENCE if waits else 0.0))
+            creating = asyncio.create_task(
+                running.extractors.get(spec(nodes=["features.3"]), PATIENCE if waits else 0.0)
+            )
             while not running.records.list():
                 await asyncio.sleep(0.01)
             [record] = running.records.list()
@@ -243,14 +245,14 @@ async def test_a_failed_build_is_tried_again_after_its_back_off(
     monkeypatch.setattr("service.engine.memory.weights.load_model", count)
     async with engine(weights_dir=tmp_path) as running:
         wanted = spec("mobilenet_v3_small", weights="file:mine.pth")
-        record, created = await running.extractor(wanted, PATIENCE)
+        record, created = await running.extractors.get(wanted, PATIENCE)
         assert (record.state, created) == ("failed", True)
         for attempts in (1, 2):
             record.phase.retry_at += PATIENCE  # a busy machine may take longer than the first back-off
             for _ in range(5):
                 with pytest.raises(UnknownWeights):
                     await running.features(record, jpegs)
-                assert await running.extractor(wanted, PATIENCE) == (record, False)
+                assert await running.extractors.get(wanted, PATIENCE) == (record, False)
             assert (record.state, builds) == ("failed", attempts)
             record.phase.retry_at = time.monotonic()
             if attempts == 1:
@@ -277,7 +279,7 @@ def test_the_back_off_doubles_up_to_a_minute() -> None:
 
 async def test_features_wait_for_the_build(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
-        record, _ = await running.extractor(spec("resnet18", ["layer4"]), 0)
+        record, _ = await running.extractors.get(spec("resnet18", ["layer4"]), 0)
         assert record.state == "building"
         with pytest.raises(NotReady, match="is still being built"):
             await running.runtimes.load(record, 0.0)
@@ -300,7 +302,7 @@ async def test_preload(engine: MakeEngine) -> None:
             ["features.2.block.*", "C4"],
             {**{f"features.2.block.{i}": f"features.2.block.{i}" for i in range(3)}, "C4": "C4"},
         ):
-            _, created = await running.extractor(spec("mobilenet_v3_small", nodes=nodes))
+            _, created = await running.extractors.get(spec("mobilenet_v3_small", nodes=nodes))
             assert not created
 
 
@@ -419,6 +421,6 @@ async def test_too_little_memory_is_no_fault_of_the_transforms(
 
     monkeypatch.setattr("service.engine.memory.transforms.verify", none_left)
     async with engine() as running:
-        record, _ = await running.extractor(spec("mobilenet_v3_small", transforms=["fuse_conv_bn"]), PATIENCE)
+        record, _ = await running.extractors.get(spec("mobilenet_v3_small", transforms=["fuse_conv_bn"]), PATIENCE)
     assert isinstance(record.problem, NotReady)
     assert str(error) in record.problem.detail

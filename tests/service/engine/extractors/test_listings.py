@@ -79,7 +79,7 @@ async def test_listings_that_hang_keep_nothing_else_waiting(
         return []
 
     async with engine(extractors=str(tmp_path / "store")) as one:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
         monkeypatch.setattr(Store, "all", hang)
         leaving = [asyncio.create_task(one.extractors.elsewhere()) for _ in range(8)]
         for listing in leaving:

@@ -31,7 +31,7 @@ async def test_what_one_process_makes_another_builds_once(
 
     monkeypatch.setattr(resolving, "resolve", counting)
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, created = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+        record, created = await one.extractors.get(spec(name="r"), PATIENCE, keep=True)
         assert created
         resolved.clear()
         asked = [record.id, "r"] * 8
@@ -43,15 +43,15 @@ async def test_what_one_process_makes_another_builds_once(
         given = await other.features(found[0], tensors(1))
         for key, value in expected.outputs.items():
             assert value.equal(given.outputs[key])
-        again, created = await other.extractor(spec(name="again"), PATIENCE, keep=True)
+        again, created = await other.extractors.get(spec(name="again"), PATIENCE, keep=True)
         assert (again, created) == (found[0], False)
         assert await one.extractors.look_up("again") is record
 
         with pytest.raises(NameTaken):
-            await other.extractor(spec("resnet18", ["layer4"], name="r"), keep=True)
+            await other.extractors.get(spec("resnet18", ["layer4"], name="r"), keep=True)
         assert ids(url) == {record.id}
         with pytest.raises(Forbidden):  # a key of scope read makes nothing
-            await other.extractor(spec("resnet18", ["layer4"]), build=False)
+            await other.extractors.get(spec("resnet18", ["layer4"]), build=False)
 
 
 async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url: str, later: None) -> None:
@@ -72,7 +72,9 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
             assert (await one.extractors.look_up(record.id)).id == record.id
             # The other makes it again before it knows of the deletion.
             await later.extractors.delete(record.id)
-            _, created = await one.extractor(spec("mobilenet_v3_small", nodes=["features.8"], name="anew"), keep=True)
+            _, created = await one.extractors.get(
+                spec("mobilenet_v3_small", nodes=["features.8"], name="anew"), keep=True
+            )
             assert created
             assert (await later.extractors.look_up("anew")).id == record.id
             assert await one.extractors.known("anew") is not None
@@ -81,7 +83,7 @@ async def test_what_is_deleted_comes_back_by_a_user_only(engine: MakeEngine, url
 async def test_extractors_of_models_not_served_here_are_unknown(engine: MakeEngine, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url, models=("resnet18",)) as other:
-        record, _ = await one.extractor(spec(name="mine"), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(name="mine"), PATIENCE, keep=True)
         assert await other.extractors.elsewhere() == []
         for name in ("mine", record.id):
             with pytest.raises(UnknownExtractor):
@@ -93,7 +95,9 @@ async def test_extractors_of_models_not_served_here_are_unknown(engine: MakeEngi
 async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_path: Path, later: None) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        made = [await one.extractor(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True) for n in range(5)]
+        made = [
+            await one.extractors.get(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True) for n in range(5)
+        ]
         records = [await other.extractors.look_up(f"n{n}") for n in range(5)]
         used = [other.runtimes.load(record) for record in records]
         await asyncio.gather(*used)
@@ -105,9 +109,9 @@ async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_pa
         with pytest.raises(UnknownExtractor):
             await other.extractors.delete("n2")
         with pytest.raises(Forbidden):
-            await other.extractor(spec(nodes=["features.3"]), build=False)
+            await other.extractors.get(spec(nodes=["features.3"]), build=False)
         assert [record.id for record in other.records.list()] == [made[4][0].id]
-        again, created = await other.extractor(spec(nodes=["features.4"]))  # in one step
+        again, created = await other.extractors.get(spec(nodes=["features.4"]))  # in one step
         assert (created, again.name, again is records[4]) == (True, None, True)
         assert await other.extractors.elsewhere() == []
         assert other.records.list() == [again]
@@ -120,9 +124,9 @@ async def test_a_name_that_another_process_gives_is_listed(
     """Without a look-up of each name: thousands of them would keep all other operations of the store waiting."""
     find, read = Store.find, []
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
         assert record.name is None
-        await other.extractor(spec(name="r"), PATIENCE, keep=True)
+        await other.extractors.get(spec(name="r"), PATIENCE, keep=True)
         monkeypatch.setattr(Store, "find", lambda store, key: read.append(key) or find(store, key))
         assert await one.extractors.elsewhere() == []
         assert [(listed.id, listed.name) for listed in one.records.list()] == [(record.id, "r")]
@@ -134,8 +138,8 @@ async def test_a_name_that_another_extractor_has_is_not_listed(engine: MakeEngin
     """A process that dies while it gives a name leaves it in the index of the names of its extractor."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
-        owner, _ = await other.extractor(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+        owner, _ = await other.extractors.get(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
         Objects(url).create(f"named/{record.id}.r.json", {})
         assert [name for _, name in await one.extractors.elsewhere()] == ["r"]
         assert record.name is None
@@ -155,14 +159,14 @@ async def test_the_store_is_read_no_more_often_than_it_must(
         return find(store, key)
 
     async with engine(extractors=url) as one:
-        record, _ = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(name="r"), PATIENCE, keep=True)
         monkeypatch.setattr(Store, "find", counted)
         for key in (record.id, "r"):
             read.clear()
             for _ in range(2):
                 await asyncio.gather(*(one.extractors.look_up(key) for _ in range(8)))
                 await one.extractors.known(key)
-                await one.extractor(spec())
+                await one.extractors.get(spec())
             assert [name.rpartition("_")[0] for name in read] == ["fxserve-store"]
 
 
@@ -177,7 +181,7 @@ async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, u
         await ask()
         before = asyncio.gather(*(ask() for _ in range(4)))
         await before
-        record, _ = await one.extractor(spec(name="r"), keep=True)
+        record, _ = await one.extractors.get(spec(name="r"), keep=True)
         assert (await other.extractors.look_up("r")).id == record.id
 
 
@@ -194,12 +198,12 @@ async def test_what_was_made_without_the_store_is_saved_when_it_is_asked_for_aga
         with pytest.raises(NotReady, match=r"store\.json is missing"):
             await other.extractors.look_up(record.id)
         with pytest.raises(NotReady):
-            await one.extractor(spec(name="r"), keep=True)
+            await one.extractors.get(spec(name="r"), keep=True)
         assert await one.extractors.look_up(record.id) is record
         aside.rename(folder)
         await until(lambda: one.readiness()[1] == other.readiness()[1] == "ready")
         assert await one.extractors.look_up(record.id) is record
-        assert await one.extractor(spec()) == (record, True)
+        assert await one.extractors.get(spec()) == (record, True)
         assert (await other.extractors.look_up(record.id)).id == record.id
 
 
@@ -222,11 +226,11 @@ async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(engine: MakeEng
         id = (await built(one)).id
         folder.rename(aside)
         with pytest.raises(NotReady, match=r"store\.json is missing"):
-            await other.extractor(spec(), build=False)
+            await other.extractors.get(spec(), build=False)
         await until(lambda: other.readiness()[1] != "ready")
         aside.rename(folder)
         await until(lambda: other.readiness()[1] == "ready")
-        assert (await other.extractor(spec(), build=False))[0].id == id
+        assert (await other.extractors.get(spec(), build=False))[0].id == id
 
 
 async def test_a_deletion_is_refused_while_a_save_is_pending(
@@ -271,9 +275,9 @@ async def test_what_the_store_has_is_not_written_again(
 ) -> None:
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractor(spec(), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
         monkeypatch.setattr(Objects, "create", None)
-        again, created = await other.extractor(spec(), keep=True)
+        again, created = await other.extractors.get(spec(), keep=True)
         assert (again.id, created) == (record.id, False)
 
 
@@ -282,14 +286,14 @@ async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, 
     with small_disk(tmp_path / "disk") as disk:
         url = str(disk.path / "store")
         async with engine(extractors=url) as before:
-            known, _ = await before.extractor(spec(name="r"), PATIENCE, keep=True)
+            known, _ = await before.extractors.get(spec(name="r"), PATIENCE, keep=True)
         disk.fill()
         async with engine(extractors=url) as one:
             await until(lambda: "No space left on device" in one.readiness()[1])
             assert one.readiness()[0]
             assert (await one.extractors.look_up("r")).id == known.id
             with pytest.raises(NotReady, match="No space left on device"):
-                await one.extractor(spec(nodes=["features.8"], name="other"), keep=True)
+                await one.extractors.get(spec(nodes=["features.8"], name="other"), keep=True)
             record = await built(one, nodes=["features.8"])
             assert not record.saved
             disk.free()
@@ -302,7 +306,7 @@ async def test_a_full_disk_is_served_from_and_written_later(engine: MakeEngine, 
 async def test_a_damaged_extractor_can_be_deleted(engine: MakeEngine, tmp_path: Path, by_name: bool) -> None:
     url = str(tmp_path)
     async with engine(extractors=url) as one:
-        record, _ = await one.extractor(spec(name="r"), PATIENCE, keep=True)
+        record, _ = await one.extractors.get(spec(name="r"), PATIENCE, keep=True)
     (tmp_path / "specs" / f"{record.id}.json").write_bytes(b"\x00damaged")
     async with engine(extractors=url) as other:
         asked = "r" if by_name else record.id
@@ -335,16 +339,16 @@ async def test_a_full_store_loses_nothing(engine: MakeEngine, tmp_path: Path) ->
         by_the_way = [await built(one, nodes=[f"features.{number}"]) for number in (2, 3)]
         assert [record.saved for record in by_the_way] == [True, False]
         asked_for = [
-            (await one.extractor(spec(nodes=[f"features.{number}"], name=f"n{number}"), keep=True))[0]
+            (await one.extractors.get(spec(nodes=[f"features.{number}"], name=f"n{number}"), keep=True))[0]
             for number in (4, 5)
         ]
         with pytest.raises(StoreFull, match="the store has 3 extractors and the limit is 3; delete"):
-            await one.extractor(spec(nodes=["features.6"]), keep=True)
-        assert await one.extractor(spec(nodes=["features.4"], name="again"), keep=True) == (asked_for[0], False)
+            await one.extractors.get(spec(nodes=["features.6"]), keep=True)
+        assert await one.extractors.get(spec(nodes=["features.4"], name="again"), keep=True) == (asked_for[0], False)
         stored = {record.id for record in (by_the_way[0], *asked_for)}
         assert ids(url) == stored
         async with engine(extractors=url, max_stored_extractors=3) as other:
             with pytest.raises(StoreFull):
-                await other.extractor(spec(nodes=["features.6"]), keep=True)
+                await other.extractors.get(spec(nodes=["features.6"]), keep=True)
         await one.extractors.delete("n5")
-        assert (await one.extractor(spec(nodes=["features.6"]), keep=True))[1]
+        assert (await one.extractors.get(spec(nodes=["features.6"]), keep=True))[1]

@@ -22,7 +22,7 @@ async def test_a_build_ends_with_its_engine(engine: MakeEngine, monkeypatch: pyt
 
     monkeypatch.setattr(Upgrade, "first", held)
     async with engine() as running:
-        record, _ = await running.extractor(spec())
+        record, _ = await running.extractors.get(spec())
         build = record.build
         assert build is not None
         await begun.wait()

@@ -50,7 +50,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         "service.engine.lifecycle.building.log.exception", lambda *said: None
     )  # pytest keeps what is logged
     async with engine() as running:
-        record, _ = await running.extractor(spec(precision=precision, backend="eager"), PATIENCE)
+        record, _ = await running.extractors.get(spec(precision=precision, backend="eager"), PATIENCE)
         assert isinstance(record.problem, told)
         await until(lambda: gc.collect() >= 0 and built_over[0]() is None)  # the thread may be about to let go of it
         assert [module() for module in built_over] == [None]
@@ -67,7 +67,7 @@ async def test_a_failed_build_keeps_nothing_in_memory(
 async def test_a_failed_build_keeps_no_request(engine: MakeEngine) -> None:
     """The problem is told to each anew; raised itself, it would keep the images of the last one."""
     async with engine() as running:
-        record, _ = await running.extractor(spec(weights="file:mine.pth"), PATIENCE)
+        record, _ = await running.extractors.get(spec(weights="file:mine.pth"), PATIENCE)
         sent = tensors(0)
         images = weakref.ref(sent["x"])
         for _ in range(2):
@@ -199,7 +199,7 @@ async def test_what_was_preloaded_and_deleted_is_freed() -> None:
 
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
     async with engine() as running:
-        record, _ = await running.extractor(spec())
+        record, _ = await running.extractors.get(spec())
         running.runtimes.retire(record)
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
@@ -211,7 +211,7 @@ async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engin
 
 async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(engine: MakeEngine, held: Held) -> None:
     async with engine() as running:
-        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        record, _ = await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")
         running.runtimes.retire(record)
         assert (record.state, record.build) == ("ready", None)
@@ -223,7 +223,7 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
 async def test_what_is_unloaded_while_requests_wait_for_it_is_built_once(engine: MakeEngine, held: Held) -> None:
     """And goes once they have it."""
     async with engine() as running:
-        record, _ = await running.extractor(spec(nodes=["features.3"], backend="openvino"))
+        record, _ = await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         requests = [asyncio.create_task(running.features(record, tensors(0)))]
         await held.began("features.3")
         running.runtimes.retire(record)
@@ -251,7 +251,7 @@ async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngi
 @pytest.mark.exhaustive
 async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(memory_budget=1) as running:
-        record, _ = await running.extractor(spec("mobilenet_v3_small"), PATIENCE)
+        record, _ = await running.extractors.get(spec("mobilenet_v3_small"), PATIENCE)
         await until(lambda: not running.models.loaded_weights())
         with (await running.runtimes.load(record)).in_use():
             watched = Watched(record)
@@ -269,7 +269,7 @@ async def test_what_is_in_use_or_pinned_stays(engine: MakeEngine, jpegs: list[by
 async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
     """Though nothing is built any more that would have to make room for itself."""
     async with engine(memory_budget=1) as running:
-        record, _ = await running.extractor(spec("mobilenet_v3_small"))
+        record, _ = await running.extractors.get(spec("mobilenet_v3_small"))
         with (await running.runtimes.load(record)).in_use():
             pass
         assert running.models.loaded_weights() == {("mobilenet_v3_small", "random")}
@@ -311,7 +311,7 @@ async def main():
         while len(engine.records.list()) < count:
             nodes = ["layer4"] if graph is None else [graph[-3 - len(engine.records.list())], graph[-90]]
             spec = ExtractorSpec(model="resnet50", weights="random", return_nodes=nodes)
-            record, _ = await engine.extractor(spec, 600)
+            record, _ = await engine.extractors.get(spec, 600)
             assert record.state == "ready", record.problem
             await record.runtime.checked.wait()  # which runs it once
             graph = [node.name for node in record.runtime.extractor.graph.nodes if node.extractable]
@@ -345,7 +345,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
         running.runtimes.retire(running.records.find("kept"))
         for number in range(12):
             name = f"bad-{number}" if number % 2 else None
-            record, created = await running.extractor(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
+            record, created = await running.extractors.get(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
             assert created
             assert record.state == "failed"
         remembered = [record.description.spec.weights for record in running.records.list()]
@@ -358,7 +358,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
             running.records.find("bad-1")
         assert set(unknown.value.extra["suggestions"]) == {"bad-9", "bad-11"}
         assert (await built(running, name="bad-1")).name == "bad-1"
-        _, created = await running.extractor(spec(weights="file:0.pth"), PATIENCE)  # a forgotten one is made anew
+        _, created = await running.extractors.get(spec(weights="file:0.pth"), PATIENCE)  # a forgotten one is made anew
         assert created
 
 

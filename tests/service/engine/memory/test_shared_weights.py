@@ -110,7 +110,7 @@ async def test_files_go_with_their_models(tmp_path: Path, monkeypatch: pytest.Mo
     running = Engine(Settings(device="cpu", lowering=False, cache_dir=None))
     await running.start()
     try:
-        record, _ = await running.extractor(spec(), 60)
+        record, _ = await running.extractors.get(spec(), 60)
         assert len(list(tmp_path.iterdir())) == 1
         running.models.forget(("alexnet", "random", "float32"))  # which another process may have
         assert len(list(tmp_path.iterdir())) == 1

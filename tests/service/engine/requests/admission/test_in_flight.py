@@ -22,7 +22,7 @@ async def test_an_accepted_request_goes_on_while_the_engine_drains(engine: MakeE
             draining = asyncio.create_task(running.drain())
             await asyncio.sleep(0)
             assert (await running.features(record, tensors(1))).images == 1
-            other, _ = await running.extractor(spec(nodes=["features.3"]), PATIENCE)
+            other, _ = await running.extractors.get(spec(nodes=["features.3"]), PATIENCE)
             assert other.state == "ready"
             assert not draining.done()
         await asyncio.wait_for(draining, PATIENCE)
@@ -45,7 +45,7 @@ async def test_a_build_logs_under_its_own_name(engine: MakeEngine, monkeypatch: 
     entered = logs.request_id.set("first")
     try:
         async with engine() as running:
-            await running.extractor(spec(), PATIENCE)
+            await running.extractors.get(spec(), PATIENCE)
     finally:
         logs.request_id.reset(entered)
         logging.getLogger("fxserve.extractors").removeHandler(handler)

@@ -205,7 +205,7 @@ def test_what_is_listed_is_what_an_extractor_has(client, model):
     assert detail["levels"] == nodes["levels"]
     levels = list(nodes["levels"]) or nodes["eval_nodes"][-1:]
     spec = {"model": model, "return_nodes": levels}
-    found = client.run(client.app.state.fxserve.engine.extractor(ExtractorSpec(**spec)))[0]
+    found = client.run(client.app.state.fxserve.engine.extractors.get(ExtractorSpec(**spec)))[0]
     assert found.description.fingerprint == nodes["fingerprint"]
     assert found.description.return_nodes == {
         level: nodes["levels"].get(level, {"node": level})["node"] for level in levels
