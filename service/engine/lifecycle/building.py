@@ -110,9 +110,8 @@ class Builder:
         original: Callable[..., Any] = extractor.module
         done = None
         if description.spec.transforms:
-            extractor, done, original = await in_pool(
-                self.pool, transformed, description, graph, extractor, steps(description.spec)
-            )
+            wanted = steps(description.spec)
+            extractor, done, original = await in_pool(self.pool, transformed, description, extractor, wanted)
         shared = storages_of(tensors_of(model))
         held = {at: size for at, size in storages_of(tensors_of(module)).items() if at not in shared}
         pace = self.paces.setdefault((description.entry.name, description.spec.precision), Pace())

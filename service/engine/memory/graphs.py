@@ -11,7 +11,8 @@ from fxcore.graph.multiples import multiple_of
 from fxcore.images.fitting import fitted
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.models.entry import ModelEntry
-from service.engine.memory.transforms import steps, with_their_nodes
+from fxcore.passes.registry import get_transform
+from service.engine.memory.transforms import steps
 from service.schemas.image_size import MAX_PATCHES
 from service.schemas.specs import ExtractorSpec
 
@@ -28,7 +29,10 @@ def graph_for(spec: ExtractorSpec, entry: ModelEntry, weights: str) -> ModelGrap
         Unsupported: a transform is not supported here; or see :func:`preprocessing_for`.
     """
     wanted = steps(spec)  # rejects invalid transforms before anything is traced
-    graph = with_their_nodes(model_graph(entry, weights), wanted)
+    graph = model_graph(entry, weights)
+    adding = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
+    if adding:  # so that the spec can name the nodes that they add
+        graph = graph.with_nodes_of(*adding)
     if spec.image_size is None and spec.fit == "crop":
         return graph
     size = preprocessing_for(spec, entry, weights).nominal_size()

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from fxcore.analysis.verify import Incomparable, Verification, verify
 from fxcore.errors import BadTensor, UnknownNode, finite, summarize
 from fxcore.extractor import Extractor
-from fxcore.graph.model_graph import ModelGraph
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.passes.base import BadParameter, CannotKeep, CannotTransform, Transform, applied
 from fxcore.passes.fold_normalization import normalized
@@ -77,12 +76,6 @@ def steps(spec: ExtractorSpec) -> list[Step]:
     return found
 
 
-def with_their_nodes(graph: ModelGraph, wanted: Sequence[Step]) -> ModelGraph:
-    """Return ``graph`` with the nodes that steps of ``wanted`` add, so that specs can name them."""
-    names = dict.fromkeys(step["name"] for step in wanted if get_transform(step["name"]).adds_nodes)
-    return graph.with_nodes_of(*names) if names else graph
-
-
 def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocessing:
     """Return the preprocessing of an extractor with the steps ``wanted``.
 
@@ -98,14 +91,11 @@ def prepared(preprocessing: Preprocessing, wanted: Sequence[Step]) -> Preprocess
 
 
 def transformed(
-    description: Description, graph: ModelGraph, extractor: Extractor, wanted: Sequence[Step]
+    description: Description, extractor: Extractor, wanted: Sequence[Step]
 ) -> tuple[Extractor, Transformed, Callable[..., Any]]:
     """Apply ``wanted`` in order, and compare the result with ``extractor``, which is not changed.
 
     Slow, so do not call it on the event loop.
-
-    Args:
-        graph: the graph that resolves node names.
 
     Returns:
         The transformed extractor, a report of the applied transforms, and a reference function that takes the new
@@ -117,11 +107,12 @@ def transformed(
     """
     mean, std = description.entry.preprocessing(description.weights).normalization() or ([], [])
     after = [step for step in wanted if not get_transform(step["name"]).adds_nodes]
-    given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(graph, step) for step in after]
+    given = [{**step, "mean": mean, "std": std} if step["name"] == FOLD else _named(extractor, step) for step in after]
     module = apply_transforms(
         extractor.module, [{key: value for key, value in step.items() if key != OPTIONAL} for step in given]
     )
-    added = {done.name: done.changes for done in graph.passes}  # steps that add nodes were applied to the whole graph
+    # Steps that add nodes were applied to the whole graph.
+    added = {done.name: done.changes for done in extractor.graph.passes}
     own = iter(applied(module)[-len(after) :] if after else ())
     for step in wanted:
         name = step["name"]
@@ -196,12 +187,12 @@ def _verified(
     return found
 
 
-def _named(graph: ModelGraph, step: Step) -> Step:
+def _named(extractor: Extractor, step: Step) -> Step:
     """Return ``step`` with exact node names. Unknown names are kept; the transform rejects them.
 
     ``nodes`` may contain paths, which stand for every node below them, not only the last one.
     """
-    named = dict(step)
+    graph, named = extractor.graph, dict(step)
     if "node" in step:
         with suppress(UnknownNode):
             named |= graph.resolve({step["node"]: "node"})  # a map, in which a name cannot stand for several nodes

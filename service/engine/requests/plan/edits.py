@@ -31,7 +31,7 @@ def resolved(edits: Sequence[Edit], resolve: Callable[[Mapping[str, str]], Mappi
 
     Args:
         edits: the request's edits.
-        resolve: maps keys to exact names; see :meth:`fxcore.graph.model_graph.ModelGraph.resolve`.
+        resolve: maps keys to exact names, as the model's graph does.
 
     Raises:
         BadEdit: a node does not exist or does not have one row per image.
