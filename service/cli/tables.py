@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fxcore.graph.model_graph import ModelGraph
+    from fxcore.graph.levels import Level
+    from fxcore.graph.node_info import NodeInfo
     from fxcore.models.entry import ModelEntry
     from service.cli.check import Finding
 
@@ -49,20 +50,18 @@ def models(entries: Iterable[ModelEntry]) -> Table:
     return table
 
 
-def levels(graph: ModelGraph) -> Table:
+def levels(found: Mapping[str, Level]) -> Table:
     """List the levels of a graph."""
     table = _table("level", "node", "channels", "stride")
-    for name, level in graph.levels.items():
+    for name, level in found.items():
         table.add_row(name, level.node, str(level.channels), str(level.stride))
     return table
 
 
-def nodes(graph: ModelGraph) -> Table:
-    """List every named node in order of execution. Those that cannot be extracted are dim and have no shape."""
+def nodes(named: Iterable[NodeInfo]) -> Table:
+    """List nodes in order of execution. Those that cannot be extracted are dim and have no shape."""
     table = _table("node", "shape", "layout", "target")
-    for node in graph.nodes:
-        if node.name not in graph.by_name:
-            continue
+    for node in named:
         if node.extractable:
             rows = "N" if node.rows_per_image == 1 else f"{node.rows_per_image}N"
             shape = _shape([rows, *(node.shape or [])[1:]])

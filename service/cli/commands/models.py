@@ -82,9 +82,9 @@ def nodes(
         print("\n".join(graph.train_nodes))
         return
     if graph.levels:
-        tables.show(tables.levels(graph))
+        tables.show(tables.levels(graph.levels))
         print()
-    tables.show(tables.nodes(graph))
+    tables.show(tables.nodes(node for node in graph.nodes if node.name in graph.by_name))
     for part in graph.untraceable:
         print(f"closed: {part.path}: {part.reason}")
 

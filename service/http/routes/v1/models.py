@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from fxcore.graph.model_graph import ModelGraph, model_graph
+from fxcore.graph.model_graph import model_graph
 from fxcore.graph.multiples import multiple_of
 from fxcore.images.decoding import PREPROCESS_MODES
 from fxcore.models.catalog import Source, source_of
@@ -234,27 +234,18 @@ async def show_graph(
     key = (model, structure, size, chosen, depth, opened)
     content = state.graphs.get(key)
     if content is None:
-        content = await state.in_thread(
-            caller, lambda: graph_formats.write(_graph(entry, structure, size), chosen, depth, modules)
-        )
+
+        def written() -> bytes:
+            graph = model_graph(entry, structure)
+            return graph_formats.write(graph if size is None else graph.at(*size), chosen, depth, modules)
+
+        content = await state.in_thread(caller, written)
         state.graphs.put(key, content)
     return graph_formats.response(content, chosen, format)
 
 
-def _graph(entry: ModelEntry, structure: str, size: tuple[int, int] | None) -> ModelGraph:
-    graph = model_graph(entry, structure)
-    return graph if size is None else graph.at(*size)
-
-
 def _json(body: bytes) -> Response:
     return Response(body, media_type="application/json")
-
-
-def _levels(graph: ModelGraph) -> dict[str, Any]:
-    return {
-        name: {"node": level.node, "channels": level.channels, "stride": level.stride}
-        for name, level in graph.levels.items()
-    }
 
 
 def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
@@ -266,7 +257,7 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
             "model": entry.name,
             "train_nodes": graph.train_nodes,
             "eval_nodes": graph.eval_nodes,
-            "levels": _levels(graph),
+            "levels": graph.levels,
             "leaf_modules": graph.leaf_modules,
             "fingerprint": graph.fingerprint,
             "closed": graph_formats.closed_parts(graph),
@@ -306,7 +297,7 @@ def _detail(
             "inputs": [{"name": i.name, "layout": i.layout, "shape": list(i.shape)} for i in graph.inputs],
             "preprocessing": entry.preprocessing(chosen).describe(),
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
-            "levels": _levels(graph),
+            "levels": graph.levels,
             "multiple": multiple_of(graph),
             "precisions": precisions,
             "closed": graph_formats.closed_parts(graph),
