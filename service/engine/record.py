@@ -123,15 +123,10 @@ class ExtractorRecord:
         return phase.problem if isinstance(phase, Failed) else None
 
     @property
-    def active(self) -> bool:
-        """Whether it is being built or waited for, or has requests in flight."""
-        busy = self.runtime is not None and self.runtime.busy
-        return busy or self.waiting > 0 or self.build is not None
-
-    @property
     def pinned_or_active(self) -> bool:
-        """Whether it must stay in memory now."""
-        return self.pinned or self.active
+        """Whether it must stay in memory: it is pinned, being built or waited for, or has requests in flight."""
+        busy = self.runtime is not None and self.runtime.busy
+        return self.pinned or busy or self.waiting > 0 or self.build is not None
 
     @property
     def last_used(self) -> float:
@@ -148,14 +143,13 @@ class ExtractorRecord:
         """How far that backend's values are from the model's own; None until it is built."""
         return (self.runtime or self._before).checks
 
-    def retire(self) -> bool:
-        """Retire its runtime, and return whether it had one. The next request builds it again."""
+    def retire(self) -> None:
+        """Retire its runtime, if it has one. The next request builds it again."""
         runtime = self.runtime
         if runtime is not None:
             self._before = Before(runtime.last_used, runtime.backend, runtime.checks)
             self.phase = None
             runtime.retire()
-        return runtime is not None
 
     def cancel(self) -> None:
         """Cancel its build, if it is being built. Not a failure: the next request builds it again."""

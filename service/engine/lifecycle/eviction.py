@@ -99,11 +99,6 @@ class Eviction:
         if evicted - {"graph", "projection"}:
             self._collector.now()
 
-    def retire(self, record: ExtractorRecord, reason: str = "memory_budget") -> None:
-        """Retire the runtime of ``record``, if it has one, and count that."""
-        if record.retire():
-            self._evictions.labels("extractor", reason).inc()
-
     def forget_weights(self, key: ModelKey, reason: str) -> None:
         """Forget weights that no extractor in memory uses, and count that."""
         if self._models.forget(key):
@@ -135,9 +130,12 @@ class Eviction:
             or (place < len(compiled) - self._compiled.usual and one.last_used < unused)
         ]
         for record, one in over:
+            if record.runtime is None:  # it was just retired with its variants
+                continue
             if one is record.runtime:
-                self.retire(record, "threads")
-            elif record.runtime is not None:  # otherwise it was just retired with its variants
+                record.retire()
+                self._evictions.labels("extractor", "threads").inc()
+            else:
                 record.runtime.retire_variant(one)
                 self._evictions.labels("variant", "threads").inc()
         return bool(over)
@@ -166,7 +164,8 @@ class Eviction:
         if idle:
             key = min(idle, key=lambda key: max((record.last_used for record in over[key]), default=0.0))
             for record in over[key]:
-                self.retire(record)
+                record.retire()
+                self._evictions.labels("extractor", "memory_budget").inc()
             self._models.forget(key)
             log.info("evicted the weights of %s %s in %s and %d extractors", *key, len(over[key]))
             return "weights"

@@ -88,15 +88,15 @@ class Runtimes:
             finally:
                 record.waiting -= 1
 
-    def retire(self, record: ExtractorRecord) -> None:
+    def unload(self, record: ExtractorRecord) -> None:
         """Free an extractor's memory. It stays known, and its next request builds it again.
 
-        In-flight requests finish normally. An extractor is retired after its build if requests wait for it, or if it is
-        the first one, which is needed to know its outputs. Any other build is cancelled.
+        In-flight requests finish normally. It is unloaded after its build if requests wait for that, or if that is its
+        first one, which is needed to know its outputs. Any other build is cancelled.
         """
         record.pinned = False
         if record.build is not None and (record.waiting or not record.outputs):
-            record.build.add_done_callback(lambda _: self._retire_built(record))
+            record.build.add_done_callback(lambda _: self._unload_built(record))
             return
         record.cancel()
         loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
@@ -105,9 +105,9 @@ class Runtimes:
             self.eviction.forget_weights(record.description.model_key, "unloaded")
         self._collector.soon()
 
-    def _retire_built(self, record: ExtractorRecord) -> None:
+    def _unload_built(self, record: ExtractorRecord) -> None:
         if record.runtime is not None and not record.deleted:
-            self.retire(record)
+            self.unload(record)
 
     def forget(self, record: ExtractorRecord) -> None:
         """Delete an extractor and free its memory. In-flight requests finish normally."""

@@ -127,7 +127,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         assert (runtime.run, runtime.extractor.module) == (run, module)
         [variant] = runtime.variants.values()
         assert running.runtimes.eviction.bytes() > bytes_before
-        running.runtimes.eviction.retire(record)
+        record.retire()
         assert variant.retired
 
 

@@ -105,7 +105,7 @@ async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     """
     target = await metadata.find(state, caller, name)
     for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
-        state.engine.runtimes.retire(record)
+        state.engine.runtimes.unload(record)
     return ModelReady(name=name, ready=False)
 
 

@@ -29,7 +29,7 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             if action == "delete":
                 await running.extractors.delete(record.id)
             else:
-                running.runtimes.retire(record)
+                running.runtimes.unload(record)
         if action == "delete":
             await running.features(unused, tensors(*range(16)))
             assert not unused.runtime.wanted.is_set()
@@ -106,9 +106,9 @@ async def test_an_evicted_extractor_is_lowered_once(engine: MakeEngine, held: He
         watched = Watched(busy)
         await asyncio.gather(*(one.runtime.checked.wait() for one in (busy, record)))
         first = await watched.held(running.features(busy, tensors(0)))
-        running.runtimes.eviction.retire(record)  # built again, it is measured, for which the device must be free
+        record.retire()  # built again, it is measured, for which the device must be free
         searches = [running._upgrades.improve(await running.runtimes.load(record))]
-        running.runtimes.eviction.retire(record)
+        record.retire()
         searches.append(running._upgrades.improve(await running.runtimes.load(record)))
         watched.open.set()
         await first

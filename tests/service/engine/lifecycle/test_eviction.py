@@ -171,7 +171,7 @@ async def test_what_was_given_back_is_freed(
         if how == "delete":
             await running.extractors.delete(identity)
         else:
-            running.runtimes.retire(running.records.find(identity))
+            running.runtimes.unload(running.records.find(identity))
         if why == "in use":
             await asyncio.sleep(1)
             assert module() is not None
@@ -200,7 +200,7 @@ async def test_what_was_preloaded_and_deleted_is_freed() -> None:
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
     async with engine() as running:
         record, _ = await running.extractors.get(spec())
-        running.runtimes.retire(record)
+        running.runtimes.unload(record)
         assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
         await until(lambda: record.runtime is None)
@@ -213,7 +213,7 @@ async def test_what_is_unloaded_while_it_is_lowered_is_not_building_for_ever(eng
     async with engine() as running:
         record, _ = await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         await held.began("features.3")
-        running.runtimes.retire(record)
+        running.runtimes.unload(record)
         assert (record.state, record.build) == ("ready", None)
         await until(lambda: held.cancelled[0].is_set())
         held.open.set()
@@ -226,7 +226,7 @@ async def test_what_is_unloaded_while_requests_wait_for_it_is_built_once(engine:
         record, _ = await running.extractors.get(spec(nodes=["features.3"], backend="openvino"))
         requests = [asyncio.create_task(running.features(record, tensors(0)))]
         await held.began("features.3")
-        running.runtimes.retire(record)
+        running.runtimes.unload(record)
         requests.append(asyncio.create_task(running.features(record, tensors(1))))
         await until(lambda: record.waiting == 2)
         held.open.set()
@@ -239,7 +239,7 @@ async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngi
     async with engine() as running:
         record = await built(running)
         held = running.runtimes.eviction.bytes()
-        running.runtimes.retire(record)
+        running.runtimes.unload(record)
         running.records.forget(record)
         assert (await running.features(record, jpegs)).images == 3
         assert record.runtime is None
@@ -342,7 +342,7 @@ async def test_bad_specs_cannot_take_the_memory(engine: MakeEngine, monkeypatch:
     async with engine() as running:
         good = await built(running, "squeezenet1_1", ["features.3"])
         named = await built(running, "squeezenet1_1", ["features.5"], name="kept")
-        running.runtimes.retire(running.records.find("kept"))
+        running.runtimes.unload(running.records.find("kept"))
         for number in range(12):
             name = f"bad-{number}" if number % 2 else None
             record, created = await running.extractors.get(spec(weights=f"file:{number}.pth", name=name), PATIENCE)
@@ -370,7 +370,7 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
     async with engine() as running:
         for number in range(8):
             await built(running, "squeezenet1_1", [f"features.{number}"], name=f"named-{number}")
-            running.runtimes.retire(running.records.find(f"named-{number}"))
+            running.runtimes.unload(running.records.find(f"named-{number}"))
         await built(running, "squeezenet1_1", ["features.8"])
         records = {record.id: record for record in running.records.list()}
         each = max(record.bytes for record in records.values()) + 1000

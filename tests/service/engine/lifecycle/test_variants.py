@@ -47,7 +47,7 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
             held = storages_of(tensors_of(sized.extractor.module))
             assert sum(held.values()) > 100 * sum(size for at, size in held.items() if at not in own)
         before = running.runtimes.eviction.bytes()
-        running.runtimes.eviction.retire(record)
+        record.retire()
         assert running.runtimes.eviction.bytes() < before
         assert all(sized.retired for sized in runtime.variants.values())
 

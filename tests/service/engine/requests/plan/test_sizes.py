@@ -41,7 +41,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
         # What was dropped is found again.
         values = {"x": torch.zeros(1, 3, 64, 64)}
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
-        running.runtimes.retire(record)
+        running.runtimes.unload(record)
         again = await running.runtimes.load(record)
         assert again.sizes.bytes == 0
 
