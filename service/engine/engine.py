@@ -21,7 +21,10 @@ from torch import Tensor
 from fxcore.edits import Edit
 from fxcore.errors import FxError, summarize
 from fxcore.memory import use_one_heap
+from service.engine.backends.trials import Trials
+from service.engine.backends.upgrade import Tools
 from service.engine.backends.upgrades import Upgrades
+from service.engine.backends.verdicts import Verdicts
 from service.engine.device.queue import Queue
 from service.engine.device.worker import DeviceWorker
 from service.engine.extractors.extractors import Extractors
@@ -105,11 +108,18 @@ class Engine:
         projections = Projections(self.device, threads.builders, budget, lambda: eviction.make_room())
         limits = compiled_limits(settings.compute_threads)
         eviction = Eviction(self.models, records, collector, ledger, budget, metrics.evictions, limits, projections)
-        make_room, may_compile = eviction.make_room, eviction.may_compile
-        self._upgrades = Upgrades(
-            self.device, self._queue, settings, threads, records, make_room, may_compile, collector
+        self._tools = Tools(
+            self.device,
+            settings,
+            Trials(self._queue, settings.max_batch),
+            Verdicts(settings),
+            threads.foreground,
+            threads.background,
+            eviction.make_room,
+            collector,
         )
-        builder = Builder(self.models, self._upgrades.tools, threads.builders, ledger)
+        self._upgrades = Upgrades(self._tools, records, eviction.may_compile)
+        builder = Builder(self.models, self._tools, threads.builders, ledger)
         self.runtimes = Runtimes(self.records, builder, eviction, collector)
         resolver = Resolver(self.records, self.device, threads.builders, settings)
         store = None if settings.extractors is None else Store(settings.extractors, settings.max_stored_extractors)
@@ -122,7 +132,7 @@ class Engine:
             threads,
             self._upgrades,
             projections,
-            Variants(builder),
+            Variants(builder, eviction.make_room),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -169,7 +179,8 @@ class Engine:
         if self._preloading is not None:
             self._preloading.cancel()
         await self.drain(grace)
-        self._upgrades.close()
+        self._tools.cancel()
+        self.threads.stop_compiling()
         if self._sharing is not None:
             self._sharing.close()
         self.runtimes.close()

@@ -87,6 +87,11 @@ class Tools:
     lowerings: set[threading.Event] = field(default_factory=set)
     remade: set[tuple[str, str]] = field(default_factory=set)
 
+    def cancel(self) -> None:
+        """Cancel all lowerings."""
+        for cancelled in self.lowerings:
+            cancelled.set()
+
 
 class Upgrade:
     """The backends of one extractor. For one event loop.

@@ -6,22 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 
-import torch
-
 from service.engine.backends.checks import PassFailed, Reference, check_photographs
 from service.engine.backends.choice import faster_backends
-from service.engine.backends.trials import Trials
 from service.engine.backends.upgrade import Tools
-from service.engine.backends.verdicts import Verdicts
 from service.engine.description import ModelKey
-from service.engine.device.queue import Queue
 from service.engine.record import ExtractorRecord
 from service.engine.rows.shapes import RowShape
-from service.engine.runtime.collecting import Collector
 from service.engine.runtime.runtime import Runtime
-from service.engine.threads import Threads
 from service.problems import NotReady
-from service.settings import Settings
 
 WORTH_A_COPY = 16
 """Number of images that an extractor must process before it gets a second lowered copy of weights that another
@@ -39,50 +31,16 @@ class Upgrades:
     """Decides when extractors are upgraded. For one event loop.
 
     Args:
-        device: where extractors run.
-        queue: the device worker's queue.
-        settings: threads, cache, and whether ``auto`` searches for a faster backend.
-        threads: the threads, of which it uses the compile pools.
-        records: a view of all extractors.
-        make_room: evicts until the given number of bytes fits into memory.
-        may_compile: returns whether one more extractor may be compiled.
-        collector: garbage-collects replaced backends.
-
-    Attributes:
         tools: the resources shared by all upgrades.
+        records: a view of all extractors.
+        may_compile: returns whether one more extractor may be compiled.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        queue: Queue,
-        settings: Settings,
-        threads: Threads,
-        records: Collection[ExtractorRecord],
-        make_room: Callable[[int], None],
-        may_compile: Callable[[], bool],
-        collector: Collector,
-    ) -> None:
-        self._threads = threads
-        self.tools = Tools(
-            device,
-            settings,
-            Trials(queue, settings.max_batch),
-            Verdicts(settings),
-            threads.foreground,
-            threads.background,
-            make_room,
-            collector,
-        )
+    def __init__(self, tools: Tools, records: Collection[ExtractorRecord], may_compile: Callable[[], bool]) -> None:
+        self._tools = tools
         self._records = records
         self._may_compile = may_compile
         self._full_until = 0.0  # on the clock of time.monotonic(); saves counting the compiled ones on every request
-
-    def close(self) -> None:
-        """Cancel all lowerings and start no more."""
-        for cancelled in self.tools.lowerings:
-            cancelled.set()
-        self._threads.stop_compiling()
 
     def used(self, runtime: Runtime, rows: Mapping[RowShape, int]) -> None:
         """Count the rows of a request, by shape, that ``runtime`` processed, and start searches for faster backends.
@@ -96,7 +54,7 @@ class Upgrades:
 
     def _count(self, runtime: Runtime, images: int, worth: int) -> None:
         runtime.images += images
-        if not self.tools.settings.lowering or runtime.wanted.is_set():
+        if not self._tools.settings.lowering or runtime.wanted.is_set():
             return
         if runtime.images < worth:
             return
@@ -118,7 +76,7 @@ class Upgrades:
         Args:
             images: counts the images of the run, which may take long. Called in a thread, and only if it matters.
         """
-        tools, description, eager = self.tools, runtime.description, runtime.run
+        tools, description, eager = self._tools, runtime.description, runtime.run
         faster = faster_backends(description, tools.device)
         if not faster:
             return False
@@ -138,7 +96,7 @@ class Upgrades:
 
         Returns the task that ends with the search; None if no search was ever requested.
         """
-        if not runtime.retired and faster_backends(runtime.description, self.tools.device):
+        if not runtime.retired and faster_backends(runtime.description, self._tools.device):
             runtime.wanted.set()
         return runtime.upgrade if runtime.wanted.is_set() else None
 

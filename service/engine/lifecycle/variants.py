@@ -10,7 +10,7 @@ eager until it has processed enough images for a faster backend to pay off; see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -29,10 +29,12 @@ class Variants:
 
     Args:
         builder: builds them.
+        make_room: evicts until the memory budget is kept.
     """
 
-    def __init__(self, builder: Builder) -> None:
+    def __init__(self, builder: Builder, make_room: Callable[[], object]) -> None:
         self._builder = builder
+        self._make_room = make_room
         self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build", keep=False)  # the runtimes have them
         self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
@@ -90,7 +92,7 @@ class Variants:
             idle = sorted((one for one in kept if not kept[one].busy), key=lambda one: kept[one].last_used)
             for oldest in idle[: max(0, len(kept) - MOST)]:
                 runtime.retire_variant(kept[oldest])
-            self._builder.tools.make_room(0)
+            self._make_room()
         return variant
 
 
