@@ -40,12 +40,12 @@ class Unwritable(StoreError):
     """The store cannot be written."""
 
 
-class DamagedObject(StoreError):
-    """One object cannot be used; the others are not affected."""
+class UnusableObject(StoreError):
+    """One object cannot be used, such as one that a newer version wrote; the others are not affected."""
 
 
-class NewerVersion(DamagedObject):
-    """A newer version wrote this object, so it must not be replaced."""
+class DamagedObject(UnusableObject):
+    """An object that may be replaced."""
 
 
 class Objects:
@@ -102,7 +102,8 @@ class Objects:
         """Return an object; None if it does not exist.
 
         Raises:
-            DamagedObject: it is damaged, or a newer version wrote it.
+            DamagedObject: it is damaged.
+            UnusableObject: a newer version wrote it.
         """
         for delay in (0.02, 0.1, 0.0):
             with self._errors(StoreError):
@@ -133,7 +134,7 @@ class Objects:
         for name, path, data in zip(names, paths, found, strict=True):
             if isinstance(data, Exception):
                 continue
-            with suppress(DamagedObject):
+            with suppress(UnusableObject):
                 content = self._content(path, data) if data else self.read(path)  # perhaps it is being written
                 if content is not None:
                     contents[name] = content
@@ -150,7 +151,7 @@ class Objects:
             raise DamagedObject(f"{unusable}: {summarize(error)}") from error
         if newer:
             wrote = f"a newer fxserve wrote it (format {content['version']}, this one reads {VERSION})"
-            raise NewerVersion(f"{unusable}: {wrote}")
+            raise UnusableObject(f"{unusable}: {wrote}")
         return content
 
     def create(self, path: str, content: dict[str, Any]) -> bool:

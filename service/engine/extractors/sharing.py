@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from service.engine.extractors.objects import DamagedObject, StoreError, Unwritable
+from service.engine.extractors.objects import StoreError, UnusableObject, Unwritable
 from service.engine.extractors.store import Store, Stored
 from service.engine.tasks import background
 from service.engine.threads import Pool, in_pool, run_at_low_priority
@@ -159,7 +159,7 @@ class Sharing:
             reason = str(error) or f"the store of extractors {self.store.url} did not answer in {TIMEOUT_SECONDS:.0f} s"
             if reason not in (self._unavailable, self._unwritable):
                 log.warning("%s; what is in memory is served", reason)
-            if isinstance(error, DamagedObject):
+            if isinstance(error, UnusableObject):
                 self._damaged = time.monotonic(), reason
             elif kind == "write":
                 self._unwritable = reason

@@ -29,14 +29,7 @@ from pydantic import BaseModel
 
 from fxcore.errors import summarize
 from service.byte_cache import ByteCache
-from service.engine.extractors.objects import (
-    VERSION,
-    DamagedObject,
-    NewerVersion,
-    Objects,
-    StoreError,
-    Unwritable,
-)
+from service.engine.extractors.objects import VERSION, DamagedObject, Objects, StoreError, UnusableObject, Unwritable
 from service.problems import NameTaken, StoreFull
 from service.schemas.specs import STORED, ExtractorSpec
 
@@ -224,7 +217,7 @@ class Store:
         self._objects.remove(f"specs/{id}.json")
         for owner, name in self._named():
             if owner == id:
-                with suppress(DamagedObject):
+                with suppress(UnusableObject):
                     self._free(name, id)
 
     def mark_preloaded(self, id: str) -> None:
@@ -246,7 +239,7 @@ class Store:
         new = [f"{id}.json" for id in ids if id not in found]
         for start in range(0, len(new), _LISTED_AT_ONCE):
             for file, content in self._objects.read_all("specs", new[start : start + _LISTED_AT_ONCE]).items():
-                with suppress(DamagedObject):
+                with suppress(UnusableObject):
                     id = file.removesuffix(".json")
                     found[id] = _stored(id, content)
                     self._cached.put(id, found[id])  # an id always means the same extractor
@@ -261,8 +254,6 @@ class Store:
         """Return whether the extractor ``id`` exists; ``damaged`` if it is damaged."""
         try:
             return self.get(id) is not None
-        except NewerVersion:
-            raise
         except DamagedObject:
             return damaged
 
@@ -294,8 +285,6 @@ class Store:
         """
         try:
             entry = self._objects.read(f"names/{name}.json")
-        except NewerVersion:
-            raise
         except DamagedObject:
             return _DAMAGED
         whole = entry is None or all(isinstance(entry.get(key), str) for key in _DAMAGED)

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from service.engine.extractors.objects import DamagedObject, Objects, StoreError, Unwritable
+from service.engine.extractors.objects import DamagedObject, Objects, StoreError, UnusableObject, Unwritable
 from service.engine.extractors.store import Store, Stored
 from service.problems import NameTaken, StoreFull
 from service.schemas.specs import ExtractorSpec
@@ -253,12 +253,12 @@ def test_a_damaged_object_harms_no_other(url: str, content: bytes) -> None:
     put(store, IDS[1])
     files, root = _files(url)
     files.pipe_file(f"{root}/specs/{IDS[1]}.json", content)
-    with pytest.raises(DamagedObject, match=IDS[1]):
+    with pytest.raises(UnusableObject, match=IDS[1]):
         store.find(IDS[1])
     fresh = opened(url)
     assert fresh.all() == [(whole, None)]
     if b"3" in content:  # a newer version's: not ours to replace
-        with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
+        with pytest.raises(UnusableObject, match="a newer fxserve wrote it"):
             put(store, IDS[1])
     else:
         with pytest.raises(StoreFull):
@@ -296,7 +296,7 @@ def test_a_damaged_name_can_be_given_again(url: str, content: bytes) -> None:
     files, root = _files(url)
     files.pipe_file(f"{root}/names/mine.json", content)
     if b"3}" in content and b"id" not in content:  # a newer version's: not ours to replace
-        with pytest.raises(DamagedObject, match="a newer fxserve wrote it"):
+        with pytest.raises(UnusableObject, match="a newer fxserve wrote it"):
             claim(store, "mine", IDS[1])
         return
     assert store.find("mine") is None
