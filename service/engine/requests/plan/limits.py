@@ -73,11 +73,13 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
             ``extra["index"]`` is its index.
     """
     limit = LARGEST_ROW * max_batch_bytes
-    # An image_size of the client's is checked when its extractor is created, unless that begins at inner nodes.
-    usual = 0 if description.begins_at and description.spec.image_size else row_values(description.usual_shapes())
     for part in plan.parts:
         taken = sizes[part.shape].bytes
-        if taken > limit and row_values(part.shape) > ABOUT_USUAL * usual:
+        if taken <= limit:
+            continue
+        # An image_size of the client's is checked when its extractor is created, unless that begins at inner nodes.
+        usual = 0 if description.begins_at and description.spec.image_size else row_values(description.usual_shapes())
+        if row_values(part.shape) > ABOUT_USUAL * usual:
             pixels = math.prod(part.shape[0][-2:])
             shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
             with indexed(part.rows.start):
