@@ -109,7 +109,6 @@ class Engine:
         limits = compiled_limits(settings.compute_threads)
         eviction = Eviction(self.models, records, collector, ledger, budget, metrics.evictions, limits, projections)
         self._tools = Tools(
-            self.device,
             settings,
             Trials(self._queue, settings.max_batch),
             Verdicts(settings),

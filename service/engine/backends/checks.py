@@ -158,13 +158,11 @@ def timed(run: Lowered, inputs: Inputs) -> float:
         return time.perf_counter() - started
 
 
-def check_photographs(
-    description: Description, extractor: Extractor, device: torch.device, count: int | None = None
-) -> list[Inputs]:
+def check_photographs(description: Description, extractor: Extractor, count: int | None = None) -> list[Inputs]:
     """Return the shipped photographs, or the first ``count``, each as inputs of the extractor with one row."""
     size = description.preprocessing.nominal_size()
     rows = input_rows(description.preprocessing, extractor.graph.inputs, photos()[:count], size)
-    return [extractor.inputs_from(tuple(x.to(device, description.dtype) for x in row)) for row in rows]
+    return [extractor.inputs_from(tuple(x.to(description.device, description.dtype) for x in row)) for row in rows]
 
 
 def calibration_of(description: Description, extractor: Extractor, folder: Path | None) -> list[Inputs]:

@@ -23,9 +23,9 @@ def chosen_backend(spec: ExtractorSpec, device: torch.device) -> Backend:
     return BACKENDS["eager"] if _keeps_floats(spec) else first_choice(device, spec.precision)
 
 
-def faster_backends(description: Description, device: torch.device) -> Sequence[Backend]:
+def faster_backends(description: Description) -> Sequence[Backend]:
     """Return the backends that may run an extractor faster than eager."""
-    return _faster(description.spec, device, description.entry, description.weights)
+    return _faster(description.spec, torch.device(description.device), description.entry, description.weights)
 
 
 def _faster(spec: ExtractorSpec, device: torch.device, entry: ModelEntry, weights: str) -> Sequence[Backend]:

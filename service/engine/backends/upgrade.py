@@ -64,7 +64,6 @@ class Tools:
     """The resources shared by the upgrades of all extractors.
 
     Attributes:
-        device: where extractors run.
         settings: threads, cache, and calibration photographs.
         trials: compares and times on the device worker.
         verdicts: cached results of earlier searches.
@@ -76,7 +75,6 @@ class Tools:
         remade: (extractor, backend) pairs whose artifact was rebuilt: if it still disagrees, it is not damaged.
     """
 
-    device: torch.device
     settings: Settings
     trials: Trials
     verdicts: Verdicts
@@ -118,7 +116,7 @@ class Upgrade:
         """
         runtime = self._runtime
         spec = runtime.description.spec
-        backend = chosen_backend(spec, self._tools.device)
+        backend = chosen_backend(spec, torch.device(runtime.description.device))
         if backend.name == "eager" and spec.precision != "int8":
             run = await in_pool(pool, backend.lower, runtime.extractor.module, (), self._options())
             if original is not None and runtime.description.dtype != runtime.description.entry.dtype:
@@ -189,7 +187,7 @@ class Upgrade:
         runtime, trials = self._runtime, self._tools.trials
         description = runtime.description
         try:
-            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
+            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, 1)
         except Exception:  # of the part of the model before the extractor's own inputs, which need not run in it
             log.warning("extractor %s was not run before its first request", description.id, exc_info=True)
             return
@@ -208,7 +206,7 @@ class Upgrade:
             await self._measure(original, eager)
         del original, eager  # they may hold their own weights
         runtime.checked.set()
-        if not faster_backends(runtime.description, self._tools.device):
+        if not faster_backends(runtime.description):
             return
         await runtime.wanted.wait()
         await self._search()
@@ -226,7 +224,7 @@ class Upgrade:
             # Not in one of the pools, whose tasks take longer than this.
             if description.spec.image_size is not None:
                 await asyncio.to_thread(self._check_time)
-            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, self._tools.device, 1)
+            rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, 1)
             await self._tools.trials.compare_one(own, Reference(original, rows, description.spec.precision), eager)
             own.state, own.reason = CandidateState.SERVING, None
         except (Problem, PassFailed) as error:
@@ -250,7 +248,7 @@ class Upgrade:
         """Try backends one after another until one replaces eager."""
         runtime = self._runtime
         eager = runtime.run
-        others = [(Candidate(b.name), b) for b in faster_backends(runtime.description, self._tools.device)]
+        others = [(Candidate(b.name), b) for b in faster_backends(runtime.description)]
         runtime.candidates = [*runtime.candidates, *(candidate for candidate, _ in others)]
         for candidate, backend in others:
             for attempt in range(_ATTEMPTS):
@@ -354,7 +352,7 @@ class Upgrade:
         def work(reuse: bool) -> tuple[Lowered, Reference]:
             if cancelled.is_set():
                 raise LoweringFailed(f"lowering to {backend.name} was cancelled", backend=backend.name)
-            rows = check_photographs(description, extractor, tools.device)
+            rows = check_photographs(description, extractor)
             int8 = description.spec.precision == "int8"
             calibration = calibration_of(description, extractor, tools.settings.calibration_dir) if int8 else []
             two = tuple(torch.cat([a, b]) for a, b in zip(rows[0], rows[1], strict=True))

@@ -77,13 +77,13 @@ class Upgrades:
             images: counts the images of the run, which may take long. Called in a thread, and only if it matters.
         """
         tools, description, eager = self._tools, runtime.description, runtime.run
-        faster = faster_backends(description, tools.device)
+        faster = faster_backends(description)
         if not faster:
             return False
         for backend in faster:
             if await asyncio.to_thread(tools.verdicts.read, description, backend.name) is not None:
                 return True
-        rows = await asyncio.to_thread(check_photographs, description, runtime.extractor, tools.device)
+        rows = await asyncio.to_thread(check_photographs, description, runtime.extractor)
         reference = Reference(eager, rows, description.spec.precision)
         try:
             seconds = await tools.trials.seconds_per_row(reference, eager)
@@ -96,7 +96,7 @@ class Upgrades:
 
         Returns the task that ends with the search; None if no search was ever requested.
         """
-        if not runtime.retired and faster_backends(runtime.description, self._tools.device):
+        if not runtime.retired and faster_backends(runtime.description):
             runtime.wanted.set()
         return runtime.upgrade if runtime.wanted.is_set() else None
 

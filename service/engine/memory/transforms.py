@@ -154,7 +154,7 @@ def _verified(
     Raises:
         CannotTransform: ``module`` cannot run, or an output changed although every transform is exact.
     """
-    [inputs] = check_photographs(description, extractor, torch.device(description.device), 1)
+    [inputs] = check_photographs(description, extractor, 1)
     names = ", ".join(step["name"] for step in wanted)
     try:
         started = time.monotonic()

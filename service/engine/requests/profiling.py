@@ -6,8 +6,6 @@ import asyncio
 import statistics
 from dataclasses import dataclass
 
-import torch
-
 from fxcore.analysis.profile import Profile, Profiler
 from fxcore.tensors import dtype_name
 from service.engine.backends.checks import Inputs, check_photographs, timed
@@ -51,7 +49,7 @@ async def profiled(runtime: Runtime, queue: Queue) -> Measured:
     description, extractor = runtime.description, runtime.extractor
 
     def prepare() -> tuple[Profiler, Inputs]:
-        [inputs] = check_photographs(description, extractor, torch.device(description.device), 1)
+        [inputs] = check_photographs(description, extractor, 1)
         return Profiler(int8 or extractor.module, inputs), inputs
 
     profiler, inputs = await asyncio.to_thread(prepare)
