@@ -84,6 +84,7 @@ class Engine:
         records: the extractors that this process knows.
         extractors: makes, finds and deletes extractors.
         runtimes: builds, lends and frees their runtimes.
+        eviction: keeps the memory budget.
         in_flight: accepted requests: :meth:`drain` waits for ``with`` blocks over it.
         draining: whether the service is shutting down and no further request may start.
         preload_failed: whether the last attempt to preload an extractor of the settings failed; :meth:`readiness` says
@@ -105,21 +106,23 @@ class Engine:
         records, budget = self.records.values(), settings.memory_budget
         collector, ledger = Collector(threads.builders), Ledger()
         # Projections and eviction need each other.
-        projections = Projections(self.device, threads.builders, budget, lambda: eviction.make_room())
+        projections = Projections(self.device, threads.builders, budget, lambda: self.eviction.make_room())
         limits = compiled_limits(settings.compute_threads)
-        eviction = Eviction(self.models, records, collector, ledger, budget, metrics.evictions, limits, projections)
+        self.eviction = Eviction(
+            self.models, records, collector, ledger, budget, metrics.evictions, limits, projections
+        )
         self._tools = Tools(
             settings,
             Trials(self._queue, settings.max_batch),
             Verdicts(settings),
             threads.foreground,
             threads.background,
-            eviction.make_room,
+            self.eviction.make_room,
             collector,
         )
-        self._upgrades = Upgrades(self._tools, records, eviction.may_compile)
+        self._upgrades = Upgrades(self._tools, records, self.eviction.may_compile)
         builder = Builder(self.models, self._tools, threads.builders, ledger)
-        self.runtimes = Runtimes(self.records, builder, eviction, collector)
+        self.runtimes = Runtimes(self.records, builder, self.eviction, collector)
         resolver = Resolver(self.records, self.device, threads.builders, settings)
         store = None if settings.extractors is None else Store(settings.extractors, settings.max_stored_extractors)
         self._sharing = None if store is None else Sharing(store, self.metrics)
@@ -131,7 +134,7 @@ class Engine:
             threads,
             self._upgrades,
             projections,
-            Variants(builder, eviction.make_room),
+            Variants(builder, self.eviction.make_room),
         )
         self._preloading: asyncio.Task[None] | None = None
         self._preload_trouble: str | None = "the service is starting"
@@ -225,7 +228,7 @@ class Engine:
         metrics.queue_size.set(len(self._queue))
         metrics.tasks.set(len(asyncio.all_tasks()))
         metrics.models_loaded.set(len(self.models.loaded()))
-        metrics.memory_bytes.set(self.runtimes.eviction.bytes())
+        metrics.memory_bytes.set(self.eviction.bytes())
         metrics.memory_budget_bytes.set(self.settings.memory_budget)
         states = Counter("evicted" if r.phase is None else r.state for r in self.records.list())
         for state in ("building", "ready", "failed", "evicted"):

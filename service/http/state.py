@@ -173,7 +173,7 @@ class State:
         """
         async with self.lookups.place(caller) as run:
             result = await run(work)
-        self.engine.runtimes.eviction.make_room()
+        self.engine.eviction.make_room()
         return result
 
 

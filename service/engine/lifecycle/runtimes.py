@@ -34,7 +34,7 @@ class Runtimes:
     def __init__(self, records: Records, builder: Builder, eviction: Eviction, collector: Collector) -> None:
         self._records = records
         self._builder = builder
-        self.eviction = eviction
+        self._eviction = eviction
         self._collector = collector
 
     def ensure(self, record: ExtractorRecord) -> None:
@@ -56,7 +56,7 @@ class Runtimes:
             record.fail(problem)
         if self._records.get(record.id) is not record:  # eviction would not find it
             record.retire()
-        self.eviction.make_room(0)
+        self._eviction.make_room()
         return runtime
 
     async def load(self, record: ExtractorRecord, timeout: float | None = None) -> Runtime:
@@ -102,7 +102,7 @@ class Runtimes:
         loaded = any(other.runtime is not None or other.build is not None for other in self._others(record))
         record.retire()
         if not loaded:
-            self.eviction.forget_weights(record.description.model_key, "unloaded")
+            self._eviction.forget_weights(record.description.model_key, "unloaded")
         self._collector.soon()
 
     def _unload_built(self, record: ExtractorRecord) -> None:
@@ -118,7 +118,7 @@ class Runtimes:
         if record.runtime is not None:
             record.runtime.retire()  # kept for requests that already hold the record
         if not self._others(record):
-            self.eviction.forget_weights(record.description.model_key, "deleted")
+            self._eviction.forget_weights(record.description.model_key, "deleted")
         self._collector.soon()
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class Runtimes:
             if record.runtime is not None:
                 record.runtime.retire()
         self._collector.close()
-        self.eviction.close()
+        self._eviction.close()
 
     def _others(self, record: ExtractorRecord) -> list[ExtractorRecord]:
         """Return the other extractors that use the weights of ``record``."""

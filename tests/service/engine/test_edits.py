@@ -118,7 +118,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         record = await built(running, "mobilenet_v3_small")
         runtime = runtime_of(record)
         run, module, before = runtime.run, runtime.extractor.module, await running.features(record, tensors(1.0))
-        bytes_before = running.runtimes.eviction.bytes()
+        bytes_before = running.eviction.bytes()
         zero = await running.features(record, tensors(1.0), edits=[Edit("features.12", scale=0)])
         after = await running.features(record, tensors(1.0))
         assert not zero.outputs["features.12"].any()
@@ -126,7 +126,7 @@ async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -
         assert torch.equal(after.outputs["features.12"], before.outputs["features.12"])
         assert (runtime.run, runtime.extractor.module) == (run, module)
         [variant] = runtime.variants.values()
-        assert running.runtimes.eviction.bytes() > bytes_before
+        assert running.eviction.bytes() > bytes_before
         record.retire()
         assert variant.retired
 

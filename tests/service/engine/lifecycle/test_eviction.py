@@ -57,8 +57,8 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         (model,) = running.models.loaded().values()
         weights = weakref.ref(model.module)
         del model
-        running.runtimes.eviction._memory_budget = 1
-        running.runtimes.eviction.make_room()
+        running.eviction._memory_budget = 1
+        running.eviction.make_room()
         give_back()
         assert weights() is None
         assert "no such operation" in record.problem.detail
@@ -100,7 +100,7 @@ async def test_eviction(engine: MakeEngine, no_graphs: None, jpegs: list[bytes])
         assert running.records.find(records[large].id) is records[large]
         again = (await running.features(records[large], jpegs)).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert running.runtimes.eviction.bytes() <= 105 * MiB
+        assert running.eviction.bytes() <= 105 * MiB
         for record in records.values():
             assert record.state == "ready"
             assert record.outputs
@@ -115,35 +115,35 @@ async def test_graphs_are_kept_under_the_budget(
         pinned = await built(running, "squeezenet1_1", ["features.3"], image_size=96)
         other = await built(running, "resnet18", ["layer4"])
         expected = (await running.features(other, jpegs[:1])).outputs["layer4"]  # what runs packs its weights
-        taken = running.runtimes.eviction.bytes()
+        taken = running.eviction.bytes()
         listed = [model_graph(model) for model in ("mobilenet_v3_small", "shufflenet_v2_x0_5", "mnasnet0_5")]
         maps = model_graph("vit_b_32").with_nodes_of("attention_maps")
         listed.append(model_graph("vit_b_32"))
-        assert running.runtimes.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
+        assert running.eviction.bytes() == taken + maps.bytes + sum(graph.bytes for graph in listed)
         pinned.pinned = True
         own = [model_graph("squeezenet1_1"), model_graph("resnet18")]
         model_graph("mobilenet_v3_small")  # used last
 
         budget = taken + listed[0].bytes
         monkeypatch.setattr("service.engine.lifecycle.eviction.GRAPH_SHARE", listed[0].bytes / budget)
-        running.runtimes.eviction._memory_budget = budget
-        running.runtimes.eviction.make_room()
+        running.eviction._memory_budget = budget
+        running.eviction.make_room()
         assert kept_graphs() == [*own, listed[0]]
         assert other.runtime is not None
 
-        running.runtimes.eviction._memory_budget = 1
-        running.runtimes.eviction.make_room()
+        running.eviction._memory_budget = 1
+        running.eviction.make_room()
         assert kept_graphs() == own[:1]
         assert other.runtime is None
         assert pinned.runtime is not None
 
-        running.runtimes.eviction._memory_budget = taken
+        running.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
         assert other.runtime is not None
         assert other.runtime.extractor.graph is model_graph("resnet18") is not own[1]
         assert other.description.fingerprint == own[1].fingerprint
-        assert running.runtimes.eviction.bytes() == taken
+        assert running.eviction.bytes() == taken
 
 
 @pytest.mark.parametrize("how", ["delete", "unload"])
@@ -238,14 +238,14 @@ async def test_what_is_unloaded_while_requests_wait_for_it_is_built_once(engine:
 async def test_what_was_forgotten_is_built_for_its_request_only(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         record = await built(running)
-        held = running.runtimes.eviction.bytes()
+        held = running.eviction.bytes()
         running.runtimes.unload(record)
         running.records.forget(record)
         assert (await running.features(record, jpegs)).images == 3
         assert record.runtime is None
         other = await built(running)
         assert other is not record
-        assert running.runtimes.eviction.bytes() == held
+        assert running.eviction.bytes() == held
 
 
 @pytest.mark.exhaustive
@@ -281,12 +281,12 @@ async def test_what_was_in_use_goes_once_it_is_not(engine: MakeEngine) -> None:
 async def test_extractors_over_a_model_in_use_are_evicted_one_by_one(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine() as running:
         records = [await built(running, "mobilenet_v3_small", nodes=[f"features.{i}"]) for i in range(1, 12)]
-        running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
+        running.eviction._memory_budget = running.eviction.bytes()
         with (await running.runtimes.load(records[-1])).in_use():
             await built(running, "mobilenet_v3_small", nodes=["features.12"])
             assert records[0].runtime is None
             assert all(record.runtime is not None for record in records[-3:])
-            assert running.runtimes.eviction.bytes() <= running.runtimes.eviction._memory_budget
+            assert running.eviction.bytes() <= running.eviction._memory_budget
         assert (await running.features(records[0], jpegs)).images == 3
 
 

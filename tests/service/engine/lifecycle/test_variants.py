@@ -46,9 +46,9 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         for sized in runtime.variants.values():
             held = storages_of(tensors_of(sized.extractor.module))
             assert sum(held.values()) > 100 * sum(size for at, size in held.items() if at not in own)
-        before = running.runtimes.eviction.bytes()
+        before = running.eviction.bytes()
         record.retire()
-        assert running.runtimes.eviction.bytes() < before
+        assert running.eviction.bytes() < before
         assert all(sized.retired for sized in runtime.variants.values())
 
 
@@ -71,7 +71,7 @@ async def test_a_size_is_not_evicted_between_its_build_and_its_use(engine: MakeE
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
         record.pinned = True
-        runtime, eviction = record.runtime, running.runtimes.eviction
+        runtime, eviction = record.runtime, running.eviction
         assert runtime is not None
         request = asyncio.create_task(running.features(record, [image(64, 96)], AVERAGE))
         while not (builds := [task for task in asyncio.all_tasks() if task.get_name().endswith("build")]):
@@ -141,7 +141,7 @@ async def test_sizes_are_evicted_under_the_memory_budget(engine: MakeEngine) -> 
     """Where an extractor must stay, its other sizes go; one in use stays."""
     async with engine() as running:
         record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
-        runtime, eviction = record.runtime, running.runtimes.eviction
+        runtime, eviction = record.runtime, running.eviction
         assert runtime is not None
         images = [image(64, 96), image(96, 64)]
         before = await running.features(record, images, AVERAGE)

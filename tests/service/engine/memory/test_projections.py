@@ -24,8 +24,8 @@ async def test_requests_share_a_matrix_that_is_counted_and_evicted(
 ) -> None:
     async with engine() as running:
         record = await built(running, nodes=["features.12"])
-        before = running.runtimes.eviction.bytes()
-        kept, eviction = running._pipeline._projections, running.runtimes.eviction
+        before = running.eviction.bytes()
+        kept, eviction = running._pipeline._projections, running.eviction
         answers = await asyncio.gather(
             *(running.features(record, tensors(1, 2), FeatureOptions(project=9, seed=seed)) for seed in (0, 0, 1))
         )
@@ -51,7 +51,7 @@ async def test_matrices_in_use_go_after_what_is_idle(engine: MakeEngine) -> None
     async with engine() as running:
         record = await built(running, nodes=["features.12"])
         await running.features(record, tensors(1), FeatureOptions(project=9))
-        kept, eviction = running._pipeline._projections, running.runtimes.eviction
+        kept, eviction = running._pipeline._projections, running.eviction
         eviction._memory_budget = eviction.bytes() - 1
         eviction.make_room()
         assert record.runtime is None
@@ -69,7 +69,7 @@ async def test_a_new_matrix_evicts_what_is_idle(engine: MakeEngine) -> None:
             await built(running, "squeezenet1_1", ["features.3"]),
             await built(running, nodes=["features.12"]),
         )
-        running.runtimes.eviction._memory_budget = running.runtimes.eviction.bytes()
+        running.eviction._memory_budget = running.eviction.bytes()
         await running.features(record, tensors(1), FeatureOptions(project=9))
         await until(lambda: idle.runtime is None)
         assert running._pipeline._projections.bytes()

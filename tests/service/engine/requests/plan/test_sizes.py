@@ -27,7 +27,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
     nodes = [f"features.{number}" for number in range(13)]
     async with engine() as running:
         record = await built(running, "squeezenet1_1", nodes)
-        before = running.runtimes.eviction.bytes()
+        before = running.eviction.bytes()
         for side in range(64, 264):
             record.runtime.sizes.row(((3, side, side),))
         plan = plan_tensors(record.description, {"x": torch.zeros(1, 3, 64, 64)}, "none", 10**9)
@@ -37,7 +37,7 @@ async def test_sizes_are_kept_up_to_so_many_bytes(engine: MakeEngine) -> None:
             await sizes(record.runtime, plan, plan.shapes, options, 10**9, intake)
         kept = record.runtime.sizes.bytes
         assert SIZES_BYTES < kept <= 2 * SIZES_BYTES
-        assert running.runtimes.eviction.bytes() - before == kept
+        assert running.eviction.bytes() - before == kept
         # What was dropped is found again.
         values = {"x": torch.zeros(1, 3, 64, 64)}
         assert (await running.features(record, values, FeatureOptions(keys=frozenset(nodes[:1])))).images == 1
