@@ -108,9 +108,9 @@ def _planned(
         sizes = [(max(height for height, _ in sizes), max(width for _, width in sizes))] * len(sizes)
     floats = not preprocessed or any(map(is_deep, images))
     value_bytes = FLOAT_BYTES if floats else description.decoder.dtype.itemsize
-    rows = sum(channels * height * width * value_bytes for height, width in sizes)
+    decoded = sum(channels * height * width * value_bytes for height, width in sizes)
     if pad is not None:
-        rows *= 2  # the rows, plus the padded batch
+        decoded *= 2  # the rows, plus the padded batch
 
     def placements() -> list[Placement]:
         if preprocessed:
@@ -128,7 +128,7 @@ def _planned(
         sent.setdefault((height, width), index)
     boxes = [box for height, width, _ in preprocessed if (box := preprocessing.valid_box(height, width)) is not None]
     valid_boxes = torch.tensor(boxes, dtype=torch.float32) if boxes else None
-    return Plan(parts, rows, costs, pad, placements, sent, valid_boxes)
+    return Plan(parts, decoded, costs, pad, placements, sent, valid_boxes)
 
 
 def _decoding_bytes(description: Description, header: Header, preprocess: str) -> int:

@@ -55,7 +55,7 @@ class Plan:
 
     Attributes:
         parts: the rows, in the order sent; each image is a part of its own.
-        rows: bytes of all decoded rows.
+        decoded: bytes of all decoded rows.
         costs: for each part, the peak bytes of decoding it, without its rows, according to the headers.
         pad: combines rows of different sizes into one batch, if the model's own preprocessing does so; then each part
             is one row.
@@ -65,7 +65,7 @@ class Plan:
     """
 
     parts: Sequence[Part]
-    rows: int
+    decoded: int
     costs: Sequence[int]
     pad: Callable[[Sequence[Tensor]], Tensor] | None = None
     placements: Callable[[], Sequence[Placement]] = tuple
@@ -82,11 +82,11 @@ class Plan:
 
     def is_small_tensor(self) -> bool:
         """Return whether there is a single part that only needs a quick conversion to float32."""
-        return len(self.parts) == 1 and self.rows <= _SMALL_BYTES and not any(self.costs)
+        return len(self.parts) == 1 and self.decoded <= _SMALL_BYTES and not any(self.costs)
 
     def held(self, at_once: int) -> int:
         """Return the peak bytes while ``at_once`` parts are decoded at a time."""
-        return self.rows + sum(nlargest(at_once, self.costs))
+        return self.decoded + sum(nlargest(at_once, self.costs))
 
     def at_once(self, most: int, limit: int) -> int:
         """Return the number of parts to decode at a time.

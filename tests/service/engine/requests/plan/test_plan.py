@@ -59,7 +59,7 @@ def test_rows_come_in_order(runtime: Runtime, arrays: dict[str, np.ndarray], cou
 
 def test_pixels_count_as_bytes_until_their_batch_is_made(runtime: Runtime, jpegs: list[bytes]) -> None:
     ways = [plan(runtime, jpegs, way, LIMIT) for way in ("default", "pil", "fast")]
-    assert [made.rows for made in ways] == [len(jpegs) * 3 * 224 * 224] * 3
+    assert [made.decoded for made in ways] == [len(jpegs) * 3 * 224 * 224] * 3
     assert all(made.shapes == {((3, 224, 224),): len(jpegs)} for made in ways)
 
 
