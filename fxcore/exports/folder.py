@@ -7,6 +7,7 @@ this library.
 from __future__ import annotations
 
 import ast
+import operator
 import re
 import sys
 import types
@@ -22,11 +23,12 @@ from fxcore.exports.layer_code import ASSEMBLE, empty_code, import_of, layer_cod
 from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
 from fxcore.graph.cut import unused_identifier
-from fxcore.passes.base import called_modules
+from fxcore.passes.base import called_modules, finish, fork
 from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Inputs
+from fxcore.tracing.writes import written
 
 _INIT = '''"""{title}"""
 
@@ -163,7 +165,7 @@ def folder_zip(subject: Subject) -> bytes:
 def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     """Return the files of the package, by name."""
     require_float(subject, "fx")
-    module, about = with_plain_weights(subject.module), subject.description()
+    module, about = _with_assignments(with_plain_weights(subject.module)), subject.description()
     weights = f" ({about['weights']})" if about["weights"] else ""
     title = f"Features of {subject.name}{weights}: {', '.join(o.key for o in subject.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
@@ -211,6 +213,22 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         "extractor.json": description_json(subject),
         "README.md": readme.encode(),
     }
+
+
+def _with_assignments(module: fx.GraphModule) -> fx.GraphModule:
+    """Copy ``module`` with item assignments to clones in place of a function of this library; return it unchanged if it
+    calls none."""
+    if not module.graph.find_nodes(op="call_function", target=written):
+        return module
+    private = fork(module)
+    for node in private.graph.find_nodes(op="call_function", target=written):
+        base, index, value = node.args
+        with private.graph.inserting_before(node):
+            copy = private.graph.call_method("clone", (base,))
+            private.graph.call_function(operator.setitem, (copy, index, value))
+        node.replace_all_uses_with(copy)
+        private.graph.erase_node(node)
+    return finish(private)
 
 
 def _packages(source: str) -> list[str]:

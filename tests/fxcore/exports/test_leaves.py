@@ -54,6 +54,22 @@ class Recurrent(Net):
         return self.leaf(x)[0]
 
 
+class Assigning(nn.Module):
+    """Writes into slices of a value, one of which is read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        before = y[:, 2:].sum(1, keepdim=True)
+        y[:, :2] = 0
+        y[:, 2:] *= before
+        out: Tensor = self.head(y)
+        return out
+
+
 class Absent(nn.Module):
     """Has a buffer that is None until a call sets it, a layer that is None, and a dtype that it reads itself."""
 
@@ -102,6 +118,17 @@ class Calling(nn.Module):
 
 def doubled(x: Tensor) -> Tensor:
     return 2 * x
+
+
+def test_writes_into_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Assigning().eval(), torch.rand(2, 3, 8, 8)
+    module = create_extractor(net, ["conv", "head"], x)
+    export_folder(module, tmp_path / "package_with_writes", example_inputs=(x,))
+    monkeypatch.syspath_prepend(tmp_path)
+    again = importlib.import_module("package_with_writes").load()
+    with torch.no_grad():
+        values = again(x)
+        torch.testing.assert_close(values, {"conv": net.conv(x), "head": net(x)})
 
 
 def test_parameters_buffers_and_layers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
