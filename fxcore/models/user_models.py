@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fxcore.copies import narrowed, shared_copy
 from fxcore.errors import BadArgument, FxError, NotTraceable, summarize
@@ -147,7 +148,12 @@ class UserEntry(ModelEntry):
     def build_weightless(self, weights: str = "random") -> nn.Module:
         """Build on the meta device, or with weights if the builder fails without them, e.g. as it reads parameters."""
         try:
-            return super().build_weightless(weights)
+            model = super().build_weightless(weights)
+            # torch ignores that a parametrisation cannot be initialised without weights, and fails when it is read.
+            for part in filter(parametrize.is_parametrized, model.modules()):
+                for name in part.parametrizations:  # type: ignore[union-attr]
+                    getattr(part, name)
+            return model
         except Exception:
             return self.build(weights)
 

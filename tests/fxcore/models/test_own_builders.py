@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from fxcore import build_extractor, load_model, model_graph
 from fxcore.models.descriptions import read_models
@@ -233,6 +234,25 @@ def test_a_whole_model_in_torchscript_is_refused() -> None:
     for make in (torch.jit.script, lambda model: torch.jit.trace(model, torch.rand(1, 3, 8, 8))):
         with pytest.raises(BadUserModel, match="is TorchScript, which has no Python code to trace"):
             user_entry("net", UserModel(lambda make=make: make(nn.Sequential(nn.Conv2d(3, 8, 3)).eval())))
+
+
+class Orthogonal(nn.Module):
+    """Has a parametrisation that torch leaves without its base on the meta device, and then cannot read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.head = parametrizations.orthogonal(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(x).mean((2, 3)))
+        return out
+
+
+def test_parametrisations_that_need_weights_to_be_built() -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(served(Orthogonal, "head"), Orthogonal().eval()(X))
 
 
 def parsing() -> nn.Module:
