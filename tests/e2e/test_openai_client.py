@@ -123,6 +123,8 @@ def test_models_are_listed(server, client):
     assert [model.id for model in listed] == names
     assert {(model.object, model.owned_by) for model in listed} == {("model", "torchvision"), ("model", "packaged")}
     assert listed.object == "list"
+    one = client.models.retrieve("resnet18")
+    assert (one.id, one.object, one.created, one.owned_by) == ("resnet18", "model", 0, "torchvision")
 
 
 def refused(error, status, param, code):

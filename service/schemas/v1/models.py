@@ -114,7 +114,7 @@ class ServedPrecision(BaseModel):
     note: str | None = Field(description="Why it is refused, or slower than float32 here.", examples=[None])
 
 
-class ModelDetail(BaseModel):
+class ModelDetail(OpenAIModel):
     name: str = Field(examples=["resnet50"])
     task: str = Field(examples=["classification"])
     default_weights: str | None = Field(examples=["IMAGENET1K_V2"])

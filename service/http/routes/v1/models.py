@@ -102,7 +102,7 @@ async def list_models(
             for entry in entries
         ]
         # Also in OpenAI's shape, for its clients.
-        data = [{"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)} for entry in entries]
+        data = [_as_openai(entry) for entry in entries]
         counted = {"models": len(timm_models), "list": "/v1/models?source=timm"} if with_timm else None
         return orjson.dumps({"models": found, "timm": counted, "object": "list", "data": data})
 
@@ -265,6 +265,10 @@ def _nodes(entry: ModelEntry, structure: str, transforms: str | None) -> bytes:
     )
 
 
+def _as_openai(entry: ModelEntry) -> dict[str, Any]:
+    return {"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)}
+
+
 def _detail(
     entry: ModelEntry,
     chosen: str,
@@ -290,6 +294,7 @@ def _detail(
             weights[name]["category_names"] = info.categories or None
     return orjson.dumps(
         {
+            **_as_openai(entry),
             "name": entry.name,
             "task": entry.task,
             "default_weights": entry.default_weights,
