@@ -86,6 +86,8 @@ class OpenVINO:
         if int8 and not options.calibration:
             raise LoweringFailed("int8 needs images to calibrate on", backend=self.name)
         unique, places = distinct_outputs(module)
+        if all(place < 0 for place in places.values()):
+            raise LoweringFailed("it returns only its inputs, so there is nothing to compile", backend=self.name)
         usual = [x.shape[1:] for x in example]
         packages = ("openvino", "nncf") if int8 else ("openvino",)
         return compiled(

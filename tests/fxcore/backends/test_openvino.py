@@ -384,6 +384,12 @@ def test_int8_is_near(extractor: Build, batch: torch.Tensor, artifacts: Path) ->
         OPENVINO.lower(plain.module, (batch[:2],), Options(precision="int8"))
 
 
+def test_a_module_that_computes_nothing_is_refused(batch: torch.Tensor) -> None:
+    image = create_extractor(Small().eval(), {"x": "image"}, batch[:2])
+    with pytest.raises(LoweringFailed, match="returns only its inputs"):
+        OPENVINO.lower(image, (batch[:2],), Options())
+
+
 @pytest.mark.exhaustive
 def test_a_lowering_can_be_cancelled(extractor: Build, batch: torch.Tensor, tmp_path: Path) -> None:
     cancelled = threading.Event()
