@@ -60,7 +60,7 @@ def _validate(extractor: Captured, data: bytes) -> None:
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CannotExport(
             f"{extractor.model} cannot be valid ONNX in {dtype_name(extractor.inputs[0].dtype)}: {summarize(error)}; "
-            "export an extractor in float32",
+            "export an extractor in float32 or float16",
             format="onnx",
         ) from None
 
