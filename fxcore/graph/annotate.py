@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import TensorMetadata
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fxcore.graph.axes import layout
 from fxcore.graph.flops import FlopCounter
@@ -83,6 +85,22 @@ class _Recorder(Watcher):
         return [v._version if isinstance(v, Tensor) and not v.is_inference() else None for v in values]
 
 
+class _FastNorms(TorchFunctionMode):
+    """Skip torch's meta kernels of batch and layer norms, which are Python and slow: the result is like the input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm and not kwargs["training"]:
+            x, mean, *_ = args
+            known = x.is_meta and x.is_contiguous() and mean is not None and x.shape[1:2] == mean.shape
+        elif func is F.layer_norm:
+            x, sizes = args
+            known = x.is_meta and x.is_contiguous() and x.shape[-len(sizes) :] == tuple(sizes)
+        else:
+            known = False
+        return torch.empty_like(x) if known else func(*args, **kwargs)
+
+
 def annotate(
     module: fx.GraphModule,
     shapes: list[tuple[int, ...]],
@@ -141,7 +159,7 @@ def annotate(
         _note_many(node, value, numbers.get(node), _BATCH)
 
     # Tensors of inference mode, which the caller may be in, have no version counters.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), _FastNorms():
         _Recorder(module, remember, device=device, keep=False).run(*_inputs(shapes, _BATCH, device, dtype))
         _Recorder(module, write, device=device).run(*_inputs(shapes, 1, device, dtype))
     _mark_mixed(module)

@@ -35,7 +35,7 @@ class Attributes:
             for state in (part._parameters, part._buffers)
             if isinstance(state, dict)  # TorchScript's are not
         ]
-        values = [(key, value) for held, _ in self._modules for key, value in held.items()]
+        values = [(key, value) for held, _ in self._modules for key, value in held.items() if isinstance(value, _KINDS)]
         plain = [value for key, value in values if not is_copied(key)]
         self._containers = {id(held): (held, _copied(held)) for value in plain for held in _containers(value)}
         self._hooks = [(hooks, dict(hooks)) for key, hooks in values if is_hooks(key)]

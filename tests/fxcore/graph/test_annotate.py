@@ -86,3 +86,37 @@ def test_values_that_are_computed_for_their_shapes_are_not_kept() -> None:
     found = values_at(fx.GraphModule({}, graph), [(3,)], torch.device("cpu"), ["last"])
     assert found == {"last": ([1, 3], torch.float32)}
     assert alive == [0, 1, 1, 1, 1]
+
+
+class Unlike(nn.Module):
+    """Norms of inputs in another order in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm2d(3)
+        self.layer = nn.LayerNorm((3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.batch(x.contiguous(memory_format=torch.channels_last)).transpose(1, 2))
+
+
+def test_norms_have_the_values_of_torch() -> None:
+    model, values = Unlike().eval(), dict[str, Tensor]()
+    for name, part in model.named_children():
+        part.register_forward_hook(lambda _m, _i, out, name=name: values.update({name: out}))
+    model(torch.zeros(1, 3, 8, 8))
+    module = fx.symbolic_trace(Unlike().eval()).to("meta")
+    annotate(module, [(3, 8, 8)], torch.device("meta"))
+    for name, value in values.items():
+        [node] = module.graph.find_nodes(op="call_module", target=name)
+        found = node.meta["value"]
+        assert (found.shape, found.stride(), found.dtype) == (value.shape, value.stride(), value.dtype), name
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.LayerNorm(4)])
+def test_norms_of_other_sizes_fail_as_they_do_when_they_run(norm: nn.Module) -> None:
+    module = fx.symbolic_trace(nn.Sequential(norm).eval())
+    with pytest.raises(RuntimeError):
+        module(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(RuntimeError):
+        annotate(module.to("meta"), [(3, 8, 8)], torch.device("meta"))
