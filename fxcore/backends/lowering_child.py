@@ -92,7 +92,9 @@ def _to_inductor(module: nn.Module, example: Tensors, settings: dict[str, Any], 
     torch.set_num_threads(settings["threads"])  # built into the generated code
     program = _exported_at_one_size(module, example)  # of a dynamic size, it builds in that of the example in places
     with torch.no_grad():
-        aoti.compile_package(program, folder / "model.pt2", {"freezing": True})
+        # Headers compiled in advance take longer than they save: this process compiles one package.
+        ahead = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
+        aoti.compile_package(program, folder / "model.pt2", {"freezing": True, **ahead})
 
 
 if __name__ == "__main__":
