@@ -67,7 +67,7 @@ def spans() -> Iterator[list[Any]]:
             pass
 
     collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")

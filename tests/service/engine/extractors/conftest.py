@@ -37,7 +37,7 @@ class AtomicPuts:
 def bucket() -> Iterator[str]:
     """The URL of a bucket on an S3 server of this machine."""
     server = make_server("127.0.0.1", 0, AtomicPuts(), threaded=True, request_handler=MotoRequestHandler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ACCESS_KEY_ID", "someone")

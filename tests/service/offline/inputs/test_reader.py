@@ -48,7 +48,7 @@ def photos(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(reader, "_RETRY_DELAYS", (0.0, 0.0))
     monkeypatch.setattr(Photos, "failed", set(), raising=False)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Photos)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
