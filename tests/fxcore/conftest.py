@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ def memory_given_back() -> Iterator[None]:
     """Return memory after each test over every model; otherwise the weights of a hundred models would accumulate."""
     yield
     give_back()
+    gc.freeze()  # the next one need not look through the graphs that are kept
 
 
 @pytest.fixture
