@@ -111,6 +111,7 @@ def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 def test_folders_of_other_kinds_of_model(tmp_path: Path) -> None:
     """ViT reads a parameter and calls nn.MultiheadAttention; Swin calls a function of torchvision; both others have
     layers of torchvision's own, from a module that a function of its name hides."""
@@ -178,6 +179,7 @@ def test_int8_of_torch_is_refused(calibrated: tuple[Extractor, list[tuple[torch.
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 @pytest.mark.usefixtures("in_this_process")
 def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
     """Batch norms of trained weights, folded in bfloat16, divide by zero."""
@@ -389,6 +391,7 @@ def small(prepare: Callable[[nn.Conv2d], nn.Module]) -> Extractor:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("prepare", "format"), [(parametrizations.weight_norm, "torch_export"), (parametrizations.spectral_norm, "fx")]
 )

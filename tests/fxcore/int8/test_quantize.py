@@ -55,6 +55,7 @@ def small() -> tuple[Extractor, list[Tensors]]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("name", "cosines", "layers"), TABLE)
 def test_models_that_work(name: str, cosines: dict[str, float], layers: int) -> None:
     extractor, rows = make(name, list(cosines), 4)

@@ -137,6 +137,7 @@ def test_a_linear_probe_tells_faces_from_other_things(model: nn.Module) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
 @pytest.mark.parametrize("backend", ["eager", "openvino"])
 @torch.inference_mode()
 def test_int8_keeps_the_first_class_of_photographs_and_crops(model: nn.Module, backend: str) -> None:
