@@ -93,8 +93,8 @@ function leave() {
   graph?.pictures.show(null)
 }
 
-function showStart() {
-  const lost = holdsFocus()
+/** @param {boolean} [lost] whether the keyboard's focus is to go there */
+function showStart(lost = holdsFocus()) {
   leave()
   model = graph = chooser = null
   requested = laidOut = ""
@@ -145,7 +145,7 @@ async function load(now) {
     if (error instanceof Problem && error.status === 404) {
       relist()
       notify(error.message)
-      showStart()
+      showStart(lost || holdsFocus())
       return false
     }
     requested = ""

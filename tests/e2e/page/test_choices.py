@@ -232,8 +232,9 @@ def test_the_models_of_a_server_that_was_started_anew_are_listed(start, visit):
     server._environment["FXSERVE_MODELS"] = second
     server.begin()
     server.wait()
-    page.locator(".results a", has_text="efficientnet_lite0").click()
+    page.locator(".results a", has_text="efficientnet_lite0").press("Enter")
     page.locator("#notice", has_text="'efficientnet_lite0'").wait_for()
+    until(page, "document.activeElement.tagName === 'H1'")
     page.locator(".results a", has_text="resnet18").wait_for()
     page.get_by_text("1 of timm").wait_for()
     assert listed(page) == ["resnet18"]
