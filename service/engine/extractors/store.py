@@ -281,7 +281,7 @@ class Store:
     def _entry(self, name: str) -> dict[str, Any] | None:
         """Return the object of ``name``, an ``id`` and a ``token``; None if there is none.
 
-        It is :data:`_DAMAGED` if it cannot be used.
+        It is :data:`_DAMAGED` if it is damaged.
         """
         try:
             entry = self._objects.read(f"names/{name}.json")
