@@ -65,6 +65,20 @@ def decode(data: bytes, max_pixels: int | None = None, exactly: bool = True) -> 
     return _tensor(_decoded(data, _open(data, max_pixels), max_pixels, exactly))
 
 
+def decode_floats(data: bytes, max_pixels: int | None = None) -> Tensor:
+    """Decode an image to float32 ``[3, H, W]`` from 0 to 1, keeping all 16 bits of PNG files.
+
+    Args:
+        max_pixels: maximum number of pixels of the image.
+
+    Raises:
+        BadImage, ImageTooLarge: see :func:`fxcore.images.files.open_image`.
+    """
+    if deep_png.is_deep(data):
+        return _deep(data, max_pixels).to(torch.float32) / 65535
+    return decode(data, max_pixels).permute(2, 0, 1) / 255
+
+
 class Decoder:
     """A decoder that applies ``preprocessing`` to encoded images or pixels.
 

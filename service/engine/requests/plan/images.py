@@ -14,12 +14,12 @@ from torch import Tensor
 
 from fxcore.errors import BadTensor
 from fxcore.images.channels import luma
-from fxcore.images.decoding import decode
+from fxcore.images.decoding import decode_floats
 from fxcore.images.files import Header, image_header, plain_header
 from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, indexed, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, indexed, spread
 from service.engine.threads import in_pool
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
@@ -147,5 +147,5 @@ def _row(description: Description, data: bytes, preprocess: str, max_pixels: int
     """
     if preprocess != "none":
         return description.decoder.image(data, max_pixels, preprocess)
-    pixels = scaled(decode(data, max_pixels).permute(2, 0, 1))
+    pixels = decode_floats(data, max_pixels)
     return luma(pixels) if description.entry.channels == 1 else pixels

@@ -104,11 +104,6 @@ def spread(count: int, size: int | None = None) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def scaled(pixels: Tensor) -> Tensor:
-    """Return uint8 values as floats from 0 to 1."""
-    return pixels / 255.0
-
-
 class indexed:
     """Context manager that adds the index of the image to an error."""
 

@@ -12,7 +12,7 @@ from fxcore.errors import BadTensor, ImageTooLarge
 from fxcore.images.preprocessing import Preprocessing
 from fxcore.tensors import TensorSpec, dtype_name
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, scaled, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, spread
 from service.engine.rows.shapes import RowShape
 
 MAX_ROWS = 2**20
@@ -148,7 +148,7 @@ def _prepared(description: Description, tensor: Tensor, preprocess: str) -> Tens
     if tensor.dtype != torch.uint8:
         return tensor.to(torch.float32).contiguous()
     if preprocess == "none":
-        return scaled(tensor.movedim(-1, 1))
+        return tensor.movedim(-1, 1) / 255
     if description.preprocessing.layout != "NCHW":
         return description.preprocessing.from_array(tensor)
     rows = tensor.expand(*tensor.shape[:-1], 3) if tensor.shape[-1] == 1 else tensor  # grey

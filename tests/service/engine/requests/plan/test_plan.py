@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+import torchvision
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
 from service.engine.requests.plan.images import plan_images
@@ -18,6 +19,7 @@ from service.engine.requests.plan.limits import check_sizes
 from service.engine.requests.plan.plan import Inputs, Plan
 from service.engine.requests.plan.tensors import plan_tensors
 from service.engine.runtime.runtime import Runtime
+from tests.hostile_images import deep_png
 from tests.service.engine.running import encoded, runtime_alone
 
 LIMIT = 1_000_000
@@ -55,6 +57,14 @@ def test_rows_come_in_order(runtime: Runtime, arrays: dict[str, np.ndarray], cou
     assert rows.shape == (count, 3, 224, 224)
     for image, row in zip(images, rows, strict=True):
         assert torch.equal(row, decoded(runtime, [image], preprocess)[0])
+
+
+@pytest.mark.parametrize("color", [0, 2, 4, 6])
+def test_unprocessed_files_of_16_bits_keep_them_all(runtime: Runtime, color: int) -> None:
+    data = deep_png(color)
+    expected = torchvision.io.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB")
+    assert expected.dtype == torch.uint16
+    assert torch.equal(decoded(runtime, [data], "none")[0], expected.float() / 65535)
 
 
 def test_pixels_count_as_bytes_until_their_batch_is_made(runtime: Runtime, jpegs: list[bytes]) -> None:
