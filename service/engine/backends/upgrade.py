@@ -71,6 +71,7 @@ class Tools:
         background: the thread that lowers upgrades.
         make_room: evicts until the given number of bytes fits into memory.
         collector: garbage-collects replaced backends and retired runtimes.
+        searching: held by the extractor for which a faster backend is lowered and timed.
         lowerings: the cancel events of lowerings in progress; setting one cancels it.
         remade: (extractor, backend) pairs whose artifact was rebuilt: if it still disagrees, it is not damaged.
     """
@@ -82,6 +83,7 @@ class Tools:
     background: Executor
     make_room: Callable[[int], None]
     collector: Collector
+    searching: asyncio.Lock = field(default_factory=asyncio.Lock)
     lowerings: set[threading.Event] = field(default_factory=set)
     remade: set[tuple[str, str]] = field(default_factory=set)
 
@@ -265,13 +267,15 @@ class Upgrade:
         After a shortage, unless this is the last attempt, the candidate is waiting again.
         """
         runtime = self._runtime
-        candidate.state = CandidateState.LOWERING
         try:
-            with runtime.in_use():
-                lowered, reference = await self._lower(backend, self._tools.background)
-                faster = await self._is_faster(candidate, reference, eager, lowered)
-                if faster:
-                    await self._tools.trials.warm(reference, lowered)
+            # Those that wait for their turn are not in use, so that they can be evicted.
+            async with self._tools.searching:
+                candidate.state = CandidateState.LOWERING
+                with runtime.in_use():
+                    lowered, reference = await self._lower(backend, self._tools.background)
+                    faster = await self._is_faster(candidate, reference, eager, lowered)
+                    if faster:
+                        await self._tools.trials.warm(reference, lowered)
             if faster and not runtime.retired:
                 self._swap(candidate, reference, eager, lowered)
         except (LoweringFailed, Problem, PassFailed) as error:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from tests.service.engine.fake_backends import Held, settled
-from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors
+from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("openvino")
@@ -44,6 +44,26 @@ async def test_nothing_is_lowered_for_what_is_gone(engine: MakeEngine, held: Hel
             await running.features(known, tensors(*range(16)))
             await settled(known)
             await held.began("features.3", "features.6", "features.4")
+
+
+async def test_an_extractor_that_waits_for_its_search_can_be_evicted(engine: MakeEngine, held: Held) -> None:
+    async with engine(lowering=True) as running:
+        lowering, waiting = await built(running, nodes=["features.3"]), await built(running, nodes=["features.4"])
+        await running.features(lowering, tensors(0))
+        await held.began("features.3")
+        await running.features(waiting, tensors(*range(16)))
+        runtime = waiting.runtime
+        assert runtime is not None
+        await until(lambda: len(runtime.candidates) == 2)
+        assert runtime.candidates[1].state == "waiting"
+        running.eviction.make_room(running.settings.memory_budget)
+        assert lowering.runtime is not None
+        assert waiting.runtime is None
+        assert runtime.upgrade is not None
+        await asyncio.wait({runtime.upgrade}, timeout=PATIENCE)
+        held.open.set()
+        await settled(lowering)
+        assert held.begun == [["features.3"]]
 
 
 async def test_a_cancelled_build_lowers_nothing(engine: MakeEngine, held: Held) -> None:
