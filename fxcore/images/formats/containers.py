@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 
 from fxcore.errors import BadImage
-from fxcore.images.formats import jpeg2000
+from fxcore.images.formats import jpeg2000, png
 from fxcore.images.formats.opening import opened
 from fxcore.images.formats.orientation import orientation
 
@@ -37,7 +37,6 @@ _MAX_HEADER = 64 * 1024
 _MAX_TILE = 2048 * 2048
 """Maximum number of pixels in a tile of a small image; a tile is decompressed as a whole."""
 
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_KEPT = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 
 # Frame headers, tables, the first scan, JFIF and Adobe, which defines the colour space (ITU-T T.81, table B.1).
@@ -80,15 +79,11 @@ def stripped(data: bytes) -> tuple[bytes, int]:
 
 
 def _png(data: bytes) -> tuple[bytes, int]:
-    kept: list[bytes] = [data[:8]]
-    start = at = 8  # kept chunks are copied in runs
+    kept: list[bytes] = [png.SIGNATURE]
+    start = len(png.SIGNATURE)  # kept chunks are copied in runs
     exif: bytes | None = None
     pixels = False
-    pieces = 0
-    while at + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        end = at + 12 + length
-        pieces += 1
+    for pieces, (kind, at, end) in enumerate(png.chunks(data), start=1):
         if pieces > MAX_PIECES:
             raise _too_many("PNG", "chunks", MAX_PIECES)
         pixels = pixels or kind == b"IDAT"
@@ -98,7 +93,6 @@ def _png(data: bytes) -> tuple[bytes, int]:
             # libpng takes the first valid one before the pixels.
             if kind == b"eXIf" and exif is None and not pixels and _is_valid_exif(data[at + 4 : end]):
                 exif = data[at + 8 : end - 4]
-        at = end
         if kind == b"IEND":
             break
     whole = len(kept) == 1
@@ -275,7 +269,7 @@ def _too_many(format: str, what: str, most: int) -> BadImage:
 
 
 _FORMATS: dict[bytes, Callable[[bytes], tuple[bytes, int]]] = {
-    _PNG_SIGNATURE: _png,
+    png.SIGNATURE: _png,
     b"\xff\xd8\xff": _jpeg,
     b"RIFF": _webp,
     b"GIF87a": _gif,

@@ -36,12 +36,13 @@ def decode(data: bytes) -> NDArray[np.uint16]:
         Exception: the file is damaged or cut short.
     """
     color = data[_COLOR_AT]
+    pixels = _pixels(data, "RGBA" if color == _GREY_ALPHA else None)
+    check_complete(data, pixels[-1])
     if color == _GREY:
-        return np.repeat(_pixels(data).astype(np.uint16)[:, :, None], 3, axis=2)
+        return np.repeat(pixels.astype(np.uint16)[:, :, None], 3, axis=2)
     if color == _GREY_ALPHA:
-        pairs = _pixels(data, "RGBA")
-        return np.repeat((pairs[:, :, :1].astype(np.uint16) << 8) | pairs[:, :, 1:2], 3, axis=2)
-    upper = _pixels(data)[:, :, :3].astype(np.uint16)
+        return np.repeat((pixels[:, :, :1].astype(np.uint16) << 8) | pixels[:, :, 1:2], 3, axis=2)
+    upper = pixels[:, :, :3].astype(np.uint16)
     upper <<= 8
     upper |= _pixels(data, _LOWER[color])[:, :, :3]
     return upper
@@ -52,6 +53,4 @@ def _pixels(data: bytes, raw_mode: str | None = None) -> NDArray[Any]:
     with opened(data, ["PNG"]) as image, quiet():
         if raw_mode is not None:
             image.tile = [(*tile[:3], raw_mode) for tile in image.tile]  # type: ignore[misc]
-        pixels = np.asarray(image)
-    check_complete(data, pixels[-1])
-    return pixels
+        return np.asarray(image)

@@ -1,14 +1,16 @@
-"""Check that PNG files are complete, since Pillow leaves rows black that the compressed pixels do not reach."""
+"""The chunks of PNG files, and a check for rows that are missing, which Pillow leaves black."""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from numpy.typing import NDArray
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
 _HEADER_AT = 16
 _HEADER = struct.Struct(">IIBB2xB")
 """Width, height, bits per sample, colour type and interlacing."""
@@ -22,6 +24,15 @@ _PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4),
 
 _READ, _INFLATED = 1 << 16, 1 << 20
 """Bytes to decompress at a time, and to get at a time."""
+
+
+def chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yield the kind of each chunk of a file, its start, and its end, which may lie beyond the file."""
+    at = len(SIGNATURE)
+    while at + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        yield kind, at, at + 12 + length
+        at += 12 + length
 
 
 def check_complete(data: bytes, last_row: NDArray[Any]) -> None:
@@ -46,15 +57,12 @@ def check_complete(data: bytes, last_row: NDArray[Any]) -> None:
         if columns > 0 and rows > 0:
             missing += rows * (1 + -(-columns * bits * _SAMPLES[color] // 8))  # each row starts with its filter
     inflate = zlib.decompressobj()
-    at = len(_SIGNATURE)
-    while missing > 0 and at + 8 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
+    for kind, at, end in chunks(data):
         if kind == b"IDAT":
-            for start in range(at + 8, at + 8 + length, _READ):
-                rest = data[start : min(start + _READ, at + 8 + length)]
-                while rest and missing > 0:
+            for start in range(at + 8, end - 4, _READ):
+                rest = data[start : min(start + _READ, end - 4)]
+                while rest and missing > 0 and not inflate.eof:  # it would collect what comes after its end
                     missing -= len(inflate.decompress(rest, _INFLATED))
                     rest = inflate.unconsumed_tail
-        at += 12 + length
     if missing > 0:
         raise ValueError("the pixels end before the last row")
