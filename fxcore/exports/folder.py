@@ -7,7 +7,6 @@ this library.
 from __future__ import annotations
 
 import ast
-import operator
 import re
 import sys
 import types
@@ -19,16 +18,16 @@ from safetensors.torch import save
 from torch import Tensor, fx
 
 from fxcore.exports.description import description_json, require_float, zipped
+from fxcore.exports.function_code import define, is_own_leaf
 from fxcore.exports.layer_code import ASSEMBLE, empty_code, import_of, layer_code, tensors_of
 from fxcore.exports.subject import CannotExport, Subject, subject_of
 from fxcore.extractor import Extractor
 from fxcore.graph.cut import unused_identifier
-from fxcore.passes.base import called_modules, finish, fork
+from fxcore.passes.base import called_modules
 from fxcore.passes.parametrized import with_plain_weights
 from fxcore.tensors import dtype_name
 from fxcore.tracing.graph_module import attribute
 from fxcore.tracing.interpreter import Inputs
-from fxcore.tracing.writes import written
 
 _INIT = '''"""{title}"""
 
@@ -42,6 +41,8 @@ _HEAD = '''"""{title}
 Generated from a torch.fx graph: layers and values have the names that they have in the model.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -49,7 +50,7 @@ from safetensors.torch import load_file
 
 OUTPUTS = {outputs}
 """Key of each output, and the node of the model whose value it is."""
-
+{functions}
 
 class Extractor(nn.Module):
     """Compute OUTPUTS from {inputs}; return a dict with their keys."""
@@ -165,7 +166,7 @@ def folder_zip(subject: Subject) -> bytes:
 def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     """Return the files of the package, by name."""
     require_float(subject, "fx")
-    module, about = _with_assignments(with_plain_weights(subject.module)), subject.description()
+    module, about = with_plain_weights(subject.module), subject.description()
     weights = f" ({about['weights']})" if about["weights"] else ""
     title = f"Features of {subject.name}{weights}: {', '.join(o.key for o in subject.outputs)}."
     title = title.replace('"', "'").replace("\\", "/")
@@ -174,11 +175,12 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
     forward = re.sub(r"^torch\.fx\._symbolic_trace\.wrap\(.*\)\n", "", code.src, flags=re.MULTILINE)
     imported: dict[str, Any] = {}
     layers = _layers(module, imported)
-    imports = _imports(code.globals, forward, imported)
+    imports, functions = _globals(code.globals, forward, imported)
     outputs = {o.key: o.node for o in subject.outputs}
     source = _HEAD.format(
         title=title,
         imports="\n".join(imports),
+        functions="".join(f"\n\n{function}\n" for function in functions),
         outputs=repr(outputs),
         inputs=", ".join(f"{i.name} {i.layout}".strip() for i in subject.inputs),
         layers="\n".join(f"        {line}" for line in layers) or "        pass",
@@ -213,22 +215,6 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         "extractor.json": description_json(subject),
         "README.md": readme.encode(),
     }
-
-
-def _with_assignments(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy ``module`` with item assignments to clones in place of a function of this library; return it unchanged if it
-    calls none."""
-    if not module.graph.find_nodes(op="call_function", target=written):
-        return module
-    private = fork(module)
-    for node in private.graph.find_nodes(op="call_function", target=written):
-        base, index, value = node.args
-        with private.graph.inserting_before(node):
-            copy = private.graph.call_method("clone", (base,))
-            private.graph.call_function(operator.setitem, (copy, index, value))
-        node.replace_all_uses_with(copy)
-        private.graph.erase_node(node)
-    return finish(private)
 
 
 def _packages(source: str) -> list[str]:
@@ -282,15 +268,16 @@ def _layers(module: fx.GraphModule, imported: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _imports(names: dict[str, Any], forward: str, imported: dict[str, Any]) -> list[str]:
-    """Return the import statements of the generated code.
+def _globals(names: dict[str, Any], forward: str, imported: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the import statements of the generated code, and the definitions of this library's leaf functions.
 
     Raises:
-        CannotExport: the code uses an object of this library, or one that cannot be imported by name.
+        CannotExport: the code uses another object of this library, or one that cannot be imported by name.
     """
     used = {node.id for node in ast.walk(ast.parse(forward.strip())) if isinstance(node, ast.Name)}
     lines = {"import torch", "from torch import nn"}
     lines |= {import_of(name, value) for name, value in imported.items()}
+    definitions: dict[str, str] = {}
     for name, value in names.items():
         if name not in used or name == "torch":
             continue
@@ -302,6 +289,8 @@ def _imports(names: dict[str, Any], forward: str, imported: dict[str, Any]) -> l
             lines.add(f"{name} = {value!r}")
         elif isinstance(value, types.ModuleType):
             lines.add(f"import {value.__name__} as {name}")
+        elif is_own_leaf(value):
+            define(name, value, definitions, lines)
         else:
             lines.add(import_of(name, value))
-    return sorted(lines)
+    return sorted(lines), list(definitions.values())

@@ -7,6 +7,7 @@ its exact value; an extractor prunes weights that are not extracted.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -156,7 +157,7 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
             )
         both.meta = {MODULE: str(node.target)}
         with graph.inserting_after(both):
-            return graph.call_function(_second, (both,))
+            return graph.call_function(operator.getitem, (both, 1))
     windows = {shifted_window_attention: window_attention, shifted_window_attention_3d: window_attention_3d}
     if node.op == "call_function" and node.target in windows:
         with graph.inserting_after(node):
@@ -181,10 +182,6 @@ def is_over_last(softmax: fx.Node, layer: nn.Module | None) -> bool:
     given: Any = softmax.kwargs.get("dim", softmax.args[1] if len(softmax.args) > 1 else None)
     dim, value = getattr(layer, "dim", given), softmax.meta.get("value")
     return bool(dim == -1 or (isinstance(value, Tensor) and dim == value.ndim - 1))
-
-
-def _second(pair: tuple[Tensor, Tensor]) -> Tensor:
-    return pair[1]
 
 
 def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bool:

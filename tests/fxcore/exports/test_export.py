@@ -120,6 +120,24 @@ def test_folders_of_other_kinds_of_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.no_cover
+def test_folders_of_graphs_that_call_functions_of_this_package(tmp_path: Path) -> None:
+    """Passes add such calls: for padding with the mean, and for the attention weights of each family."""
+    padding = make("resnet18", {"C2": "C2"})
+    made = [replace(padding, module=apply_transforms(padding.module, ["fold_normalization"]))]
+    for name, block in {
+        "vit_b_32": "encoder.layers.encoder_layer_0.self_attention",
+        "swin_t": "features.1.1.attn",
+        "maxvit_t": "blocks.0.layers.0.layers.window_attention.attn_layer.1",
+        "timm.vit_tiny_patch16_224": "blocks.0.attn",
+    }.items():
+        graph = model_graph(name).with_nodes_of("attention_maps")
+        nodes = graph.resolve([f"{block}.attention"])
+        made.append(build_extractor(graph, load_model(graph.entry, "random"), nodes))
+    check(made, "fx", tmp_path)
+
+
+@pytest.mark.exhaustive
 def test_the_folder_says_how_to_use_it(tmp_path: Path) -> None:
     extractor = make("mobilenet_v3_small", {"C4": "C4"})
     export_folder(extractor, tmp_path / "small")

@@ -131,6 +131,30 @@ def test_writes_into_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(values, {"conv": net.conv(x), "head": net(x)})
 
 
+class Flattening(nn.Module):
+    """Has sizes of its input as constants in the part after the convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 4, 1), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.conv(x)).reshape(-1, 4 * x.shape[2] * x.shape[3])
+        return out
+
+
+def test_parts_of_one_size_refuse_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, inner = Flattening().eval(), torch.rand(2, 3, 8, 8), torch.rand(2, 4, 8, 8)
+    module = create_extractor(net, ["reshape"], x, inputs=["conv"])
+    export_folder(module, tmp_path / "package_of_a_part", example_inputs=(inner,))
+    monkeypatch.syspath_prepend(tmp_path)
+    again = importlib.import_module("package_of_a_part").load()
+    torch.testing.assert_close(again(inner)["reshape"], inner.relu().flatten(1))
+    with pytest.raises(Exception, match=r"conv must have the sizes \[any, 4, 8, 8\]") as caught:
+        again(torch.rand(2, 4, 4, 4))
+    assert (type(caught.value).__name__, type(caught.value).__module__) == ("BadTensor", "package_of_a_part.module")
+
+
 def test_parameters_buffers_and_layers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = check(tmp_path, monkeypatch, Net(Absent()), torch.rand(2, 3))
     assert dict(made.named_parameters()).keys() == {"scale"}
