@@ -6,6 +6,7 @@ FLOP counter.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -73,6 +74,11 @@ class _Recorder(Watcher):
                 i for i, (old, new) in enumerate(zip(before, self._versions(n), strict=True)) if old != new
             ]
         return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Item assignment returns None; the value of its node is what it wrote to, as that of other writes.
+        value = super().call_function(target, args, kwargs)
+        return args[0] if target is operator.setitem and isinstance(args[0], Tensor) else value
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)

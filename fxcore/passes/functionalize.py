@@ -41,9 +41,6 @@ _NEW_TENSORS = {
 }
 """Operations that never return their argument itself."""
 
-_OF_VALUE = ("value", "carries", "rows", "axes")
-"""Keys in ``node.meta`` that describe a node's value, see :func:`fxcore.graph.annotate.annotate`."""
-
 
 def functionalize(graph: fx.Graph, modules: dict[str, nn.Module]) -> int:
     """Rewrite in-place operations in ``graph``, and those that depend on the memory format
@@ -199,8 +196,6 @@ class _Functionalizer:
             node.op, node.target, node.args, node.kwargs = "call_method", "type_as", (computed, before), {}
         else:
             node.target = target
-        if target is written:  # item assignment returned None, but this node returns the value after it
-            node.meta |= {key: base.meta[key] for key in _OF_VALUE if key in base.meta}
         if node.op == "call_function":
             node.kwargs = {k: v for k, v in node.kwargs.items() if k != "inplace"}
         return True

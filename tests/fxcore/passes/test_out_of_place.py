@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torchvision.ops import stochastic_depth
 
-from fxcore import build_extractor, trace
+from fxcore import build_extractor, create_extractor, trace
 from fxcore.graph.model_graph import trace_graph
 from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_place
 from tests.fxcore.conftest import OwnEntry
@@ -284,6 +284,35 @@ def test_extractors_read_what_was_written(write: Callable[[Tensor], Tensor], own
             assert torch.equal(
                 build_extractor(graph, model, graph.resolve([name])).module(image())[name], together[name]
             )
+
+
+class Assigning(nn.Module):
+    """Its last operations assign items."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x
+        y[:, :2] = 0
+        y[:, 1:3] = 1
+        return y
+
+
+def test_assignments_have_the_value_after_them(own_entry: OwnEntry) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), Assigning())
+
+    model, graph, x = build().eval(), trace_graph(own_entry(build)), image()
+    nodes = graph.resolve({"1": "last", "1.setitem": "before", "1.mul": "doubled"})
+    assert nodes["last"] == "1.setitem_1"
+    assert graph.by_name["1.setitem"].meta["axes"] == "NCHW"
+    with torch.no_grad():
+        values = build_extractor(graph, model, nodes).module(x)
+        doubled = 2 * model[0](x)
+        torch.testing.assert_close(values["doubled"], doubled)
+        doubled[:, :2] = 0
+        torch.testing.assert_close(values["before"], doubled)
+        torch.testing.assert_close(values["last"], model(x))
+        assert torch.equal(create_extractor(model, {"1": "last"}, x)(x)["last"], values["last"])
 
 
 @pytest.mark.parametrize("write", KNOWN, ids=lambda f: f.__name__)
