@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from fxcore.int8.calls import CONVOLUTION_FUNCTIONS
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, INSTANCE_NORMS, TRANSPOSED_CONVOLUTIONS
 from fxcore.tracing.graph_module import attribute
+from fxcore.tracing.writes import is_number
 
 TRANSPOSED = (
     *TRANSPOSED_CONVOLUTIONS,
@@ -67,6 +68,7 @@ def miscomputed(module: fx.GraphModule, of_known_range: Collection[Any]) -> set[
         or _lacks_kernel(module, node)
         or _loses_an_argument(module, node)
         or _takes_range(node)
+        or _joins_numbers(node)
         or (kind_of(module, node) in overflowing and _is_weighted(module, node))
     }
 
@@ -145,6 +147,22 @@ def _takes_range(node: fx.Node) -> bool:
     if node.target in _SCALAR_SUMS:
         return number is not None
     return node.target in _SCALAR_PRODUCTS and isinstance(number, (int, float)) and abs(number) > 1
+
+
+def _joins_numbers(node: fx.Node) -> bool:
+    """Return whether ``node`` joins a tensor with one that is made from numbers, as by ``torch.linspace(-1, 1, 9)``.
+
+    torch takes the first argument of such a call for a tensor, whose range it shares with the others.
+    """
+    joined = node.args[0] if node.args and isinstance(node.args[0], (list, tuple)) else ()
+    return any(isinstance(value, fx.Node) and _is_made(value) for value in joined[1:])
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Return whether ``node`` is made from numbers, the first of them its first argument, or is a view of such."""
+    while node.args and isinstance(first := node.args[0], fx.Node):
+        node = first
+    return bool(node.args) and isinstance(node.args[0], (int, float)) and all(map(is_number, node.all_input_nodes))
 
 
 def _is_weighted(module: fx.GraphModule, node: fx.Node) -> bool:

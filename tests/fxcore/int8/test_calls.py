@@ -70,6 +70,9 @@ CALLS: dict[str, Forward] = {
     "batch norm without running statistics alone": lambda m, x: m.b(m.untracked(F.max_pool2d(m.a(x), 2))),
     "batch norm without weights": lambda m, x: m.b(m.plain(m.a(x))),
     "batch norm without weights alone": lambda m, x: m.b(m.plain(F.max_pool2d(m.a(x), 2))),
+    "joined with a view of what is made from numbers": lambda m, x: m.b(
+        torch.cat([m.a(x)[:, :4], torch.linspace(-1, 1, x.shape[2]).view(1, 1, -1, 1).expand(x.shape[0], 4, -1, 8)], 1)
+    ),
     "a linear function by names": lambda m, x: F.linear(input=x, weight=m.wide.weight, bias=m.wide.bias),
 }
 
