@@ -23,6 +23,7 @@ from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.passes.attention import ATTENTION
 from fxcore.tensors import dtype_name
 from fxcore.tracing.names import PATH
+from fxcore.tracing.reachable import with_ancestors
 
 
 class BadEdit(FxError):
@@ -147,7 +148,7 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
         whole: the nodes of the whole graph by name.
 
     Raises:
-        BadEdit: nothing in the part depends on a node.
+        BadEdit: nothing in the part depends on a node, or it lies before the inputs.
     """
     graph = part.graph
     inputs = graph.find_nodes(op="placeholder")
@@ -156,7 +157,10 @@ def insert_edits(part: Part, nodes: Sequence[EditedNode], whole: Mapping[str, fx
     for edited in nodes:
         value = part.kept.get(whole[edited.name])
         if value is None:
-            detail = f"no requested node depends on {edited.name!r}; edit one that they depend on"
+            if whole[edited.name] in with_ancestors(part.kept):
+                detail = f"{edited.name!r} lies before the inputs; edit an input or a node after them"
+            else:
+                detail = f"no requested node depends on {edited.name!r}; edit one that they depend on"
             raise BadEdit(detail, name=edited.name)
         readers = list(value.users)
         with graph.inserting_before(last.next):

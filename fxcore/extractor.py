@@ -197,7 +197,7 @@ def build_extractor(
     Raises:
         BadArgument: ``graph`` is not a :class:`ModelGraph`, or ``return_nodes``, ``inputs`` or ``edits`` are not exact
             names of its nodes.
-        BadEdit: a node to edit does not have floating-point values, or no output depends on it.
+        BadEdit: a node to edit does not have floating-point values, lies before ``inputs``, or no output depends on it.
         OpenCut, UnneededInput, DuplicateKey, UnknownNode: see :class:`~fxcore.graph.model_part.ModelPart`.
         CannotTransform: the model's in-place operations cannot be rewritten; see
             :func:`fxcore.passes.functionalize.functionalize`.

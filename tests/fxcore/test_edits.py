@@ -325,6 +325,11 @@ def test_nodes_that_cannot_be_edited_are_refused() -> None:
     graph, model = built("resnet18")
     with pytest.raises(BadEdit, match=r"depends on 'layer3.1.relu_1'"):
         build_extractor(graph, model, graph.resolve(["layer2"]), edits=graph.resolve(["layer3"]))
+    begin = graph.resolve(["layer2"])
+    with pytest.raises(BadEdit, match=r"'layer1.1.relu_1' lies before the inputs; edit an input"):
+        build_extractor(graph, model, graph.resolve(["layer4"]), inputs=begin, edits=graph.resolve(["layer1"]))
+    with pytest.raises(BadEdit, match=r"no requested node depends on 'fc'"):
+        build_extractor(graph, model, graph.resolve(["layer4"]), inputs=begin, edits=graph.resolve(["fc"]))
     quantized = model_graph("quantized_shufflenet_v2_x0_5", "IMAGENET1K_FBGEMM_V1")
     with pytest.raises(BadEdit, match="are quantized"):
         edited_node("stage2", quantized.by_name[quantized.resolve(["stage2"])["stage2"]], (224, 224))

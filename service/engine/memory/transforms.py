@@ -19,6 +19,7 @@ from fxcore.passes.base import BadParameter, CannotKeep, CannotTransform, Transf
 from fxcore.passes.fold_normalization import normalized
 from fxcore.passes.registry import apply_transforms, described, get_transform, parse
 from fxcore.tensors import dtype_name
+from fxcore.tracing.names import names
 from service.engine.backends.checks import check_photographs
 from service.engine.description import Description
 from service.engine.errors import is_shortage
@@ -191,11 +192,21 @@ def _named(extractor: Extractor, step: Step) -> Step:
     """Return ``step`` with exact node names. Unknown names are kept; the transform rejects them.
 
     ``nodes`` may contain paths, which stand for every node below them, not only the last one.
+
+    Raises:
+        CannotTransform: a node lies before the nodes that the extractor begins at.
     """
     graph, named = extractor.graph, dict(step)
     if "node" in step:
         with suppress(UnknownNode):
             named |= graph.resolve({step["node"]: "node"})  # a map, in which a name cannot stand for several nodes
+        before = names(extractor.front.graph) if extractor.front is not None else []
+        if named["node"] in before and named["node"] not in names(extractor.module.graph):
+            raise CannotTransform(
+                f"{step['name']}: {named['node']!r} lies before the inputs; name an input or a node after them",
+                transform=step["name"],
+                node=named["node"],
+            )
     if "nodes" in step:
         levels = {level: info.node for level, info in graph.levels.items() if level not in graph.by_name}
         named["nodes"] = [levels.get(name, name) for name in step["nodes"]]

@@ -127,6 +127,21 @@ def test_transforms_of_images_are_refused(client: Client) -> None:
     assert "begins at inner nodes" in response.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ("layer1", "'layer1.1.relu_1' lies before the inputs; name an input or a node after them"),
+        ("fc", "the graph has no node 'fc'"),
+    ],
+)
+def test_transforms_of_nodes_outside_the_part_are_refused(client: Client, node: str, said: str) -> None:
+    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer4"], "inputs": ["layer2"]}
+    step = {"name": "insert_after", "params": {"node": node, "function": "relu"}}
+    response = client.post("/v1/extractors", json={**spec, "transforms": [step]})
+    assert (response.status_code, response.json()["type"]) == (422, "/problems/cannot-transform")
+    assert said in response.json()["detail"]
+
+
 def test_its_description_says_where_it_begins(client: Client) -> None:
     made = created(client)
     assert made["inputs"] == [
