@@ -115,6 +115,8 @@ def _cam(
         if len(at) == 1 or slopes.any():
             return info.node, gradcam(maps, slopes)
         flat = True
+        if len(begin) == 1 and not found.any():
+            break  # those before it reach the result only through it
     if flat:
         raise BadTensor(
             f"{of}[{index}] does not depend on any feature map: all gradients are zero, as those of an untrained head "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -11,8 +12,10 @@ import pytest
 from captum.attr import LayerGradCam
 from torchvision.io import decode_image
 
+import fxcore.attribution
 import fxcore.photos
 from fxcore import get_model, load_model
+from fxcore.attribution import gradients
 from fxcore.models.catalog import register
 from service.codecs import heatmap
 from tests.hostile_images import saved
@@ -85,7 +88,14 @@ def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: P
 
 
 def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's vision transformers begin with one."""
+    """torchvision's vision transformers begin with one. Its first gradient shows that those before it are zero too."""
+    asked = []
+
+    def recorded(*given: Any) -> fxcore.attribution.Gradients:
+        asked.append(given)
+        return gradients(*given)
+
+    monkeypatch.setattr(fxcore.attribution, "gradients", recorded)
     (tmp_path / "models.toml").write_text(
         """
         [models.mine]
@@ -108,6 +118,7 @@ def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, mon
         register({})
     assert (done.exit_code, done.stdout) == (1, "")
     assert "does not depend on any feature map: all gradients are zero" in done.stderr
+    assert len(asked) == 1
 
 
 @pytest.mark.exhaustive
