@@ -301,7 +301,7 @@ class Engine:
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client
-        with self.admission.enter(client, reservation) as ticket, self.in_flight:
+        with self.admission.enter(client, reservation) as ticket:
             runtime = record.runtime or await self.runtimes.load(record)
             with runtime.in_use():
                 return await self._pipeline.compute(runtime, images, regions, options, ticket, edits, deadline)

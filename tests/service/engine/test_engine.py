@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
-from service.engine import FeatureOptions
+from service.engine import FeatureOptions, FeatureResult
 from service.problems import ResponseTooLarge
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
 
@@ -249,10 +249,16 @@ async def test_close_finishes_what_was_accepted(engine: MakeEngine, jpegs: list[
         record = await built(running)
         watched = Watched(record)
         watched.open.clear()
-        accepted = [asyncio.create_task(running.features(record, [jpeg])) for jpeg in jpegs * 4]
+
+        async def one_request(jpeg: bytes) -> FeatureResult:
+            with running.in_flight:
+                return await running.features(record, [jpeg])
+
+        accepted = [asyncio.create_task(one_request(jpeg)) for jpeg in jpegs * 4]
         await watched.begun()
         closing = asyncio.create_task(running.close())
         await asyncio.sleep(0.05)
+        assert running.in_flight.count == len(accepted)
         assert running.readiness() == (False, "the service is shutting down")
         assert not closing.done()
         watched.open.set()
