@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -14,8 +14,7 @@ from service.codecs.negotiation import LONGEST, choose
 from service.codecs.tensors import json, npy, safetensors
 from service.problems import NotAcceptable
 
-# Written as a header and the tensors' own memory, which is faster than switching threads twice.
-IMMEDIATE = (safetensors.MEDIA_TYPE, npy.MEDIA_TYPE)
+Parts = list[bytes | memoryview]
 
 # In order of preference, for clients without a preference.
 OFFERED = (json.MEDIA_TYPE, safetensors.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE, npy.MEDIA_TYPE, heatmap.MEDIA_TYPE)
@@ -69,7 +68,7 @@ def write(
     images: int,
     encoding: str,
     more: Mapping[str, object] | None = None,
-) -> list[bytes | memoryview]:
+) -> Parts:
     """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`.
 
     Args:
@@ -88,7 +87,10 @@ def write(
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:
-    """Return the maximum bytes that :func:`write` allocates in addition to the outputs."""
+    """Return the maximum bytes that :func:`write` allocates in addition to the outputs.
+
+    It is 0 for files of a header and the tensors' own memory.
+    """
     if kind == json.MEDIA_TYPE and encoding == "json":
         return sum(map(json.max_bytes, outputs.values()))
     raw = sum(tensor.nbytes for tensor in outputs.values())
@@ -104,7 +106,7 @@ class PartsResponse(Response):
 
     _STEP = 256 * 1024
 
-    def __init__(self, parts: Sequence[bytes | memoryview], media_type: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, parts: Parts, media_type: str, headers: Mapping[str, str]) -> None:
         length = sum(map(len, parts))
         if length <= self._STEP and len(parts) > 1:
             parts = [b"".join(parts)]

@@ -7,8 +7,8 @@ import time
 from types import TracebackType
 from typing import Any
 
-from fastapi import Request
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from service.problems import DeadlineExceeded
 
@@ -23,7 +23,7 @@ class Deadline:
     would cost several per cent of their time.
 
     Args:
-        request: the request whose client is watched.
+        receive: receives the next message of the client that is watched.
         seconds: seconds from now to the deadline.
 
     Attributes:
@@ -34,8 +34,8 @@ class Deadline:
         ClientDisconnect: the client disconnected.
     """
 
-    def __init__(self, request: Request, seconds: float) -> None:
-        self._request = request
+    def __init__(self, receive: Receive, seconds: float) -> None:
+        self._receive = receive
         self._started = time.monotonic()
         self.at = self._started + seconds
         self._short = True
@@ -91,7 +91,7 @@ class Deadline:
 
     def _watch(self) -> None:
         if self._body_read and not self._short and self._watching is None:
-            self._watching = asyncio.create_task(_disconnect(self._request))
+            self._watching = asyncio.create_task(_disconnect(self._receive))
             self._watching.add_done_callback(self._disconnected)
 
     def _disconnected(self, watching: asyncio.Task[None]) -> None:
@@ -104,6 +104,6 @@ class Deadline:
             self._task.cancel()
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -8,12 +8,16 @@ from typing import Annotated
 from fastapi import Depends, Request
 from starlette.types import Scope
 
-from service.engine.requests.admission.admission import Reservation
-
 REFUSED = "fxserve.refused"
 """Key in the scope of a request answered 429: its ``Retry-After`` in seconds."""
 
-_CALLER, _RESERVATION, _HEADERS = "fxserve.caller", "fxserve.reservation", "fxserve.headers"
+CALLER = "fxserve.caller"
+"""Key in the scope of a request: its :class:`Caller`."""
+
+RESERVATION = "fxserve.reservation"
+"""Key in the scope of a request with a body: its :class:`Reservation`, which its route extends."""
+
+_HEADERS = "fxserve.headers"
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,9 @@ class Caller:
 _UNKNOWN = Caller()
 
 
-def set_caller(scope: Scope, caller: Caller) -> None:
-    """Store the caller of a request in its scope."""
-    scope[_CALLER] = caller
-
-
 def caller_of(scope: Scope) -> Caller:
     """Return the caller of a request."""
-    caller = scope.get(_CALLER, _UNKNOWN)
+    caller = scope.get(CALLER, _UNKNOWN)
     assert isinstance(caller, Caller)
     return caller
 
@@ -51,18 +50,6 @@ async def _get_caller(request: Request) -> Caller:
 
 
 Calling = Annotated[Caller, Depends(_get_caller)]
-
-
-def set_reservation(scope: Scope, reservation: Reservation) -> None:
-    """Store the reservation of a request, which its route extends, in its scope."""
-    scope[_RESERVATION] = reservation
-
-
-def reservation_of(scope: Scope) -> Reservation:
-    """Return the reservation of a request, which must have a body."""
-    reservation = scope[_RESERVATION]
-    assert isinstance(reservation, Reservation)
-    return reservation
 
 
 def headers_of(scope: Scope) -> dict[bytes, list[bytes]]:

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, TypeVar
-from urllib.parse import quote
 
 from fastapi import Depends, Request
-from starlette.types import Scope
 
 from fxcore.models.catalog import Source, get_model, list_models
 from fxcore.models.entry import ModelEntry
 from fxcore.models.timm_models import PREFIX, imported, timm_models
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
-from service.engine.description import Description
 from service.engine.models.served import is_served, may_serve, require_served
 from service.engine.threads import RunInThread, in_pool
 from service.http.lookups import Lookups
 from service.http.scope import Caller
 from service.http.top_images import TopImages
-from service.observability.metrics import STAGE_TIMES, STAGES, Metrics
+from service.observability.metrics import Metrics
 from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
 from service.settings import Settings
@@ -121,28 +118,6 @@ class State:
         slow = name.startswith(PREFIX) and not (imported() and name in timm_models() and is_served(name, allowed))
         return await self.in_thread(caller, look_up) if slow else look_up()
 
-    def request_seconds(self, timeout: float | None) -> float:
-        """Return the time limit of a request, given its ``X-Request-Timeout``."""
-        return self.settings.request_timeout if timeout is None else min(timeout, self.settings.request_timeout)
-
-    def response_headers(
-        self, scope: Scope, description: Description, milliseconds: Mapping[str, float]
-    ) -> dict[str, str]:
-        """Build the headers of a response with features, and record the stages' times in metrics and traces.
-
-        The name of the weights is percent-encoded, because headers are ASCII and file names may not be.
-        """
-        scope[STAGE_TIMES] = milliseconds
-        if self.traces is not None:
-            self.traces.stages(milliseconds)
-        headers = {
-            "Server-Timing": ", ".join(f"{stage};dur={milliseconds.get(stage, 0.0):.3f}" for stage in STAGES),
-            "X-Fxserve-Weights": quote(description.weights, safe=":"),
-        }
-        if description.note is not None:
-            headers["X-Fxserve-Note"] = description.note
-        return headers
-
     def trace_in(self, caller: Caller) -> RunInThread:
         """Return the function that runs a request's tracing in the builder threads.
 
@@ -177,19 +152,11 @@ class State:
         return result
 
 
-def state_of(request: Request) -> State:
-    """Return the shared state of the application that serves ``request``."""
+async def get_state(request: Request) -> State:
+    """Return the shared state. It is async, because FastAPI runs plain functions in a thread."""
     state = request.app.state.fxserve
     assert isinstance(state, State)
     return state
-
-
-async def get_state(request: Request) -> State:
-    """Return the shared state, as a FastAPI dependency. It is async because FastAPI runs plain functions in a thread.
-
-    Dependencies take time in each request, so the hottest routes call :func:`state_of` directly.
-    """
-    return state_of(request)
 
 
 Shared = Annotated[State, Depends(get_state)]

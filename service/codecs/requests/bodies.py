@@ -5,19 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from fastapi import Request
 from pydantic import ValidationError
 from torch import Tensor
 
 from fxcore.edits import Edit
 from service.codecs.negotiation import LONGEST, media_type
-from service.codecs.requests import image_text, multipart, regions
+from service.codecs.requests import image_text, regions
 from service.codecs.tensors import npy, safetensors
 from service.problems import InvalidRequest, UnsupportedMediaType
 from service.schemas.problems import invalid_body
@@ -46,10 +45,8 @@ class Sent:
 
 _NOT_FINITE = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 
-RunInPool = Callable[..., Awaitable[Sent]]
-
 SMALL = 256 * 1024
-"""Bytes below which a body is parsed on the event loop, because switching threads twice would take longer."""
+"""Bytes below which a body takes less time to parse than switching threads twice."""
 
 _SMALL_IMAGE = 1024**2
 """The same for an encoded image, whose bytes are only joined."""
@@ -80,72 +77,35 @@ def check(content_type: str | None, content_encoding: str | None, taken: tuple[s
     )
 
 
-@dataclass(frozen=True)
-class Body:
-    """A received body, not parsed yet.
-
-    Attributes:
-        kind: its media type.
-        chunks: its bytes as they arrived; for ``multipart/form-data``, its files.
-    """
-
-    kind: str
-    chunks: list[bytes]
-
-    async def parse(self, first_input: str, run_in_pool: RunInPool) -> Sent:
-        """Parse the encoded images or tensors.
-
-        Args:
-            first_input: the name for the array of an npy body.
-            run_in_pool: runs a function in a thread.
-
-        Raises:
-            Problem: 422: the body does not match its type.
-        """
-        parse = _PARSERS.get(self.kind, _image)
-        limit = _SMALL_IMAGE if parse is _image else SMALL
-        if parse is _files or sum(map(len, self.chunks)) < limit:
-            return parse(self.chunks, first_input)
-        return await run_in_pool(parse, self.chunks, first_input)
+def is_small(kind: str, chunks: list[bytes]) -> bool:
+    """Return whether parsing takes less time than switching threads twice; see :func:`parse`."""
+    limit = _SMALL_IMAGE if kind.startswith("image/") else SMALL
+    return kind == "multipart/form-data" or sum(map(len, chunks)) < limit
 
 
-async def receive(request: Request, kind: str, boundary: str, received: Callable[[], object]) -> Body:
-    """Receive a whole body.
+def parse(kind: str, chunks: list[bytes], first_input: str) -> Sent:
+    """Parse the encoded images or tensors of a body.
 
     Args:
-        request: the request.
-        kind, boundary: the result of :func:`check`.
-        received: called once the client has sent everything.
+        kind: its media type, from :func:`check`.
+        chunks: its bytes as they arrived; for ``multipart/form-data``, its files.
+        first_input: the name for the array of an npy body.
 
     Raises:
-        Problem: 422: the form is malformed.
-        ClientDisconnect: the client disconnected before it had sent everything.
+        Problem: 422: the body does not match its type.
     """
     if kind == "multipart/form-data":
-        chunks = await multipart.read(request.stream(), boundary)
-    else:
-        chunks = [chunk async for chunk in request.stream()]
-    received()
-    return Body(kind, chunks)
-
-
-def _image(chunks: list[bytes], first_input: str) -> Sent:
+        return Sent(chunks)
+    if kind == "application/json":
+        return _json(chunks)
+    if kind == npy.MEDIA_TYPE:
+        return Sent({first_input: npy.read(bytearray().join(chunks))})
+    if kind == safetensors.MEDIA_TYPE:
+        return Sent(safetensors.read(bytearray().join(chunks)))
     return Sent([b"".join(chunks)])
 
 
-def _files(files: list[bytes], first_input: str) -> Sent:
-    return Sent(files)
-
-
-def _npy(chunks: list[bytes], first_input: str) -> Sent:
-    return Sent({first_input: npy.read(bytearray().join(chunks))})
-
-
-def _safetensors(chunks: list[bytes], first_input: str) -> Sent:
-    return Sent(safetensors.read(bytearray().join(chunks)))
-
-
-def _json(chunks: list[bytes], first_input: str) -> Sent:
+def _json(chunks: list[bytes]) -> Sent:
     # Checked before parsing, which could create millions of objects. An image has one comma as a separator and one as a
     # data URL, its list of regions one, and each box four.
     if sum(chunk.count(b",") for chunk in chunks) > 3 * MAX_IMAGES + 4 * MAX_REGIONS + MAX_RUNS:
@@ -171,11 +131,3 @@ def _document(text: bytes) -> Any:
             with suppress(ValueError, RecursionError):
                 return json.loads(text.decode(), parse_int=orjson.loads)
         raise InvalidRequest(f"the body is not JSON: {error}") from error
-
-
-_PARSERS: dict[str, Callable[[list[bytes], str], Sent]] = {
-    "application/json": _json,
-    "multipart/form-data": _files,
-    npy.MEDIA_TYPE: _npy,
-    safetensors.MEDIA_TYPE: _safetensors,
-}

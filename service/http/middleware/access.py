@@ -12,7 +12,7 @@ from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.http.routing.declared import READ_METHODS, DeclaredRoutes, route_path
-from service.http.scope import Caller, header, headers_of, joined_header, set_caller
+from service.http.scope import CALLER, Caller, header, headers_of, joined_header
 from service.problems import Forbidden, Misdirected, Problem, Unauthorized
 
 
@@ -58,10 +58,10 @@ class Access:
                         {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
                     )
         except Problem as refusal:
-            set_caller(scope, caller)
+            scope[CALLER] = caller
             await error_response(route_path(scope), refusal)(scope, receive, send)
             return
-        set_caller(scope, caller)
+        scope[CALLER] = caller
         await self.app(scope, receive, send)
 
     def _check_origin(self, scope: Scope, host: str | None) -> None:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.engine.requests.admission.admission import Admission, Reservation
 from service.http.problem_responses import error_response
 from service.http.routing.declared import DeclaredRoutes, route_path
-from service.http.scope import caller_of, header, set_reservation
+from service.http.scope import RESERVATION, caller_of, header
 from service.problems import BodyTooLarge, Problem, RequestTimeout
 
 # Closing a connection with unread bytes resets it, and the client may lose the response (RFC 9112, 9.6). The rest of a
@@ -64,7 +64,7 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         with Reservation(self.admission, caller_of(scope).client) as reservation:
-            set_reservation(scope, reservation)
+            scope[RESERVATION] = reservation
             body = _Body(limit, self.timeout, reservation, receive, send)
             with contextlib.suppress(_Refused):
                 await self.app(scope, body.receive, body.send)

@@ -6,21 +6,19 @@ import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic
 
 from fastapi import Header
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.datastructures import QueryParams
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from service.http.routing.hot_requests import HotRequest, Query
 from service.http.routing.queries import check
 from service.http.scope import header
 from service.schemas.problems import invalid_request
-
-Query = TypeVar("Query", bound=BaseModel)
 
 _TIMEOUT = "X-Request-Timeout"
 _SECONDS: TypeAdapter[float | None] = TypeAdapter(
@@ -62,13 +60,12 @@ class Parameters(Generic[Query]):
         self._known = sorted(query.model_fields)
         self._cached = functools.lru_cache(_MAX_CACHED)(self._parse_query)
 
-    def parse(self, request: Request) -> tuple[Query, float | None]:
-        """Return the query and the timeout in seconds. Path parameters are in ``request.path_params``.
+    def parse(self, scope: Scope) -> tuple[Query, float | None]:
+        """Return the query and the timeout in seconds of a request, and check its path parameters.
 
         Raises:
             InvalidRequest: a parameter is invalid, unknown or repeated.
         """
-        scope = request.scope
         text: bytes = scope["query_string"]
         errors: list[dict[str, Any]] = []
         query, timeout, wrong_query = None, None, None
@@ -131,8 +128,8 @@ class HotRoute(Route):
 
     Args:
         path: the path, with the names of its parameters.
-        endpoint: the endpoint; its name and docstring are documented.
-        parameters: the parameters that the endpoint parses.
+        endpoint: responds to a request within its deadline; its name and docstring are documented.
+        parameters: its parameters.
         tag: the section of the OpenAPI document.
         body: the documented ``requestBody``.
         response: the documented response 200.
@@ -141,7 +138,7 @@ class HotRoute(Route):
     def __init__(
         self,
         path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
+        endpoint: Callable[[HotRequest[Any]], Awaitable[Response]],
         parameters: Parameters[Any],
         tag: str,
         body: Mapping[str, Any],
@@ -149,6 +146,7 @@ class HotRoute(Route):
     ) -> None:
         super().__init__(path, endpoint, methods=["POST"])
         self._endpoint = endpoint
+        self._parameters = parameters
         self.app = self._respond  # without Starlette's exception handlers, which the application already has
         name = endpoint.__name__
         self.operation = {
@@ -168,5 +166,7 @@ class HotRoute(Route):
         return match, child
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self._endpoint(Request(scope, receive, send))
+        request = HotRequest(scope, receive, send, *self._parameters.parse(scope))
+        with request.deadline:
+            response = await self._endpoint(request)
         await response(scope, receive, send)

@@ -7,32 +7,28 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import Request, Response
-from torch import Tensor
+from fastapi import Response
 
 from fxcore.attribution import check_positions, check_result
 from fxcore.graph.cut import UnneededInput
 from fxcore.graph.model_part import closed
 from fxcore.graph.naming import is_group
 from service import problems
-from service.codecs import heatmap, responses
-from service.codecs.requests import bodies
+from service.codecs import heatmap
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import nodes_text
 from service.engine.memory.graphs import graph_for
 from service.engine.options import VALID_BOX
-from service.engine.requests.attributing import Attributed, Question
+from service.engine.requests.attributing import Question
 from service.engine.requests.plan.plan import Inputs
 from service.engine.rows.shapes import row_layout
-from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.v1.features import BODY, RESPONSE, draw, negotiate, write
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
+from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
-from service.http.scope import Caller, caller_of, header, joined_header, reservation_of
-from service.http.state import State, state_of
 from service.schemas.specs import MAX_INPUTS, ExtractorSpec
 from service.schemas.v1.attributions import AttributionDocument, AttributionQuery, OneStepAttributionQuery
 
@@ -46,9 +42,6 @@ _RESPONSE = {
     "content": {**RESPONSE["content"], json.MEDIA_TYPE: json_body(AttributionDocument)},
     "headers": {**RESPONSE["headers"], "X-Fxserve-Backend": _BACKEND},
 }
-
-_OF_EXTRACTOR = Parameters(AttributionQuery, extractor=IdOrName)
-_OF_MODEL = Parameters(OneStepAttributionQuery, model=Model)
 
 _declares = declares(
     "read",
@@ -64,13 +57,11 @@ _declares = declares(
 
 
 @_declares
-async def attribute(request: Request) -> Response:
+async def attribute(request: HotRequest[AttributionQuery]) -> Response:
     """Attribute a result of an extractor's model to the values of a node. Runs on eager in float32."""
-    query, timeout = _OF_EXTRACTOR.parse(request)
-    state = state_of(request)
 
     async def whole() -> tuple[ExtractorSpec, ExtractorRecord]:
-        record = await state.engine.extractors.look_up(request.path_params["extractor"])
+        record = await request.engine.extractors.look_up(request.path_params["extractor"])
         spec = record.description.spec
         if spec.precision == "int8":
             raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], _WHOLE)
@@ -79,95 +70,87 @@ async def attribute(request: Request) -> Response:
                 raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {_WHOLE}", field=field)
         return spec, record
 
-    return await _respond(request, state, whole, query, timeout)
+    return await _respond(request, whole)
 
 
 @_declares
-async def attribute_in_one_step(request: Request) -> Response:
+async def attribute_in_one_step(request: HotRequest[OneStepAttributionQuery]) -> Response:
     """Attribute a result of a model to the values of a node. Runs on eager in float32."""
-    query, timeout = _OF_MODEL.parse(request)
-    state, model = state_of(request), request.path_params["model"]
+    query, model = request.query, request.path_params["model"]
 
     async def whole() -> tuple[ExtractorSpec, None]:
-        await state.model(caller_of(request.scope), model)
+        await request.shared.model(request.caller, model)
         spec = ExtractorSpec(
             model=model, weights=query.weights, return_nodes=[query.of], image_size=query.image_size, fit=query.fit
         )
         return spec, None
 
-    return await _respond(request, state, whole, query, timeout)
+    return await _respond(request, whole)
 
 
 async def _respond(
-    request: Request,
-    state: State,
-    find: Callable[[], Awaitable[tuple[ExtractorSpec, ExtractorRecord | None]]],
-    query: AttributionQuery,
-    timeout: float | None,
+    request: HotRequest[Any], find: Callable[[], Awaitable[tuple[ExtractorSpec, ExtractorRecord | None]]]
 ) -> Response:
-    encoding = joined_header(request.scope, b"content-encoding")
-    kind, boundary = bodies.check(header(request.scope, b"content-type"), encoding)
-    reservation, engine = reservation_of(request.scope), state.engine
-    engine.admission.check(reservation.client)
-    with Deadline(request, state.request_seconds(timeout)) as deadline:
-        spec, named = await find()
-        body = await bodies.receive(request, kind, boundary, deadline.body_read)
-        front, back, begin = await _halves(state, caller_of(request.scope), spec, query)
-        await engine.runtimes.load(front)
-        part = (await engine.runtimes.load(back)).extractor.part
-        assert part is not None, "it begins at inner nodes"
-        at, target = front.outputs[0], None if query.target == "max" else query.target
-        check_result(back.outputs[0].shape[1:], target)
-        if query.method == "gradcam":
-            check_positions(row_layout(at.layout, at.rows_per_image), at.tokens, at.shape)
-        accept = joined_header(request.scope, b"accept")
-        negotiated = partial(negotiate, accept, ("float32",), False, None if query.method == "gradcam" else at)
-        negotiated()
-        sent = await body.parse(front.description.inputs[0].name, engine.run_in_encoder)
-        del body
-        accepted = negotiated(sent)
-        drawn = accepted == heatmap.MEDIA_TYPE
-        options = FeatureOptions(preprocess=query.preprocess, sent=False)
-        options.check_regions(sent.regions)
-        if sent.edits:
-            raise problems.InvalidRequest(
-                "only POST …/features supports edits; attributions take images only", field="edits"
-            )
-        asked = Question(query.method, at, target, query.steps)
-        shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
-        asked.answered_bytes(shape, engine.max_response_bytes)
-        values = await engine.features(front, sent.inputs, options, reservation=reservation, deadline=deadline.at)
-        asked = asked.of_rows(front.description, values, part.fixed)
-        given = {name: values.outputs[name] for name in begin}
-        found = await engine.attribute(back, given, asked, reservation, deadline.at)
-        started = time.perf_counter()
-        if drawn:
-            cam = query.method == "gradcam"
-            drawn_map = (found.values[:, None], "NCHW", None) if cam else (found.values, at.layout, at.tokens)
-            parts = await draw(state, front.description, query.preprocess, sent, drawn_map, reservation)
-        else:
-            nodes = {_ATTRIBUTION: at.node}
-            metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}
-            outputs = _outputs(accepted, found, values.outputs)
-            more = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
-            parts = await write(
-                state, reservation, accepted, metadata, nodes, outputs, values.images, query.encoding, more
-            )
-        timings = dict(values.timings)
-        timings["compute"] += found.milliseconds
-        timings["encode"] = (time.perf_counter() - started) * 1000
-        headers = {**state.response_headers(request.scope, back.description, timings), "Vary": "Accept"}
-        return responses.PartsResponse(parts, accepted, {**headers, "X-Fxserve-Backend": "eager"})
+    request.check_body()
+    query, engine = request.query, request.engine
+    spec, named = await find()
+    await request.read_body()
+    front, back, begin = await _halves(request, spec)
+    await engine.runtimes.load(front)
+    part = (await engine.runtimes.load(back)).extractor.part
+    assert part is not None, "it begins at inner nodes"
+    at, target = front.outputs[0], None if query.target == "max" else query.target
+    check_result(back.outputs[0].shape[1:], target)
+    drawn_as_map = query.method == "gradcam"
+    if drawn_as_map:
+        check_positions(row_layout(at.layout, at.rows_per_image), at.tokens, at.shape)
+    negotiated = partial(negotiate, request, ("float32",), False, None if drawn_as_map else at)
+    negotiated()
+    sent = await request.parse(front.description.inputs[0].name)
+    accepted = negotiated(sent)
+    options = FeatureOptions(preprocess=query.preprocess, sent=False)
+    options.check_regions(sent.regions)
+    if sent.edits:
+        raise problems.InvalidRequest(
+            "only POST …/features supports edits; attributions take images only", field="edits"
+        )
+    asked = Question(query.method, at, target, query.steps)
+    shape = [_rows(sent.inputs), *(size or 1 for size in at.shape[1:])]  # tensors' full shape is known later
+    asked.answered_bytes(shape, engine.max_response_bytes)
+    values = await engine.features(
+        front, sent.inputs, options, reservation=request.reservation, deadline=request.deadline.at
+    )
+    asked = asked.of_rows(front.description, values, part.fixed)
+    given = {name: values.outputs[name] for name in begin}
+    found = await engine.attribute(back, given, asked, request.reservation, request.deadline.at)
+    started = time.perf_counter()
+    if accepted == heatmap.MEDIA_TYPE:
+        drawn = (found.values[:, None], "NCHW", None) if drawn_as_map else (found.values, at.layout, at.tokens)
+        parts = await draw(request, front.description, sent, *drawn)
+    else:
+        nodes = {_ATTRIBUTION: at.node}
+        metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}
+        outputs = {_ATTRIBUTION: found.values}
+        if accepted != json.MEDIA_TYPE:
+            outputs[_TARGETS] = found.targets
+        if VALID_BOX in values.outputs:
+            outputs[VALID_BOX] = values.outputs[VALID_BOX]
+        more = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
+        parts = await write(request, accepted, metadata, nodes, outputs, values.images, more)
+    timings = {**values.timings, "compute": values.timings["compute"] + found.milliseconds}
+    headers = {"Vary": "Accept", "X-Fxserve-Backend": "eager"}
+    return request.respond(back.description, timings, started, parts, accepted, headers)
 
 
 async def _halves(
-    state: State, caller: Caller, spec: ExtractorSpec, query: AttributionQuery
+    request: HotRequest[Any], spec: ExtractorSpec
 ) -> tuple[ExtractorRecord, ExtractorRecord, Sequence[str]]:
     """Return the two extractors of an attribution and the names of the nodes between them.
 
     The first computes the node's values and everything else that the result depends on; the second computes the result
     from these.
     """
+    state, caller, query = request.shared, request.caller, request.query
     for field, name in (("of", query.of), ("at", query.at)):
         if is_group(name):
             detail = f"query parameter {field!r} must be one node, but {name!r} stands for several"
@@ -224,14 +207,8 @@ def _rows(inputs: Inputs) -> int:
     return tensor.shape[0] if tensor.ndim else 0
 
 
-def _outputs(accepted: str, found: Attributed, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    outputs = {_ATTRIBUTION: found.values}
-    if accepted != json.MEDIA_TYPE:
-        outputs[_TARGETS] = found.targets
-    if VALID_BOX in values:
-        outputs[VALID_BOX] = values[VALID_BOX]
-    return outputs
-
+_OF_EXTRACTOR = Parameters(AttributionQuery, extractor=IdOrName)
+_OF_MODEL = Parameters(OneStepAttributionQuery, model=Model)
 
 routes = [
     HotRoute("/v1/extractors/{extractor}/attributions", attribute, _OF_EXTRACTOR, "features", BODY, _RESPONSE),

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 
-from fastapi import Request, Response
+from fastapi import Response
 from torch.nn import functional
 
 from fxcore.extractor import OutputInfo
@@ -17,19 +17,14 @@ from fxcore.pooling import pooled_shape
 from service import problems
 from service.codecs import embeddings
 from service.codecs.requests import bodies
-from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
-from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routing.declared import declares
+from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_body
-from service.http.scope import caller_of, header, joined_header, reservation_of
-from service.http.state import State, state_of
 from service.schemas.embeddings import PATH, EmbeddingsDocument
 from service.schemas.specs import ExtractorSpec, spec_of_text
-
-_MEDIA_TYPES = ("application/json",)
 
 _INLINE_VALUES = 16 * 1024
 """Maximum values encoded on the event loop: for so few, handing them to a thread takes longer."""
@@ -51,12 +46,11 @@ _BODY = {
     },
 }
 _RESPONSE = {"description": "One vector per image.", "content": {json.MEDIA_TYPE: json_body(EmbeddingsDocument)}}
-_PARAMETERS = Parameters(NoQuery)
 _POOLED = {pool: FeatureOptions(pool, "float32") for pool in ("avg", "max", "cls", DISTILLED)}
 
 
 @declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.UnknownExtractor, body="images")
-async def embed(request: Request) -> Response:
+async def embed(request: HotRequest[NoQuery]) -> Response:
     """Embed images, one vector each, in OpenAI's shape: its clients work with this server as their `base_url`.
 
     Maps are averaged over their positions. Tokens are pooled as in the model's own head: by the class token; by the
@@ -64,61 +58,46 @@ async def embed(request: Request) -> Response:
     in SigLIP; or by the mean of both class tokens, as in distilled DeiTs. Values are not normalized unless `dimensions`
     is given, which scales vectors to unit length.
     """
-    _, timeout = _PARAMETERS.parse(request)
-    state = state_of(request)
-    bodies.check(
-        header(request.scope, b"content-type"), joined_header(request.scope, b"content-encoding"), _MEDIA_TYPES
+    request.check_body(("application/json",))
+    engine = request.engine
+    chunks = [chunk async for chunk in request.stream()]
+    request.deadline.body_read()
+    body = await request.run(sum(map(len, chunks)) < bodies.SMALL, embeddings.read, chunks)
+    del chunks
+    record = await _extractor(request, body.model)
+    runtime = record.runtime or await engine.runtimes.load(record)
+    pooled = runtime.extractor.graph.attention_pools.get(record.outputs[0].node)
+    if pooled is not None:
+        spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
+        # The client may already request this node, so no admin key is needed.
+        record, _ = await engine.extractors.get(spec)
+        runtime = record.runtime or await engine.runtimes.load(record)
+    output = record.outputs[0]
+    options = _POOLED[(runtime.extractor.graph.pooling or "cls") if output.prefix.class_token else "avg"]
+    if body.dimensions is not None:
+        _check_dimensions(body.dimensions, output, options.pool)
+    result = await engine.features(
+        record, body.images, options, reservation=request.reservation, deadline=request.deadline.at
     )
-    reservation = reservation_of(request.scope)
-    state.engine.admission.check(reservation.client)
-    with Deadline(request, state.request_seconds(timeout)) as deadline:
-        chunks = [chunk async for chunk in request.stream()]
-        deadline.body_read()
-        if sum(map(len, chunks)) < bodies.SMALL:
-            body = embeddings.read(chunks)
-        else:
-            body = await state.engine.run_in_encoder(embeddings.read, chunks)
-        del chunks
-        record = await _extractor(request, state, body.model)
-        runtime = record.runtime or await state.engine.runtimes.load(record)
-        pooled = runtime.extractor.graph.attention_pools.get(record.outputs[0].node)
-        if pooled is not None:
-            spec = record.description.spec.model_copy(update={"name": None, "return_nodes": {pooled: pooled}})
-            # The client may already request this node, so no admin key is needed.
-            record, _ = await state.engine.extractors.get(spec)
-            runtime = record.runtime or await state.engine.runtimes.load(record)
-        output = record.outputs[0]
-        options = _POOLED[(runtime.extractor.graph.pooling or "cls") if output.prefix.class_token else "avg"]
-        if body.dimensions is not None:
-            _check_dimensions(body.dimensions, output, options.pool)
-        result = await state.engine.features(
-            record, body.images, options, reservation=reservation, deadline=deadline.at
-        )
-        started = time.perf_counter()
-        vectors = result.outputs[output.key].reshape(result.images, -1)
-        if body.dimensions is not None:
-            vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
-        writing = (vectors, body.model, body.encoding)
-        if vectors.numel() <= _INLINE_VALUES:
-            parts = embeddings.write(*writing)
-        else:
-            reservation.claim(json.max_bytes(vectors))
-            parts = await state.engine.run_in_encoder(embeddings.write, *writing)
-        timings = {**result.timings, "encode": (time.perf_counter() - started) * 1000}
-        return PartsResponse(parts, json.MEDIA_TYPE, state.response_headers(request.scope, record.description, timings))
+    started = time.perf_counter()
+    vectors = result.outputs[output.key].reshape(result.images, -1)
+    if body.dimensions is not None:
+        vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
+    memory = 0 if vectors.numel() <= _INLINE_VALUES else json.max_bytes(vectors)
+    parts = await request.encode(memory, embeddings.write, vectors, body.model, body.encoding)
+    return request.respond(record.description, result.timings, started, parts, json.MEDIA_TYPE, {})
 
 
-async def _extractor(request: Request, state: State, model: str) -> ExtractorRecord:
+async def _extractor(request: HotRequest[NoQuery], model: str) -> ExtractorRecord:
     if ":" in model:
         spec = _spec(model)
-        caller = caller_of(request.scope)
-        await state.model(caller, spec.model)  # raises if it is not served
-        return await state.extractor(caller, spec)
+        await request.shared.model(request.caller, spec.model)  # raises if it is not served
+        return await request.shared.extractor(request.caller, spec)
     try:
-        record = await state.engine.extractors.look_up(model)
+        record = await request.engine.extractors.look_up(model)
     except problems.UnknownExtractor as error:
         name = model.partition("@")[0]
-        if name.startswith(PREFIX) or name in {entry.name for entry in state.models()}:
+        if name.startswith(PREFIX) or name in {entry.name for entry in request.shared.models()}:
             raise problems.UnknownExtractor(
                 f"{model!r} is a model: name one of its nodes, as in {model}:NODE; GET /v1/models/"
                 f"{model.partition('@')[0]}/nodes lists them",
@@ -164,4 +143,4 @@ def _check_dimensions(dimensions: int, output: OutputInfo, pool: str) -> None:
         raise problems.InvalidRequest(detail, field="dimensions")
 
 
-routes = [HotRoute(PATH, embed, _PARAMETERS, "features", _BODY, _RESPONSE)]
+routes = [HotRoute(PATH, embed, Parameters(NoQuery), "features", _BODY, _RESPONSE)]

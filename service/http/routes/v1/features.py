@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
@@ -21,20 +21,16 @@ from service.codecs.requests import bodies
 from service.codecs.tensors import json, npy, safetensors
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import Description
-from service.engine.requests.admission.admission import Reservation
 from service.engine.requests.plan.edits import check_editable
-from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
+from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import HotRoute, Parameters, json_body
-from service.http.scope import caller_of, header, joined_header, reservation_of
-from service.http.state import State, state_of
+from service.http.scope import joined_header
 from service.schemas.regions import KINDS
 from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs, return_nodes_of
 from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQuery
-
-Parts = list[bytes | memoryview]
 
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 """Replaces the query's value without ``pool=roi``, because requests with equal options share a batch's pooling."""
@@ -124,25 +120,18 @@ RESPONSE: dict[str, Any] = {
 }
 
 
-_OF_EXTRACTOR = Parameters(FeatureQuery, extractor=IdOrName)
-_OF_MODEL = Parameters(OneStepQuery, model=Model)
-
-
 @declares("read", *_PROBLEMS, *BUILD_PROBLEMS, problems.InvalidRequest, problems.BadTensor, body="images")
-async def extract(request: Request) -> Response:
+async def extract(request: HotRequest[FeatureQuery]) -> Response:
     """Compute features of one or more images with an extractor."""
-    query, timeout = _OF_EXTRACTOR.parse(request)
-    state, extractor = state_of(request), request.path_params["extractor"]
-    return await _respond(request, state, lambda: state.engine.extractors.look_up(extractor), query, timeout)
+    extractor = request.path_params["extractor"]
+    return await _respond(request, lambda: request.engine.extractors.look_up(extractor))
 
 
 @declares("read", *_PROBLEMS, *MAKING_PROBLEMS, body="images")
-async def extract_in_one_step(request: Request) -> Response:
+async def extract_in_one_step(request: HotRequest[OneStepQuery]) -> Response:
     """Compute features of one or more images at a model's nodes, creating the extractor if needed."""
-    query, timeout = _OF_MODEL.parse(request)
-    model = request.path_params["model"]
-    state, caller = state_of(request), caller_of(request.scope)
-    await state.model(caller, model)  # refuses unknown models before the spec is validated
+    query, model = request.query, request.path_params["model"]
+    await request.shared.model(request.caller, model)  # refuses unknown models before the spec is validated
     spec = ExtractorSpec(
         model=model,
         weights=query.weights,
@@ -153,8 +142,7 @@ async def extract_in_one_step(request: Request) -> Response:
         fit=query.fit,
         inputs=None if query.inputs is None else _input_names(query.inputs),
     )
-
-    return await _respond(request, state, lambda: state.extractor(caller, spec), query, timeout)
+    return await _respond(request, lambda: request.shared.extractor(request.caller, spec))
 
 
 def _input_names(text: str) -> list[str]:
@@ -196,162 +184,13 @@ def named_nodes(text: str) -> list[str] | dict[str, str]:
     return named
 
 
-async def _respond(
-    request: Request,
-    state: State,
-    find: Callable[[], Awaitable[ExtractorRecord]],
-    query: FeatureQuery,
-    timeout: float | None,
-) -> Response:
-    """Serve a request of either route within its deadline."""
-    encoding = joined_header(request.scope, b"content-encoding")
-    kind, boundary = bodies.check(header(request.scope, b"content-type"), encoding)
-    reservation = reservation_of(request.scope)
-    state.engine.admission.check(reservation.client)
-    with Deadline(request, state.request_seconds(timeout)) as deadline:
-        receive = partial(bodies.receive, request, kind, boundary, deadline.body_read)
-        body = sent = None
-        if kind == json.MEDIA_TYPE:  # only these have regions and edits, which are checked before a build
-            body = await receive()
-            sent = await body.parse("", state.engine.run_in_encoder)
-        options = _options(query)
-        options.check_regions(None if sent is None else sent.regions)
-        record = await find()
-        if sent is not None:
-            check_editable(record.description, sent.edits)
-        if record.runtime is None:
-            body = body or await receive()  # before that, a disconnect is not noticed
-            await state.engine.runtimes.load(record)
-        accept = joined_header(request.scope, b"accept")
-        accepted = _negotiate(record, options, accept)
-        if sent is None:
-            body = body or await receive()
-            sent = await body.parse(record.description.inputs[0].name, state.engine.run_in_encoder)
-        del body  # not needed once parsed
-        if accepted == heatmap.MEDIA_TYPE:
-            accepted = _negotiate(record, options, accept, sent)
-        drawn = accepted == heatmap.MEDIA_TYPE
-        if drawn:
-            options = replace(options, sent=False)  # the picture is small, whatever the map is
-        features = await state.engine.features(
-            record, sent.inputs, options, sent.regions, reservation, sent.edits, deadline.at
-        )
-        started = time.perf_counter()
-        if drawn:
-            output = record.outputs[0]
-            drawn_map = features.outputs[output.key], output.layout, output.tokens
-            parts = await draw(state, record.description, options.preprocess, sent, drawn_map, reservation)
-        else:
-            if features.region_image is not None:  # not in npy responses, which hold only the first output
-                features.outputs[KINDS[options.pool].output] = features.region_image
-            origin = record.description.metadata, record.description.return_nodes
-            parts = await write(
-                state, reservation, accepted, *origin, features.outputs, features.images, query.encoding
-            )
-        timings = {**features.timings, "encode": (time.perf_counter() - started) * 1000}
-        headers = {**state.response_headers(request.scope, record.description, timings), "Vary": "Accept"}
-        return responses.PartsResponse(parts, accepted, headers)
-
-
-def _negotiate(
-    record: ExtractorRecord, options: FeatureOptions, accept: str | None, sent: bodies.Sent | None = None
-) -> str:
-    added = KINDS[options.pool].output if options.pool in KINDS else None
-    if added in record.description.return_nodes:
-        detail = f"pool={options.pool} adds an output {added!r}: give the extractor's output of that name another key"
-        raise problems.DuplicateKey(detail, key=added)
-    dtypes = (options.dtype if options.dtype and "float" in o.dtype else o.dtype for o in record.outputs)
-    reduced = options.one_shape or options.tokens is not None
-    return negotiate(accept, tuple(dtypes), reduced, record.outputs[0], sent)
-
-
-def negotiate(
-    accept: str | None,
-    dtypes: tuple[str | None, ...],
-    reduced: bool,
-    shown: OutputInfo | None,
-    sent: bodies.Sent | None = None,
-) -> str:
-    """Return the media type of the response: that of a heat-map only if it can be drawn or nothing else is accepted.
-
-    Args:
-        accept, dtypes, reduced: see :func:`service.codecs.responses.negotiate`.
-        shown: the output that a heat-map shows; None if it is certainly a map.
-        sent: the images; None if they are not known yet.
-
-    Raises:
-        NotAcceptable: no type is possible, or a heat-map of these images is not.
-        NoHeatMap: only a heat-map is accepted, and ``shown`` is not a map.
-    """
-    accepted = responses.negotiate(accept, dtypes, reduced)
-    if accepted != heatmap.MEDIA_TYPE:
-        return accepted
-    try:
-        if shown is not None:
-            heatmap.check(shown.shape, shown.layout if shown.rows_per_image == 1 else None, shown.tokens)
-        if sent is not None:
-            _require_one_image(sent)
-    except problems.Invalid as undrawable:
-        try:
-            return responses.negotiate(accept, dtypes, reduced=True)
-        except problems.NotAcceptable:
-            raise undrawable from None
-    return accepted
-
-
-def _require_one_image(sent: bodies.Sent) -> None:
-    """Check that a body has exactly one encoded image, over which a heat-map can be drawn.
-
-    Raises:
-        NotAcceptable: it does not.
-    """
-    if isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1:
-        available = list(responses.OFFERED[:-1])
-        raise problems.NotAcceptable(
-            "a heat-map is drawn over one encoded image; send exactly one", available=available
-        )
-
-
-async def draw(
-    state: State,
-    description: Description,
-    preprocess: str,
-    sent: bodies.Sent,
-    drawn_map: tuple[Tensor, str | None, TokenGrid | None],
-    reservation: Reservation,
-) -> Parts:
-    """Draw a map ``[1, …]``, or tokens with a grid, over its image; see :func:`service.codecs.heatmap.write`."""
-    assert not isinstance(sent.inputs, Mapping)
-    [image] = sent.inputs
-    preprocessing = None if preprocess == "none" else description.preprocessing
-    usual = description.preprocessing.nominal_size()
-    header = await state.engine.run_in_encoder(image_header, image)
-    size = header.height, header.width
-    reservation.claim(header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size)))
-    return await state.engine.run_in_encoder(heatmap.write, image, preprocessing, *drawn_map, usual)
-
-
-async def write(
-    state: State,
-    reservation: Reservation,
-    accepted: str,
-    metadata: Mapping[str, str],
-    nodes: Mapping[str, str],
-    outputs: Mapping[str, Tensor],
-    images: int,
-    encoding: str,
-    more: Mapping[str, object] | None = None,
-) -> Parts:
-    """Write outputs in another thread, unless it is very fast; see :func:`service.codecs.responses.write`."""
-    response = (accepted, metadata, nodes, outputs, images, encoding, more)
-    if accepted in responses.IMMEDIATE:
-        return responses.write(*response)
-    reservation.claim(responses.written_bytes(accepted, outputs, encoding))
-    return await state.engine.run_in_encoder(responses.write, *response)
-
-
-def _options(query: FeatureQuery) -> FeatureOptions:
-    return FeatureOptions(
+async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[ExtractorRecord]]) -> Response:
+    """Serve a request of either route."""
+    request.check_body()
+    query, engine = request.query, request.engine
+    # Only JSON has regions and edits, which are checked before a build.
+    sent = await request.parse("") if request.kind == json.MEDIA_TYPE else None
+    options = FeatureOptions(
         pool=query.pool,
         dtype=query.dtype,
         normalize=query.normalize,
@@ -361,7 +200,116 @@ def _options(query: FeatureQuery) -> FeatureOptions:
         seed=query.seed if query.project is not None else 0,
         tokens=query.tokens,
     )
+    options.check_regions(None if sent is None else sent.regions)
+    record = await find()
+    description = record.description
+    if sent is not None:
+        check_editable(description, sent.edits)
+    if record.runtime is None:
+        await request.read_body()  # before that, a disconnect is not noticed
+        await engine.runtimes.load(record)
+    added = KINDS[options.pool].output if options.pool in KINDS else None
+    if added in description.return_nodes:
+        detail = f"pool={options.pool} adds an output {added!r}: give the extractor's output of that name another key"
+        raise problems.DuplicateKey(detail, key=added)
+    dtypes = tuple(options.dtype if options.dtype and "float" in o.dtype else o.dtype for o in record.outputs)
+    reduced = options.one_shape or options.tokens is not None
+    negotiated = partial(negotiate, request, dtypes, reduced, record.outputs[0])
+    negotiated()
+    if sent is None:
+        sent = await request.parse(description.inputs[0].name)
+    accepted = negotiated(sent)
+    drawn = accepted == heatmap.MEDIA_TYPE
+    if drawn:
+        options = replace(options, sent=False)  # the picture is small, whatever the map is
+    features = await engine.features(
+        record, sent.inputs, options, sent.regions, request.reservation, sent.edits, request.deadline.at
+    )
+    started = time.perf_counter()
+    if drawn:
+        output = record.outputs[0]
+        parts = await draw(request, description, sent, features.outputs[output.key], output.layout, output.tokens)
+    else:
+        if features.region_image is not None:  # not in npy responses, which hold only the first output
+            features.outputs[KINDS[options.pool].output] = features.region_image
+        origin = description.metadata, description.return_nodes
+        parts = await write(request, accepted, *origin, features.outputs, features.images)
+    return request.respond(description, features.timings, started, parts, accepted, {"Vary": "Accept"})
 
+
+def negotiate(
+    request: HotRequest[Any],
+    dtypes: tuple[str | None, ...],
+    reduced: bool,
+    shown: OutputInfo | None,
+    sent: bodies.Sent | None = None,
+) -> str:
+    """Return the media type of the response: that of a heat-map only if it can be drawn or nothing else is accepted.
+
+    Args:
+        request: the request, with its header Accept.
+        dtypes, reduced: see :func:`service.codecs.responses.negotiate`.
+        shown: the output that a heat-map shows; None if it is certainly a map.
+        sent: the images; None if they are not known yet.
+
+    Raises:
+        NotAcceptable: no type is possible, or a heat-map of these images is not.
+        NoHeatMap: only a heat-map is accepted, and ``shown`` is not a map.
+    """
+    accept = joined_header(request.scope, b"accept")
+    accepted = responses.negotiate(accept, dtypes, reduced)
+    if accepted != heatmap.MEDIA_TYPE:
+        return accepted
+    try:
+        if shown is not None:
+            heatmap.check(shown.shape, shown.layout if shown.rows_per_image == 1 else None, shown.tokens)
+        if sent is not None and (isinstance(sent.inputs, Mapping) or len(sent.inputs) != 1):
+            detail = "a heat-map is drawn over one encoded image; send exactly one"
+            raise problems.NotAcceptable(detail, available=list(responses.OFFERED[:-1]))
+    except problems.Invalid as undrawable:
+        try:
+            return responses.negotiate(accept, dtypes, reduced=True)
+        except problems.NotAcceptable:
+            raise undrawable from None
+    return accepted
+
+
+async def draw(
+    request: HotRequest[Any],
+    description: Description,
+    sent: bodies.Sent,
+    tensor: Tensor,
+    layout: str | None,
+    tokens: TokenGrid | None,
+) -> responses.Parts:
+    """Draw a map ``[1, …]``, or tokens with a grid, over its image; see :func:`service.codecs.heatmap.write`."""
+    assert not isinstance(sent.inputs, Mapping)
+    [image] = sent.inputs
+    preprocessing = None if request.query.preprocess == "none" else description.preprocessing
+    usual = description.preprocessing.nominal_size()
+    header = await request.engine.run_in_encoder(image_header, image)
+    size = header.height, header.width
+    memory = header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size))
+    return await request.encode(memory, heatmap.write, image, preprocessing, tensor, layout, tokens, usual)
+
+
+async def write(
+    request: HotRequest[Any],
+    accepted: str,
+    metadata: Mapping[str, str],
+    nodes: Mapping[str, str],
+    outputs: Mapping[str, Tensor],
+    images: int,
+    more: Mapping[str, object] | None = None,
+) -> responses.Parts:
+    """Write the outputs; see :func:`service.codecs.responses.write`."""
+    encoding = request.query.encoding
+    memory = responses.written_bytes(accepted, outputs, encoding)
+    return await request.encode(memory, responses.write, accepted, metadata, nodes, outputs, images, encoding, more)
+
+
+_OF_EXTRACTOR = Parameters(FeatureQuery, extractor=IdOrName)
+_OF_MODEL = Parameters(OneStepQuery, model=Model)
 
 routes = [
     HotRoute("/v1/extractors/{extractor}/features", extract, _OF_EXTRACTOR, "features", BODY, RESPONSE),

@@ -13,18 +13,16 @@ from service import problems
 from service.choices import pooling
 from service.codecs import compression, v2
 from service.codecs.negotiation import essence
-from service.codecs.responses import PartsResponse
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.options import NAMES, VALID_BOX
-from service.http.deadline import Deadline
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
 from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
+from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
-from service.http.scope import caller_of, header, joined_header, reservation_of
-from service.http.state import State, state_of
+from service.http.scope import header, joined_header
 from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v1.features import listed_tokens
 from service.schemas.v2 import InferRequest, InferResponse
@@ -52,83 +50,59 @@ _RESPONSE = {
         }
     },
 }
-_OF_NAME = Parameters(AnyQuery, name=Name)
-_OF_VERSION = Parameters(AnyQuery, name=Name, version=Version)
 
 
 @declares("read", *MAKING_PROBLEMS, *COMPUTE_PROBLEMS, problems.BodyTooLarge, body="images")
-async def infer(request: Request) -> Response:
+async def infer(request: HotRequest[AnyQuery]) -> Response:
     """Compute outputs for encoded images, or for the model's own input."""
-    _, timeout = _OF_NAME.parse(request)  # any text may be a version
     name, version = request.path_params["name"], request.path_params.get("version", metadata.VERSION)
-    state, caller = state_of(request), caller_of(request.scope)
-    with Deadline(request, state.request_seconds(timeout)) as deadline:
-        target = await metadata.find(state, caller, name, version)
-        _check_query(request)
-        encoding = _encoding(request)
-        state.engine.admission.check(reservation_of(request.scope).client)
-        data = await _read(request)
-        deadline.body_read()
-        kind = essence(header(request.scope, b"content-type"))
-        sent = v2.Body(data, header(request.scope, b"inference-header-content-length"), encoding, kind)
-        tensors = await metadata.inputs_of(state, caller, target)
-        limit_bytes = state.settings.max_body_bytes
-        if sent.small:
-            payload = v2.read(sent, limit_bytes, tensors)
-        else:
-            payload = await state.engine.run_in_encoder(v2.read, sent, limit_bytes, tensors)
-        reservation_of(request.scope).claim(max(0, payload.bytes - len(data)))
-        del data, sent
-        own_timeout = _own_timeout(payload)
-        if own_timeout is not None:
-            deadline.shorten(own_timeout)
-        packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
-        return await _infer(request, state, target, name, payload, packed, deadline.at)
-
-
-async def _infer(
-    request: Request,
-    state: State,
-    target: metadata.Target,
-    name: str,
-    payload: v2.Request,
-    packed: str | None,
-    deadline: float,
-) -> Response:
+    state, engine, reservation = request.shared, request.engine, request.reservation
+    target = await metadata.find(state, request.caller, name, version)
+    _check_query(request)
+    encoding = _encoding(request)
+    engine.admission.check(reservation.client)
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+    request.deadline.body_read()
+    kind = essence(header(request.scope, b"content-type"))
+    sent = v2.Body(data, header(request.scope, b"inference-header-content-length"), encoding, kind)
+    tensors = await metadata.inputs_of(state, request.caller, target)
+    payload = await request.run(sent.small, v2.read, sent, state.settings.max_body_bytes, tensors)
+    reservation.claim(max(0, payload.bytes - len(data)))
+    del data, sent
+    own_timeout = _own_timeout(payload)
+    if own_timeout is not None:
+        request.deadline.shorten(own_timeout)
     options = _options(payload)
     options.check_regions(None)  # the protocol does not support regions
-    record = await _extractor(request, state, target, payload)
-    await state.engine.runtimes.load(record)
+    record = await _extractor(request, target, payload)
+    await engine.runtimes.load(record)
     requested = _requested_outputs(record, name, payload, options)
     nodes = requested.keys() & record.description.return_nodes.keys()
     if 0 < len(nodes) < len(record.description.return_nodes):
         options = replace(options, keys=frozenset(nodes))
     inputs = payload.images if payload.images is not None else payload.tensors
-    reservation = reservation_of(request.scope)
-    result = await state.engine.features(record, inputs, options, reservation=reservation, deadline=deadline)
-    written = time.perf_counter()
+    result = await engine.features(record, inputs, options, reservation=reservation, deadline=request.deadline.at)
+    started = time.perf_counter()
     document = {"model_name": name, "model_version": metadata.VERSION}
     if payload.id is not None:
         document["id"] = payload.id
     outputs = {key: result.outputs[key] for key in requested}
-    if all(requested.values()):  # raw tensors are sent without copying
-        parts, length = v2.write(document, outputs, requested)
-    else:
-        reservation.claim(sum(json.max_bytes(outputs[key]) for key, binary in requested.items() if not binary))
-        parts, length = await state.engine.run_in_encoder(v2.write, document, outputs, requested)
+    memory = sum(json.max_bytes(outputs[key]) for key, binary in requested.items() if not binary)
+    parts, length = await request.encode(memory, v2.write, document, outputs, requested)
     headers = {"Vary": "Accept-Encoding"}
     if length is not None:
         headers["Inference-Header-Content-Length"] = str(length)
-    if packed is not None:
-        reservation_of(request.scope).claim(sum(map(len, parts)))  # features barely compress
-        parts = await state.engine.run_in_encoder(compression.compress, parts, packed)
+    packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
+    if packed is not None:  # features barely compress
+        parts = await request.encode(sum(map(len, parts)), compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
-    timings = {**result.timings, "encode": (time.perf_counter() - written) * 1000}
-    headers |= state.response_headers(request.scope, record.description, timings)
-    return PartsResponse(parts, "application/json" if length is None else "application/octet-stream", headers)
+    media_type = json.MEDIA_TYPE if length is None else "application/octet-stream"
+    return request.respond(record.description, result.timings, started, parts, media_type, headers)
 
 
-async def _extractor(request: Request, state: State, target: metadata.Target, payload: v2.Request) -> ExtractorRecord:
+async def _extractor(request: HotRequest[AnyQuery], target: metadata.Target, payload: v2.Request) -> ExtractorRecord:
     weights = payload.parameters.get("weights", "DEFAULT")
     if isinstance(target, ExtractorRecord):
         if "weights" in payload.parameters:
@@ -137,7 +111,7 @@ async def _extractor(request: Request, state: State, target: metadata.Target, pa
     if not isinstance(weights, str) or not 0 < len(weights) <= MAX_NAME_LENGTH:
         raise problems.InvalidRequest("parameter 'weights' must be the name of weights, such as DEFAULT or random")
     nodes = [output.name for output in payload.outputs if output.name is not None]
-    caller = caller_of(request.scope)
+    state, caller = request.shared, request.caller
     return await state.extractor(caller, await metadata.own_spec(state, caller, target, weights, nodes))
 
 
@@ -218,14 +192,14 @@ def _encoding(request: Request) -> str:
     return encoding
 
 
-async def _read(request: Request) -> bytearray:
-    data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-    return data
-
-
 routes = [
-    HotRoute("/v2/models/{name}/infer", infer, _OF_NAME, TAG, _BODY, _RESPONSE),
-    HotRoute("/v2/models/{name}/versions/{version}/infer", infer, _OF_VERSION, TAG, _BODY, _RESPONSE),
+    HotRoute("/v2/models/{name}/infer", infer, Parameters(AnyQuery, name=Name), TAG, _BODY, _RESPONSE),
+    HotRoute(
+        "/v2/models/{name}/versions/{version}/infer",
+        infer,
+        Parameters(AnyQuery, name=Name, version=Version),
+        TAG,
+        _BODY,
+        _RESPONSE,
+    ),
 ]

@@ -8,14 +8,19 @@ import httpx
 import pytest
 from fastapi import FastAPI, Header, Path, Query
 from pydantic import BaseModel, Field, field_validator
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.engine import Engine
+from service.engine.requests.admission.admission import Reservation
 from service.http import problem_responses
+from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters
-from service.observability.metrics import route_template
+from service.http.scope import RESERVATION
+from service.http.state import State
+from service.observability.metrics import Metrics, route_template
 from service.problems import NotAcceptable
+from service.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -24,12 +29,14 @@ routes: list[str] = []
 
 
 class Routes:
-    """Notes the route of each request, as metrics do."""
+    """Notes the route of each request, as metrics do, and reserves its bytes."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self.app = app
+        self.engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[RESERVATION] = Reservation(self.engine.admission, "")
         await self.app(scope, receive, send)
         routes.append(route_template(scope))
 
@@ -52,17 +59,18 @@ Place = Annotated[str, Path(max_length=5)]
 def client() -> httpx.AsyncClient:
     validated.clear()
     routes.clear()
-    parameters = Parameters(Asked, place=Place)
 
-    async def respond(request: Request) -> Response:
-        asked, timeout = parameters.parse(request)
+    async def respond(request: HotRequest[Asked]) -> Response:
         body = (await request.body()).decode()
         if body == "refused":
             raise NotAcceptable("this is refused")
-        return Response(f"{request.path_params['place']} {asked.word} {timeout} {body}")
+        return Response(f"{request.path_params['place']} {request.query.word} {request.timeout} {body}")
 
     app = FastAPI()
-    app.router.routes.append(HotRoute("/v1/{place}", respond, parameters, "tag", {}, {}))
+    settings, metrics = Settings(), Metrics()
+    engine = Engine(settings, metrics)
+    app.state.fxserve = State(settings, engine, metrics)
+    app.router.routes.append(HotRoute("/v1/{place}", respond, Parameters(Asked, place=Place), "tag", {}, {}))
 
     @app.post("/fastapi/{place}")
     async def reference(
@@ -73,7 +81,7 @@ def client() -> httpx.AsyncClient:
         """FastAPI's own route with the same parameters."""
 
     problem_responses.install(app)
-    app.add_middleware(Routes)
+    app.add_middleware(Routes, engine=engine)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
 
@@ -124,7 +132,7 @@ async def test_unknown_and_repeated_parameters_are_refused(client: httpx.AsyncCl
 
 def test_a_query_of_others_is_ignored() -> None:
     scope = {"type": "http", "query_string": b"gateway=1&gateway=2", "path_params": {}, "headers": []}
-    assert Parameters(AnyQuery).parse(Request(scope)) == (AnyQuery(), None)
+    assert Parameters(AnyQuery).parse(scope) == (AnyQuery(), None)
 
 
 async def test_long_queries_are_not_kept(client: httpx.AsyncClient) -> None:
