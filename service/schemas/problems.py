@@ -26,16 +26,12 @@ def problem(error: FxError | Problem) -> Document:
     may raise, become ``invalid-request``.
     """
     kind = type(error) if isinstance(error, Problem) else _NAMED.get(type(error).__name__, InvalidRequest)
-    return _document(kind, error.detail, error.extra)
-
-
-def _document(kind: type[Problem], detail: str, extra: Mapping[str, Any]) -> Document:
     return {
         "type": f"/problems/{kind.slug}",
         "title": kind.title,
         "status": kind.status,
-        "detail": detail,
-        **{key: value for key, value in extra.items() if key not in FIELDS},
+        "detail": error.detail,
+        **{key: value for key, value in error.extra.items() if key not in FIELDS},
     }
 
 
@@ -76,7 +72,7 @@ def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str,
         schema = {"$ref": f"#/components/schemas/{shape.schema}"}
         content = {shape.media_type: {"schema": schema, "examples": {}}}
         response = responses.setdefault(status, {"description": description, "content": content})
-        shown = shape.body(_document(kind, *EXAMPLES[kind]))
+        shown = shape.body(problem(EXAMPLES[kind]))
         response["content"][shape.media_type]["examples"][kind.slug] = {"summary": kind.title, "value": shown}
         if shape.shows_retry_after and status in (429, 503) and kind is not WeightsUnavailable:
             more = "" if kind is AdmissionFull else "; not with weights-unavailable"
