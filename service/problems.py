@@ -400,5 +400,5 @@ class ExtractorFailed(ServerError, slug="extractor-failed", title="Extractor fai
 class Internal(ServerError, slug="internal", title="Internal error"):
     """A bug of the server; only its log has the details."""
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__("something went wrong in the server; its log has the details", headers)
+    def __init__(self) -> None:
+        super().__init__("something went wrong in the server; its log has the details")

@@ -15,7 +15,7 @@ from fxcore.errors import FxError, finite
 from service.http.routing.declared import route_path
 from service.problems import Internal, InvalidRequest, MethodNotAllowed, NotFound, Problem
 from service.schemas import embeddings, v2
-from service.schemas.problems import PROBLEM, Document, Shape, invalid_request, problem
+from service.schemas.problems import PROBLEM, Shape, invalid_request, problem
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
@@ -31,23 +31,13 @@ def shape_of(path: str) -> Shape:
 
 def error_response(path: str, error: FxError | Problem) -> Response:
     """Build the response to a request for ``path`` that failed with ``error``."""
+    document = problem(error)
+    shape, status = shape_of(path), document["status"]
     headers = dict(error.headers) if isinstance(error, Problem) else {}
     if isinstance(error, Problem) and error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
-    document = problem(error)
-    status = document["status"]
-    if status >= 500 and status not in (503, 504, 505):  # all others are bugs
+    if status >= 500 and status not in (503, 504, 505) and not isinstance(error, Internal):  # all others are bugs
         log.error("%s: %s", document["type"], error.detail, exc_info=error)
-    return _response(path, document, headers)
-
-
-def internal_response(path: str) -> Response:
-    """Build the response to an unexpected exception. The details are only in the log."""
-    return _response(path, problem(Internal()), {})
-
-
-def _response(path: str, document: Document, headers: dict[str, str]) -> Response:
-    shape, status = shape_of(path), document["status"]
     if shape is embeddings.SHAPE and status >= 500 and "Retry-After" not in headers:
         headers["X-Should-Retry"] = "false"  # OpenAI's clients retry 5xx by default
     content = json.dumps(finite(shape.body(document)), default=str).encode()
@@ -55,24 +45,18 @@ def _response(path: str, document: Document, headers: dict[str, str]) -> Respons
 
 
 def install(app: FastAPI) -> None:
-    """Register the handlers that turn exceptions into error responses."""
+    """Register the handler that turns exceptions into error responses."""
 
-    async def known(request: Request, error: Exception) -> Response:
+    async def respond(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            error = invalid_request(error.errors())
+        elif isinstance(error, HTTPException):
+            error = _from_http(request, error)
         assert isinstance(error, FxError | Problem)
         return error_response(route_path(request.scope), error)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(route_path(request.scope), invalid_request(error.errors()))
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return error_response(route_path(request.scope), _from_http(request, error))
-
-    app.add_exception_handler(FxError, known)
-    app.add_exception_handler(Problem, known)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
+    for kind in (FxError, Problem, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, respond)
 
 
 def _from_http(request: Request, error: HTTPException) -> Problem:
@@ -85,13 +69,9 @@ def _from_http(request: Request, error: HTTPException) -> Problem:
         allowed = ", ".join(_allowed(request))
         detail = f"{request.method} is not allowed on {path}; allowed: {allowed}"
         return MethodNotAllowed(detail, {"Allow": allowed})
-    if error.status_code == 400:  # FastAPI could not parse the body
-        return InvalidRequest(
-            "the body cannot be parsed: it is not UTF-8, is nested too deeply, or has a number of too many digits"
-        )
-    if error.status_code < 500:
-        return InvalidRequest(str(error.detail), error.headers)
-    return Internal(error.headers)
+    return InvalidRequest(  # 400: FastAPI could not parse the body
+        "the body cannot be parsed: it is not UTF-8, is nested too deeply, or has a number of too many digits"
+    )
 
 
 def _allowed(request: Request) -> list[str]:

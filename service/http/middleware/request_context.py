@@ -14,11 +14,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.engine.errors import is_shortage, shortage
-from service.http.problem_responses import error_response, internal_response
+from service.http.problem_responses import error_response
 from service.http.routing.declared import route_path
 from service.http.scope import REFUSED, caller_of, header
 from service.observability import logs
 from service.observability.metrics import Metrics
+from service.problems import Internal
 
 if TYPE_CHECKING:
     from service.observability.tracing import Traces
@@ -92,9 +93,8 @@ class RequestContext:
                 log.exception("request %r: %s %r failed", own_id, scope["method"], scope["path"])
                 if status:
                     raise  # the response has started, so the connection is closed
-                path = route_path(scope)
-                response = error_response(path, shortage(error)) if is_shortage(error) else internal_response(path)
-                await response(scope, receive, send_with_id)
+                problem = shortage(error) if is_shortage(error) else Internal()  # the details are only in the log
+                await error_response(route_path(scope), problem)(scope, receive, send_with_id)
             finally:
                 seconds = time.perf_counter() - started
                 if inner is not scope:  # the route and the caller, for metrics and traces
