@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from service import problems
 from service.codecs import heatmap
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
-from service.engine.description import nodes_text
+from service.engine.description import Description, nodes_text
 from service.engine.memory.graphs import graph_for
 from service.engine.options import VALID_BOX
 from service.engine.requests.attributing import Question
@@ -59,41 +59,32 @@ _declares = declares(
 @_declares
 async def attribute(request: HotRequest[AttributionQuery]) -> Response:
     """Attribute a result of an extractor's model to the values of a node. Runs on eager in float32."""
-
-    async def whole() -> tuple[ExtractorSpec, ExtractorRecord]:
-        record = await request.engine.extractors.look_up(request.path_params["extractor"])
-        spec = record.description.spec
-        if spec.precision == "int8":
-            raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], _WHOLE)
-        for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms)):
-            if other:
-                raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {_WHOLE}", field=field)
-        return spec, record
-
-    return await _respond(request, whole)
+    request.check_body()
+    record = await request.engine.extractors.look_up(request.path_params["extractor"])
+    spec = record.description.spec
+    if spec.precision == "int8":
+        raise problems.Unsupported.choice("precision", "int8", ["float32", "bfloat16", "float16"], _WHOLE)
+    for field, other in (("inputs", spec.inputs), ("transforms", spec.transforms)):
+        if other:
+            raise problems.Unsupported(f"{field} of {record.id} cannot be kept: {_WHOLE}", field=field)
+    return await _respond(request, spec, record.description)
 
 
 @_declares
 async def attribute_in_one_step(request: HotRequest[OneStepAttributionQuery]) -> Response:
     """Attribute a result of a model to the values of a node. Runs on eager in float32."""
-    query, model = request.query, request.path_params["model"]
-
-    async def whole() -> tuple[ExtractorSpec, None]:
-        await request.shared.model(request.caller, model)
-        spec = ExtractorSpec(
-            model=model, weights=query.weights, return_nodes=[query.of], image_size=query.image_size, fit=query.fit
-        )
-        return spec, None
-
-    return await _respond(request, whole)
-
-
-async def _respond(
-    request: HotRequest[Any], find: Callable[[], Awaitable[tuple[ExtractorSpec, ExtractorRecord | None]]]
-) -> Response:
     request.check_body()
+    query, model = request.query, request.path_params["model"]
+    await request.shared.model(request.caller, model)
+    spec = ExtractorSpec(
+        model=model, weights=query.weights, return_nodes=[query.of], image_size=query.image_size, fit=query.fit
+    )
+    return await _respond(request, spec)
+
+
+async def _respond(request: HotRequest[Any], spec: ExtractorSpec, named: Description | None = None) -> Response:
+    """Attribute a result of the model of ``spec``; ``named`` is the extractor of the response, if it has one."""
     query, engine = request.query, request.engine
-    spec, named = await find()
     await request.read_body()
     front, back, begin = await _halves(request, spec)
     await engine.runtimes.load(front)
@@ -129,7 +120,7 @@ async def _respond(
         parts = await draw(request, front.description, sent, *drawn)
     else:
         nodes = {_ATTRIBUTION: at.node}
-        metadata = {**(named or back).description.metadata, "nodes": nodes_text(nodes)}
+        metadata = {**(named or back.description).metadata, "nodes": nodes_text(nodes)}
         outputs = {_ATTRIBUTION: found.values}
         if accepted != json.MEDIA_TYPE:
             outputs[_TARGETS] = found.targets
