@@ -16,7 +16,7 @@ from fxcore.models.timm_models import PREFIX, imported, timm_models
 from service.byte_cache import ByteCache
 from service.engine import Engine, ExtractorRecord
 from service.engine.models.served import is_served, may_serve, require_served
-from service.engine.threads import RunInThread, in_pool
+from service.engine.threads import in_pool
 from service.http.lookups import Lookups
 from service.http.scope import Caller
 from service.http.top_images import TopImages
@@ -34,17 +34,11 @@ EXPORT_SECONDS = 600.0
 """Minimum time limit of an export in seconds, including the wait for other exports."""
 
 
-CACHE_BYTES = 64 * 1024**2
-"""Maximum bytes of each cache of response bodies."""
+_DOCUMENT_BYTES = 192 * 1024**2
+"""Maximum bytes of the cached response bodies."""
 
-_CUT_BYTES = 1024
-"""Approximate bytes of an entry of :attr:`State.cuts`, without its value."""
-
-BodyCache = ByteCache[tuple[object, ...], bytes]
-
-
-def _body_cache() -> BodyCache:
-    return ByteCache(CACHE_BYTES, len)
+_CUTS_BYTES, _CUT_BYTES = 64 * 1024**2, 1024
+"""Maximum bytes of :attr:`State.cuts`, and the approximate bytes of an entry without its value."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,11 @@ class State:
     engine: Engine
     metrics: Metrics
     traces: Traces | None = None
-    nodes: BodyCache = field(default_factory=_body_cache)
-    graphs: BodyCache = field(default_factory=_body_cache)
-    metadata: BodyCache = field(default_factory=_body_cache)
+    # Bodies of lists of nodes, of graphs and of metadata.
+    documents: ByteCache[tuple[object, ...], bytes] = field(default_factory=lambda: ByteCache(_DOCUMENT_BYTES, len))
     # The nodes where attributions begin, by model, weights, size, fit and requested nodes.
     cuts: ByteCache[tuple[str | None, ...], list[str]] = field(
-        default_factory=lambda: ByteCache(CACHE_BYTES, lambda names: _CUT_BYTES + sum(map(len, names)))
+        default_factory=lambda: ByteCache(_CUTS_BYTES, lambda names: _CUT_BYTES + sum(map(len, names)))
     )
     # By model and structure; there are few of them.
     own_tensors: dict[tuple[str, str], OwnTensors] = field(default_factory=dict)
@@ -118,16 +111,14 @@ class State:
         slow = name.startswith(PREFIX) and not (imported() and name in timm_models() and is_served(name, allowed))
         return await self.in_thread(caller, look_up) if slow else look_up()
 
-    def trace_in(self, caller: Caller) -> RunInThread:
-        """Return the function that runs a request's tracing in the builder threads.
-
-        Lookups therefore do not delay inference.
+    async def trace(self, caller: Caller, work: Callable[[], Result]) -> Result:
+        """Run a request's tracing in the builder threads, so that lookups do not delay inference.
 
         For a caller that may not build, tracing itself counts as a lookup and is limited like one.
         """
         if caller.may_build:
-            return functools.partial(in_pool, self.engine.threads.builders)
-        return functools.partial(self.in_thread, caller)
+            return await in_pool(self.engine.threads.builders, work)
+        return await self.in_thread(caller, work)
 
     async def extractor(self, caller: Caller, spec: ExtractorSpec) -> ExtractorRecord:
         """Look up the extractor of a spec, or create it if ``caller`` is allowed to.
@@ -137,8 +128,17 @@ class State:
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
             FxError: see :meth:`Extractors.get`.
         """
-        record, _ = await self.engine.extractors.get(spec, build=caller.may_build, trace_in=self.trace_in(caller))
+        trace = functools.partial(self.trace, caller)
+        record, _ = await self.engine.extractors.get(spec, build=caller.may_build, trace_in=trace)
         return record
+
+    async def document(self, caller: Caller, key: tuple[object, ...], write: Callable[[], bytes]) -> bytes:
+        """Return a cached response body, or write it in a thread; see :meth:`in_thread`."""
+        content = self.documents.get(key)
+        if content is None:
+            content = await self.in_thread(caller, write)
+            self.documents.put(key, content)
+        return content
 
     async def in_thread(self, caller: Caller, work: Callable[[], Result]) -> Result:
         """Run ``work``, which may trace a model, in a thread of :attr:`lookups`.

@@ -74,7 +74,7 @@ def test_headers_of_responses() -> None:
 def test_modules_to_open_that_do_not_exist(client: Client) -> None:
     path = "/v1/models/resnet18/graph?format=layout&open="
     closed = client.get(path + "a").content
-    cached = client.app.state.fxserve.graphs._values
+    cached = client.app.state.fxserve.documents._values
     before = set(cached)
     for number in range(3):
         assert client.get(f"{path}{','.join(NAMES)},{number}").content == closed

@@ -166,7 +166,7 @@ async def _halves(
     begin = state.cuts.get(key)
     if begin is None:
         try:
-            begin = await state.trace_in(caller)(begin_at)
+            begin = await state.trace(caller, begin_at)
         except UnneededInput as error:
             detail = f"{query.of!r} does not depend on {error.extra['name']!r}; choose an earlier node for at"
             raise problems.BadTarget(detail) from error

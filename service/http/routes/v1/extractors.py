@@ -300,13 +300,13 @@ async def show_code(state: Shared, caller: Calling, extractor: IdOrName) -> Resp
 async def _profile(state: State, caller: Caller, record: ExtractorRecord) -> bytes:
     key = ("profile", record.id, record.backend)
     async with state.lookups.place(caller) as run, state.profiling:
-        content = state.graphs.get(key)
+        content = state.documents.get(key)
         if content is None:
             runtime = await state.engine.runtimes.load(record, DEFAULT_WAIT)
             with runtime.in_use():
                 found = await state.engine.profile(runtime)
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, "json", measured=found))
-            state.graphs.put(key, content)
+            state.documents.put(key, content)
     return content
 
 
@@ -314,11 +314,11 @@ async def _render(
     state: State, caller: Caller, record: ExtractorRecord, format: GraphFormat, depth: int | None = None
 ) -> bytes:
     key = ("extractor", record.id, format, depth)
-    content = state.graphs.get(key)
+    content = state.documents.get(key)
     if content is None:
         async with state.lookups.place(caller) as run:
             runtime = await state.engine.runtimes.load(record, DEFAULT_WAIT)
             with runtime.in_use():
                 content = await run(lambda: graph_formats.write_part(runtime.extractor, format, depth))
-        state.graphs.put(key, content)
+        state.documents.put(key, content)
     return content

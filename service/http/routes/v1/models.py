@@ -176,12 +176,8 @@ async def list_nodes(
     """List the names of a model's nodes in order of execution, as torchvision's `get_graph_node_names` does."""
     entry = await state.model(caller, model)
     structure = entry.structure(weights)
-    key = (model, structure, transforms)
-    content = state.nodes.get(key)
-    if content is None:
-        content = await state.in_thread(caller, lambda: _nodes(entry, structure, transforms))
-        state.nodes.put(key, content)
-    return _json(content)
+    key = ("nodes", model, structure, transforms)
+    return _json(await state.document(caller, key, lambda: _nodes(entry, structure, transforms)))
 
 
 @router.get(
@@ -231,17 +227,13 @@ async def show_graph(
     structure = entry.structure(weights)
     # A list of modules may have 64 kB, and the cache counts only its values.
     opened = None if modules is None else hashlib.sha256(",".join(modules).encode()).digest()
-    key = (model, structure, size, chosen, depth, opened)
-    content = state.graphs.get(key)
-    if content is None:
 
-        def written() -> bytes:
-            graph = model_graph(entry, structure)
-            return graph_formats.write(graph if size is None else graph.at(*size), chosen, depth, modules)
+    def written() -> bytes:
+        graph = model_graph(entry, structure)
+        return graph_formats.write(graph if size is None else graph.at(*size), chosen, depth, modules)
 
-        content = await state.in_thread(caller, written)
-        state.graphs.put(key, content)
-    return graph_formats.response(content, chosen, format)
+    key = ("graph", model, structure, size, chosen, depth, opened)
+    return graph_formats.response(await state.document(caller, key, written), chosen, format)
 
 
 def _json(body: bytes) -> Response:

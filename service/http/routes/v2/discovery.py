@@ -66,15 +66,8 @@ async def server_ready(state: Shared) -> Ready:
 @declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
 async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
     """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
-    key = name, None if isinstance(target, ModelEntry) else target.id
-    content = state.metadata.get(key)
-    if content is None:
-        tensors = await state.in_thread(caller, lambda: metadata.describe(target))
-        described = ModelMetadata(
-            name=name, versions=[metadata.VERSION], platform="torch.fx", inputs=tensors.inputs, outputs=tensors.outputs
-        )
-        content = described.model_dump_json().encode()
-        state.metadata.put(key, content)
+    key = ("metadata", name, None if isinstance(target, ModelEntry) else target.id)
+    content = await state.document(caller, key, lambda: metadata.describe(name, target).model_dump_json().encode())
     return Response(content, media_type="application/json")
 
 

@@ -7,7 +7,6 @@ A model's default outputs are its levels, or its last value if it has none; requ
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -29,7 +28,7 @@ from service.http.scope import Caller
 from service.http.state import OwnTensors, State
 from service.problems import UnknownExtractor
 from service.schemas.specs import ExtractorSpec
-from service.schemas.v2 import RepositoryEntry, TensorMetadata
+from service.schemas.v2 import ModelMetadata, RepositoryEntry, TensorMetadata
 
 VERSION = "1"
 
@@ -97,20 +96,12 @@ async def _own(state: State, caller: Caller, entry: ModelEntry, structure: str) 
             graph = model_graph(entry, structure)
             return OwnTensors(inputs(graph.inputs, graph.preprocessing), own_nodes(graph))
 
-        own = state.own_tensors[key] = await state.trace_in(caller)(look_up)
+        own = state.own_tensors[key] = await state.trace(caller, look_up)
     return own
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The input and output tensors of an extractor or a model."""
-
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-def describe(target: Target) -> Tensors:
-    """Describe the tensors of an extractor, built or not, or of a model.
+def describe(name: str, target: Target) -> ModelMetadata:
+    """Describe the tensors of an extractor, built or not, or of a model, which has this ``name``.
 
     It may trace the model, so run it in a thread.
     """
@@ -118,13 +109,15 @@ def describe(target: Target) -> Tensors:
         own, preprocessing, runtime = target.description, target.description.preprocessing, target.runtime
         graph = runtime.extractor.graph if runtime is not None else graph_for(own.spec, own.entry, own.weights)
         part = ModelPart(graph, own.begins_at, own.return_nodes) if own.begins_at else None
+        accepted = inputs(own.inputs, preprocessing)
         outputs = _outputs(part or graph, preprocessing, own.return_nodes, own.entry.dtype, own.dtype)
         if own.spec.fit == "pad":
             outputs.append(TensorMetadata(name=VALID_BOX, datatype="FP32", shape=[-1, 4]))
-        return Tensors(inputs(own.inputs, preprocessing), outputs)
-    graph = model_graph(target, target.structure())
-    outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype, target.dtype)
-    return Tensors(inputs(graph.inputs, graph.preprocessing), outputs)
+    else:
+        graph = model_graph(target, target.structure())
+        accepted = inputs(graph.inputs, graph.preprocessing)
+        outputs = _outputs(graph, graph.preprocessing, graph.resolve(own_nodes(graph)), target.dtype, target.dtype)
+    return ModelMetadata(name=name, versions=[VERSION], platform="torch.fx", inputs=accepted, outputs=outputs)
 
 
 def inputs(specs: Sequence[TensorSpec], preprocessing: Preprocessing) -> list[TensorMetadata]:
@@ -214,13 +207,8 @@ def entries(state: State, targets: Iterable[Target]) -> Iterator[RepositoryEntry
     building = {
         (record.description.spec.model, record.description.weights) for record in records if record.build is not None
     }
-    return _entries(targets, loaded, building)
 
-
-def _entries(
-    targets: Iterable[Target], loaded: set[tuple[str, str]], building: set[tuple[str, str]]
-) -> Iterator[RepositoryEntry]:
-    for target in targets:
+    def entry(target: Target) -> RepositoryEntry:
         if isinstance(target, ExtractorRecord):
             name, problem = target.name or target.id, target.problem
             is_ready, is_building = target.runtime is not None, target.build is not None
@@ -229,12 +217,13 @@ def _entries(
             weights = (target.name, target.default_weights)
             is_ready, is_building = weights in loaded, weights in building
         if is_ready:
-            yield RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
-        elif is_building:
-            yield RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
-        else:
-            reason = problem.detail if problem is not None else "it is not loaded"
-            yield RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+            return RepositoryEntry(name=name, version=VERSION, state="READY", reason="")
+        if is_building:
+            return RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
+        reason = problem.detail if problem is not None else "it is not loaded"
+        return RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+
+    return map(entry, targets)
 
 
 def elsewhere(stored: Stored, name: str | None) -> RepositoryEntry:

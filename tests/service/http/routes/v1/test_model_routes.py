@@ -222,11 +222,11 @@ def test_weights_that_there_are_not(client):
 
 def test_nodes_are_written_once(client):
     response = client.get("/v1/models/resnet50/nodes").content
-    key = ("resnet50", "IMAGENET1K_V2", None)
-    assert client.app.state.fxserve.nodes.get(key) == response
-    client.app.state.fxserve.nodes.put(key, b"kept")
+    key = ("nodes", "resnet50", "IMAGENET1K_V2", None)
+    assert client.app.state.fxserve.documents.get(key) == response
+    client.app.state.fxserve.documents.put(key, b"kept")
     assert client.get("/v1/models/resnet50/nodes").content == b"kept"
-    client.app.state.fxserve.nodes.put(key, response)
+    client.app.state.fxserve.documents.put(key, response)
 
 
 def test_untraceable_parts_are_named(client):
