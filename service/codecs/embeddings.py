@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import orjson
 from pydantic import ValidationError
@@ -21,25 +20,8 @@ _MAX_COMMAS = 2 * MAX_IMAGES + 64
 as a separator; the rest are for the other fields."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request, with its images decoded from base64.
-
-    Attributes:
-        model: the model as named in the request.
-        images: the encoded images.
-        encoding: ``float`` or ``base64``.
-        dimensions: number of first values to return; None for all.
-    """
-
-    model: str
-    images: Sequence[bytes]
-    encoding: str
-    dimensions: int | None
-
-
-def read(chunks: Sequence[bytes]) -> Asked:
-    """Parse a body in OpenAI's shape.
+def read(chunks: Sequence[bytes]) -> tuple[EmbeddingsRequest, list[bytes]]:
+    """Parse a body in OpenAI's shape. Return it without its images, and these decoded from base64.
 
     Raises:
         Problem: the body is invalid, or an image in it is neither base64 nor a data URL.
@@ -52,25 +34,24 @@ def read(chunks: Sequence[bytes]) -> Asked:
         raise InvalidRequest(f"the body is not JSON: {error}") from error
     except ValidationError as error:
         raise invalid_body(error) from error
-    return Asked(body.model, image_text.decode(body.input), body.encoding_format or "float", body.dimensions)
+    images = image_text.decode(body.input)
+    body.input.clear()
+    return body, images
 
 
-def write(vectors: Tensor, model: str, encoding: str) -> list[bytes | memoryview]:
+def write(vectors: Tensor, model: str, encoding: str | None) -> list[bytes | memoryview]:
     """Return the parts of a response.
 
     Args:
         vectors: float32 ``[n, values]`` on the CPU. As ``float``, NaN and infinities become null, because JSON lacks
             them.
         model: the model as named in the request.
-        encoding: ``float`` for numbers, ``base64`` for the little-endian bytes.
+        encoding: ``base64`` for the little-endian bytes; otherwise numbers.
     """
     parts: list[bytes | memoryview] = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors):
         parts.append(b'%b{"object":"embedding","index":%d,"embedding":' % (b"," if index else b"", index))
-        if encoding == "base64":
-            parts += [b'"', *json.base64(vector), b'"}']
-        else:
-            parts += [b"[", *json.numbers(vector), b"]}"]
+        parts += [*json.values(vector, encoding), b"}"]
     usage = b'],"model":%b,"usage":{"prompt_tokens":0,"total_tokens":0}}'
     parts.append(usage % orjson.dumps(model))
     return parts

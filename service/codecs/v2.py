@@ -131,8 +131,8 @@ def write(
             tail.append(raw_bytes(tensor))
         head.append((b"," if index else b"") + orjson.dumps(entry))
         if not binary[key]:
-            head[-1] = bytes(head[-1])[:-1] + b',"data":['
-            head += [*json.numbers(tensor), b"]}"]
+            head[-1] = bytes(head[-1])[:-1] + b',"data":'
+            head += [*json.values(tensor, "json"), b"}"]
     head.append(b"]}")
     return [*head, *tail], sum(map(len, head)) if any(binary.values()) else None
 

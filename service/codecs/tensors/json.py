@@ -35,16 +35,20 @@ def write(
     for index, (key, tensor) in enumerate(outputs.items()):
         head = {"name": key, "node": nodes.get(key), "shape": list(tensor.shape), "datatype": V2_NAMES[tensor.dtype]}
         parts.append((b"," if index else b"") + orjson.dumps(head)[:-1] + b',"data":')
-        if encoding == "base64":
-            parts += [b'"', *base64(tensor), b'"}']
-        else:
-            parts += [b"[", *numbers(tensor), b"]}"]
+        parts += [*values(tensor, encoding), b"}"]
     parts.append(b"]}")
     return parts
 
 
-def numbers(tensor: Tensor) -> Iterator[bytes]:
-    """Yield the values of a tensor, flat, separated by commas; NaN and infinities become null."""
+def values(tensor: Tensor, encoding: str | None) -> list[bytes]:
+    """Return the parts of a tensor's values: as ``base64`` of their little-endian bytes, or else as flat numbers.
+
+    NaN and infinities become null.
+    """
+    return [b'"', *_base64(tensor), b'"'] if encoding == "base64" else [b"[", *_numbers(tensor), b"]"]
+
+
+def _numbers(tensor: Tensor) -> Iterator[bytes]:
     flat = tensor.detach().reshape(-1)
     for start in range(0, flat.numel(), _NUMBERS_A_STEP):
         piece = flat[start : start + _NUMBERS_A_STEP]
@@ -55,12 +59,11 @@ def numbers(tensor: Tensor) -> Iterator[bytes]:
 
 
 def max_bytes(tensor: Tensor) -> int:
-    """Return the maximum bytes written by :func:`numbers`: ``-1.1754944e-38`` and a comma per value."""
+    """Return the maximum bytes of the numbers in :func:`values`: ``-1.1754944e-38`` and a comma per value."""
     return 15 * tensor.numel()
 
 
-def base64(tensor: Tensor) -> Iterator[bytes]:
-    """Yield the little-endian bytes of a tensor as base64."""
+def _base64(tensor: Tensor) -> Iterator[bytes]:
     view = raw_bytes(tensor)
     for start in range(0, len(view), _BYTES_A_STEP):
         yield pybase64.b64encode(view[start : start + _BYTES_A_STEP])

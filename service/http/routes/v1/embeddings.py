@@ -62,7 +62,7 @@ async def embed(request: HotRequest[NoQuery]) -> Response:
     engine = request.engine
     chunks = [chunk async for chunk in request.stream()]
     request.deadline.body_read()
-    body = await request.run(sum(map(len, chunks)) < bodies.SMALL, embeddings.read, chunks)
+    body, images = await request.run(sum(map(len, chunks)) < bodies.SMALL, embeddings.read, chunks)
     del chunks
     record = await _extractor(request, body.model)
     runtime = record.runtime or await engine.runtimes.load(record)
@@ -77,14 +77,14 @@ async def embed(request: HotRequest[NoQuery]) -> Response:
     if body.dimensions is not None:
         _check_dimensions(body.dimensions, output, options.pool)
     result = await engine.features(
-        record, body.images, options, reservation=request.reservation, deadline=request.deadline.at
+        record, images, options, reservation=request.reservation, deadline=request.deadline.at
     )
     started = time.perf_counter()
     vectors = result.outputs[output.key].reshape(result.images, -1)
     if body.dimensions is not None:
         vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
     memory = 0 if vectors.numel() <= _INLINE_VALUES else json.max_bytes(vectors)
-    parts = await request.encode(memory, embeddings.write, vectors, body.model, body.encoding)
+    parts = await request.encode(memory, embeddings.write, vectors, body.model, body.encoding_format)
     return request.respond(record.description, result.timings, started, parts, json.MEDIA_TYPE, {})
 
 
