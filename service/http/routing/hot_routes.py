@@ -68,18 +68,16 @@ class Parameters(Generic[Query]):
         """
         text: bytes = scope["query_string"]
         errors: list[dict[str, Any]] = []
-        query, timeout, wrong_query = None, None, None
-        try:
-            query = self._cached(text) if len(text) <= _MAX_CACHED_LENGTH else self._parse_query(text)
-        except ValidationError as error:
-            wrong_query = error
+        query, timeout = None, None
         for name, kind in self._names.items():
             try:
                 kind.validate_python(scope["path_params"][name])
             except ValidationError as error:
                 errors += _at(error, "path", name)
-        if wrong_query is not None:
-            errors += _at(wrong_query, "query")
+        try:
+            query = self._cached(text) if len(text) <= _MAX_CACHED_LENGTH else self._parse_query(text)
+        except ValidationError as error:
+            errors += _at(error, "query")
         if (sent := header(scope, b"x-request-timeout")) is not None:
             try:
                 timeout = _SECONDS.validate_python(sent)
@@ -121,6 +119,10 @@ def _documented(place: str, name: str, schema: dict[str, Any], required: bool) -
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the documentation of a JSON body whose schema is in the OpenAPI document."""
     return {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+
+
+BINARY = {"schema": {"type": "string", "format": "binary"}}
+"""The documentation of a body of bytes."""
 
 
 class HotRoute(Route):

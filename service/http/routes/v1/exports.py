@@ -17,13 +17,12 @@ from service.engine.runtime.runtime import Runtime
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routes.v1.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName
 from service.http.routing.declared import declares
+from service.http.routing.hot_routes import BINARY
 from service.http.routing.queries import Route
 from service.http.scope import Calling
 from service.http.state import Shared, State
 
 router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
-
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
 @router.get(
@@ -39,7 +38,7 @@ _BINARY = {"schema": {"type": "string", "format": "binary"}}
                     "example": 'attachment; filename="resnet50-3f9a1c5be07d-fx.zip"',
                 }
             },
-            "content": {"application/zip": _BINARY, "application/octet-stream": _BINARY},
+            "content": {"application/zip": BINARY, "application/octet-stream": BINARY},
         },
     },
 )

@@ -26,7 +26,7 @@ from service.http.routes.v1.extractors import BUILD_PROBLEMS, COMPUTE_PROBLEMS, 
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_requests import HotRequest
-from service.http.routing.hot_routes import HotRoute, Parameters, json_body
+from service.http.routing.hot_routes import BINARY, HotRoute, Parameters, json_body
 from service.http.scope import joined_header
 from service.schemas.regions import KINDS
 from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs, return_nodes_of
@@ -35,7 +35,6 @@ from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQu
 _DEFAULT_ROI_SIZE = FeatureOptions.roi_size
 """Replaces the query's value without ``pool=roi``, because requests with equal options share a batch's pooling."""
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
 _PROBLEMS = (
     problems.UnknownExtractor,
     problems.NotAcceptable,
@@ -53,7 +52,7 @@ _PROBLEMS = (
 BODY = {
     "required": True,
     "content": {
-        "image/*": _BINARY,
+        "image/*": BINARY,
         "multipart/form-data": {
             "schema": {
                 "type": "object",
@@ -94,13 +93,13 @@ BODY = {
                 },
             },
         },
-        npy.MEDIA_TYPE: _BINARY,
-        safetensors.MEDIA_TYPE: _BINARY,
+        npy.MEDIA_TYPE: BINARY,
+        safetensors.MEDIA_TYPE: BINARY,
     },
 }
 RESPONSE: dict[str, Any] = {
     "description": "The features, in the media type that Accept prefers.",
-    "content": {json.MEDIA_TYPE: json_body(FeatureDocument), **{kind: _BINARY for kind in responses.OFFERED[1:]}},
+    "content": {json.MEDIA_TYPE: json_body(FeatureDocument), **{kind: BINARY for kind in responses.OFFERED[1:]}},
     "headers": {
         "Server-Timing": {
             "description": "Milliseconds of each stage.",

@@ -21,7 +21,7 @@ from service.http.routes.v2 import metadata
 from service.http.routes.v2.routing import TAG, Name, Version, body
 from service.http.routing.declared import declares
 from service.http.routing.hot_requests import HotRequest
-from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters, json_body
+from service.http.routing.hot_routes import BINARY, AnyQuery, HotRoute, Parameters, json_body
 from service.http.scope import header, joined_header
 from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v1.features import listed_tokens
@@ -40,7 +40,7 @@ _RESPONSE = {
     "description": "The outputs, in JSON or as raw tensors after it.",
     "content": {
         json.MEDIA_TYPE: json_body(InferResponse),
-        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        "application/octet-stream": BINARY,
     },
     "headers": {
         "Inference-Header-Content-Length": {

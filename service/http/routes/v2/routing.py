@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from service import problems
 from service.codecs.requests import bodies
-from service.http.routing.hot_routes import json_body
+from service.http.routing.hot_routes import BINARY, json_body
 from service.http.scope import joined_header
 from service.http.state import State
 from service.schemas.problems import invalid_body
@@ -37,7 +37,7 @@ def body(model: type[BaseModel], example: Any, *binary: str, required: bool = Tr
         required: whether the body is required.
     """
     content = {"application/json": {**json_body(model), "example": example}}
-    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in binary}
+    content |= dict.fromkeys(binary, BINARY)
     return {"requestBody": {"required": required, "content": content}}
 
 
