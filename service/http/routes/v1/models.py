@@ -25,7 +25,7 @@ from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.scope import Calling
-from service.http.state import Shared
+from service.http.state import Shared, State
 from service.schemas.image_size import MAX_SIDE
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 from service.schemas.v1.models import ModelDetail, ModelList, NodeList
@@ -134,16 +134,7 @@ async def show_model(
 ) -> Response:
     """Show a model: every set of its weights, and the inputs, preprocessing and pyramid levels of the chosen ones."""
     entry = await state.model(caller, model)
-    statistics = None if state.top_images is None else state.top_images.summary(model)
-    preprocess = state.settings.preprocess
-    device, lowering = state.engine.device, state.settings.lowering
-
-    def find() -> bytes:
-        precisions = served_precisions(device, entry, entry.structure(weights), lowering)
-        return _detail(entry, weights, precisions, preprocess, categories, statistics)
-
-    detail = await state.in_thread(caller, find)
-    return _json(detail)
+    return _json(await state.in_thread(caller, lambda: _detail(state, entry, weights, categories)))
 
 
 @router.get(
@@ -261,15 +252,9 @@ def _as_openai(entry: ModelEntry) -> dict[str, Any]:
     return {"id": entry.name, "object": "model", "created": 0, "owned_by": source_of(entry)}
 
 
-def _detail(
-    entry: ModelEntry,
-    chosen: str,
-    precisions: dict[str, Any],
-    preprocess: str,
-    categories: bool,
-    statistics: dict[str, Any] | None,
-) -> bytes:
-    graph = model_graph(entry, entry.structure(chosen))
+def _detail(state: State, entry: ModelEntry, chosen: str, categories: bool) -> bytes:
+    structure, preprocess = entry.structure(chosen), state.settings.preprocess
+    graph = model_graph(entry, structure)
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
         info = entry.weights_info(name)
@@ -296,8 +281,8 @@ def _detail(
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": graph.levels,
             "multiple": multiple_of(graph),
-            "precisions": precisions,
+            "precisions": served_precisions(state.engine.device, entry, structure, state.settings.lowering),
             "closed": graph_formats.closed_parts(graph),
-            "statistics": statistics,
+            "statistics": None if state.top_images is None else state.top_images.summary(entry.name),
         }
     )

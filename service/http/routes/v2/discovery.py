@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 
@@ -22,15 +21,10 @@ router = APIRouter(prefix="/v2", tags=[TAG])
 _VERSION = version("fxserve")
 
 
-async def _find(request: Request, state: Shared, caller: Calling, name: Name) -> metadata.Target:
-    return await metadata.find(state, caller, name, request.path_params.get("version", metadata.VERSION))
-
-
 async def _version(version: Version) -> None:
-    """Document the version in the path, which :func:`_find` reads."""
+    """Document the version in the path, which handlers read from the request."""
 
 
-Found = Annotated[metadata.Target, Depends(_find)]
 _VERSIONED = [Depends(_version)]
 
 
@@ -64,8 +58,9 @@ async def server_ready(state: Shared) -> Ready:
 @router.get("/models/{name}/versions/{version}", response_model=ModelMetadata, dependencies=_VERSIONED)
 @router.get("/models/{name}", response_model=ModelMetadata)
 @declares("read", problems.UnknownModel, problems.NotTraceable, *LOOKUP_PROBLEMS)
-async def model_metadata(state: Shared, caller: Calling, name: Name, target: Found) -> Response:
+async def model_metadata(request: Request, state: Shared, caller: Calling, name: Name) -> Response:
     """Return the names, datatypes and shapes of inputs and outputs. No weights are loaded."""
+    target = await metadata.find(state, caller, name, request.path_params.get("version", metadata.VERSION))
     key = ("metadata", name, None if isinstance(target, ModelEntry) else target.id)
     content = await state.document(caller, key, lambda: metadata.describe(name, target).model_dump_json().encode())
     return Response(content, media_type="application/json")
@@ -74,8 +69,9 @@ async def model_metadata(state: Shared, caller: Calling, name: Name, target: Fou
 @router.get("/models/{name}/versions/{version}/ready", response_model=ModelReady, dependencies=_VERSIONED)
 @router.get("/models/{name}/ready", response_model=ModelReady)
 @declares("read", problems.UnknownModel, problems.NotTraceable, problems.NotReady, problems.Draining, *LOOKUP_PROBLEMS)
-async def model_ready(state: Shared, name: Name, target: Found) -> ModelReady:
+async def model_ready(request: Request, state: Shared, caller: Calling, name: Name) -> ModelReady:
     """Check that the model is loaded. If it is not, its first request or ``/v2/repository`` loads it."""
+    target = await metadata.find(state, caller, name, request.path_params.get("version", metadata.VERSION))
     [entry] = metadata.entries(state, [target])
     if entry.state != "READY":
         raise problems.NotReady(f"{name}: {entry.reason}")

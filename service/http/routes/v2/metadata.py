@@ -21,7 +21,6 @@ from service.codecs.tensors.datatypes import V2_NAMES
 from service.codecs.v2 import BYTES, IMAGE
 from service.engine import ExtractorRecord
 from service.engine.extractors.resolving import own_nodes
-from service.engine.extractors.store import Stored
 from service.engine.memory.graphs import graph_for
 from service.engine.options import VALID_BOX
 from service.http.scope import Caller
@@ -221,24 +220,11 @@ def entries(state: State, targets: Iterable[Target]) -> Iterator[RepositoryEntry
         if is_building:
             return RepositoryEntry(name=name, version=VERSION, state="LOADING", reason="it is being built")
         reason = problem.detail if problem is not None else "it is not loaded"
-        return RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)
+        return unloaded(name, reason)
 
     return map(entry, targets)
 
 
-def elsewhere(stored: Stored, name: str | None) -> RepositoryEntry:
-    """Return the entry of an extractor that only other processes have loaded."""
-    return RepositoryEntry(
-        name=name or stored.id, version=VERSION, state="UNAVAILABLE", reason="it is not loaded in this process"
-    )
-
-
-def over(state: State, entry: ModelEntry) -> list[ExtractorRecord]:
-    """List the unnamed extractors over a model's default weights."""
-    return [
-        record
-        for record in state.engine.records.list()
-        if record.name is None
-        and record.description.spec.model == entry.name
-        and record.description.weights == entry.default_weights
-    ]
+def unloaded(name: str, reason: str) -> RepositoryEntry:
+    """Return the entry of an extractor or a model that is not in memory."""
+    return RepositoryEntry(name=name, version=VERSION, state="UNAVAILABLE", reason=reason)

@@ -50,7 +50,7 @@ async def repository_index(request: Request, state: Shared, caller: Calling) -> 
         here = metadata.entries(state, targets)
         entries = chain(
             (entry for entry in here if entry.state == "READY" or not payload.ready),
-            (metadata.elsewhere(stored, name) for stored, name in others),
+            (metadata.unloaded(name or stored.id, "it is not loaded in this process") for stored, name in others),
         )
         content = await run(lambda: json_array(entry.model_dump() for entry in entries))
     return Response(content, media_type="application/json")
@@ -104,7 +104,13 @@ async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     still answered.
     """
     target = await metadata.find(state, caller, name)
-    for record in metadata.over(state, target) if isinstance(target, ModelEntry) else [target]:
+    if isinstance(target, ModelEntry):
+        unnamed = [record for record in state.engine.records.list() if record.name is None]
+        model = target.name, target.default_weights
+        records = [one for one in unnamed if (one.description.spec.model, one.description.weights) == model]
+    else:
+        records = [target]
+    for record in records:
         state.engine.runtimes.unload(record)
     return ModelReady(name=name, ready=False)
 
