@@ -65,16 +65,16 @@ def write(
     metadata: Mapping[str, str],
     nodes: Mapping[str, str],
     outputs: Mapping[str, Tensor],
-    images: int,
     encoding: str,
-    more: Mapping[str, object] | None = None,
+    fields: Mapping[str, object],
 ) -> Parts:
     """Return the parts of a response of type ``kind``; for heat-maps see :func:`service.codecs.heatmap.write`.
 
     Args:
         metadata: the origin of the values: ``model``, ``extractor``, ``weights``, ``nodes`` (JSON) and ``fingerprint``.
         nodes: key → node, in the order requested.
-        more: additional fields of the JSON document.
+        encoding: of the values in JSON: ``json`` or ``base64``.
+        fields: the fields of the JSON document between its origin and the outputs.
     """
     if kind == safetensors.MEDIA_TYPE:
         return safetensors.write(outputs, metadata)
@@ -83,7 +83,7 @@ def write(
     if kind == npy.MEDIA_TYPE:
         return npy.write(next(iter(outputs.values())))
     origin = {name: metadata[name] for name in ("model", "extractor", "weights")}
-    return json.write({**origin, "images": images, **(more or {})}, nodes, outputs, encoding)
+    return json.write({**origin, **fields}, nodes, outputs, encoding)
 
 
 def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> int:

@@ -45,7 +45,7 @@ class Sent:
 
 _NOT_FINITE = re.compile(rb"NaN|Infinity|[0-9][eE]\+?[0-9]{3}")
 
-SMALL = 256 * 1024
+_SMALL = 256 * 1024
 """Bytes below which a body takes less time to parse than switching threads twice."""
 
 _SMALL_IMAGE = 1024**2
@@ -79,16 +79,16 @@ def check(content_type: str | None, content_encoding: str | None, taken: tuple[s
 
 def is_small(kind: str, chunks: list[bytes]) -> bool:
     """Return whether parsing takes less time than switching threads twice; see :func:`parse`."""
-    limit = _SMALL_IMAGE if kind.startswith("image/") else SMALL
+    limit = _SMALL_IMAGE if kind.startswith("image/") else _SMALL
     return kind == "multipart/form-data" or sum(map(len, chunks)) < limit
 
 
-def parse(kind: str, chunks: list[bytes], first_input: str) -> Sent:
+def parse(chunks: list[bytes], kind: str, first_input: str) -> Sent:
     """Parse the encoded images or tensors of a body.
 
     Args:
-        kind: its media type, from :func:`check`.
         chunks: its bytes as they arrived; for ``multipart/form-data``, its files.
+        kind: its media type, from :func:`check`.
         first_input: the name for the array of an npy body.
 
     Raises:

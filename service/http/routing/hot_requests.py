@@ -81,21 +81,20 @@ class HotRequest(Request, Generic[Query]):
                 self._chunks = [chunk async for chunk in self.stream()]
             self.deadline.body_read()
 
-    async def parse(self, first_input: str) -> bodies.Sent:
-        """Receive and parse the body, once; see :func:`service.codecs.requests.bodies.parse`."""
+    async def parse(self, read: Callable[..., Result], *args: object) -> Result:
+        """Receive the body, and return ``read(chunks, *args)``. Call it once."""
         await self.read_body()
         chunks, self._chunks = self._chunks or [], []  # not needed once parsed
-        return await self.run(bodies.is_small(self.kind, chunks), bodies.parse, self.kind, chunks, first_input)
-
-    async def run(self, small: bool, function: Callable[..., Result], *args: object) -> Result:
-        """Call ``function(*args)`` in a thread, unless it is so ``small`` that switching threads would take longer."""
-        return function(*args) if small else await self.engine.run_in_encoder(function, *args)
+        if bodies.is_small(self.kind, chunks):
+            return read(chunks, *args)
+        return await self.engine.run_in_encoder(read, chunks, *args)
 
     async def encode(self, memory: int, function: Callable[..., Result], *args: object) -> Result:
         """Encode a response, in a thread if that takes ``memory`` bytes besides the outputs, which are claimed."""
-        if memory:
-            self.reservation.claim(memory)
-        return await self.run(not memory, function, *args)
+        if not memory:
+            return function(*args)
+        self.reservation.claim(memory)
+        return await self.engine.run_in_encoder(function, *args)
 
     def respond(
         self,

@@ -134,7 +134,7 @@ async def parse(kind: str, data: bytes, rng: random.Random) -> None:
         encoding = rng.choice(("deflate", "gzip")) if kind == "v2 gzip" else ""
         v2.read(v2.Body(bytearray(data), header, encoding, "application/json"), LIMIT, INPUTS)
     else:
-        bodies.parse(kind, [data], "x")
+        bodies.parse([data], kind, "x")
 
 
 def mutated_document(document: Any, rng: random.Random) -> Any:

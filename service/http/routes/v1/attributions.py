@@ -15,6 +15,7 @@ from fxcore.graph.model_part import closed
 from fxcore.graph.naming import is_group
 from service import problems
 from service.codecs import heatmap
+from service.codecs.requests import bodies
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.engine.description import Description, nodes_text
@@ -97,7 +98,7 @@ async def _respond(request: HotRequest[Any], spec: ExtractorSpec, named: Descrip
         check_positions(row_layout(at.layout, at.rows_per_image), at.tokens, at.shape)
     negotiated = partial(negotiate, request, ("float32",), False, None if drawn_as_map else at)
     negotiated()
-    sent = await request.parse(front.description.inputs[0].name)
+    sent = await request.parse(bodies.parse, request.kind, front.description.inputs[0].name)
     accepted = negotiated(sent)
     options = FeatureOptions(preprocess=query.preprocess, sent=False)
     options.check_regions(sent.regions)
@@ -126,8 +127,8 @@ async def _respond(request: HotRequest[Any], spec: ExtractorSpec, named: Descrip
             outputs[_TARGETS] = found.targets
         if VALID_BOX in values.outputs:
             outputs[VALID_BOX] = values.outputs[VALID_BOX]
-        more = {"method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
-        parts = await write(request, accepted, metadata, nodes, outputs, values.images, more)
+        fields = {"images": values.images, "method": query.method, "backend": "eager", _TARGETS: found.targets.tolist()}
+        parts = await write(request, accepted, metadata, nodes, outputs, fields)
     timings = {**values.timings, "compute": values.timings["compute"] + found.milliseconds}
     headers = {"Vary": "Accept", "X-Fxserve-Backend": "eager"}
     return request.respond(back.description, timings, started, parts, accepted, headers)

@@ -16,7 +16,6 @@ from fxcore.models.timm_models import PREFIX
 from fxcore.pooling import pooled_shape
 from service import problems
 from service.codecs import embeddings
-from service.codecs.requests import bodies
 from service.codecs.tensors import json
 from service.engine import ExtractorRecord, FeatureOptions
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS
@@ -60,10 +59,7 @@ async def embed(request: HotRequest[NoQuery]) -> Response:
     """
     request.check_body(("application/json",))
     engine = request.engine
-    chunks = [chunk async for chunk in request.stream()]
-    request.deadline.body_read()
-    body, images = await request.run(sum(map(len, chunks)) < bodies.SMALL, embeddings.read, chunks)
-    del chunks
+    body, images = await request.parse(embeddings.read)
     record = await _extractor(request, body.model)
     runtime = record.runtime or await engine.runtimes.load(record)
     pooled = runtime.extractor.graph.attention_pools.get(record.outputs[0].node)

@@ -188,7 +188,7 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
     request.check_body()
     query, engine = request.query, request.engine
     # Only JSON has regions and edits, which are checked before a build.
-    sent = await request.parse("") if request.kind == json.MEDIA_TYPE else None
+    sent = await request.parse(bodies.parse, request.kind, "") if request.kind == json.MEDIA_TYPE else None
     options = FeatureOptions(
         pool=query.pool,
         dtype=query.dtype,
@@ -216,7 +216,7 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
     negotiated = partial(negotiate, request, dtypes, reduced, record.outputs[0])
     negotiated()
     if sent is None:
-        sent = await request.parse(description.inputs[0].name)
+        sent = await request.parse(bodies.parse, request.kind, description.inputs[0].name)
     accepted = negotiated(sent)
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn:
@@ -232,7 +232,7 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
         if features.region_image is not None:  # not in npy responses, which hold only the first output
             features.outputs[KINDS[options.pool].output] = features.region_image
         origin = description.metadata, description.return_nodes
-        parts = await write(request, accepted, *origin, features.outputs, features.images)
+        parts = await write(request, accepted, *origin, features.outputs, {"images": features.images})
     return request.respond(description, features.timings, started, parts, accepted, {"Vary": "Accept"})
 
 
@@ -298,13 +298,12 @@ async def write(
     metadata: Mapping[str, str],
     nodes: Mapping[str, str],
     outputs: Mapping[str, Tensor],
-    images: int,
-    more: Mapping[str, object] | None = None,
+    fields: Mapping[str, object],
 ) -> responses.Parts:
     """Write the outputs; see :func:`service.codecs.responses.write`."""
     encoding = request.query.encoding
     memory = responses.written_bytes(accepted, outputs, encoding)
-    return await request.encode(memory, responses.write, accepted, metadata, nodes, outputs, images, encoding, more)
+    return await request.encode(memory, responses.write, accepted, metadata, nodes, outputs, encoding, fields)
 
 
 _OF_EXTRACTOR = Parameters(FeatureQuery, extractor=IdOrName)

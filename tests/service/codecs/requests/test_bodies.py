@@ -11,4 +11,4 @@ from service.codecs.requests import bodies
 def test_a_large_image_is_joined_off_the_event_loop(megabytes: float, small: bool) -> None:
     chunks = [bytes([number]) * 65536 for number in range(int(megabytes * 16))]
     assert bodies.is_small("image/jpeg", chunks) == small
-    assert bodies.parse("image/jpeg", chunks, "x").inputs == [b"".join(chunks)]
+    assert bodies.parse(chunks, "image/jpeg", "x").inputs == [b"".join(chunks)]

@@ -267,7 +267,7 @@ def test_encoding_a_large_response_does_not_block_the_event_loop(client, encodin
         turns = 0
         engine = client.app.state.fxserve.engine
         work = engine.run_in_encoder(
-            responses.write, "application/json", metadata, {"a": "a"}, {"a": value}, 1, encoding
+            responses.write, "application/json", metadata, {"a": "a"}, {"a": value}, encoding, {"images": 1}
         )
         task = asyncio.ensure_future(work)
         while not task.done():
