@@ -14,8 +14,7 @@ from service.choices import ExportFormat
 from service.engine.backends.checks import calibration_of
 from service.engine.backends.int8_advice import int8_graph
 from service.engine.runtime.runtime import Runtime
-from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.v1.extractors import BUILD_PROBLEMS, DEFAULT_WAIT, IdOrName
+from service.http.routes.v1.extractors import BUILT_PROBLEMS, DEFAULT_WAIT, IdOrName
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import BINARY
 from service.http.routing.queries import Route
@@ -42,15 +41,8 @@ router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Rou
         },
     },
 )
-@declares(  # it discloses the weights and takes long
-    "admin",
-    problems.UnknownExtractor,
-    problems.CannotExport,
-    problems.ExportUnavailable,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-    *BUILD_PROBLEMS,
-)
+# It discloses the weights and takes long.
+@declares("admin", *BUILT_PROBLEMS, problems.CannotExport, problems.ExportUnavailable)
 async def download(
     state: Shared,
     caller: Calling,

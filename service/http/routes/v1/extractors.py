@@ -49,6 +49,9 @@ BUILD_PROBLEMS = (
     problems.ExtractorFailed,
 )
 
+# Problems of looking into a built extractor.
+BUILT_PROBLEMS = (problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS)
+
 # Problems of creating an extractor, explicitly or, like feature requests of a model, implicitly.
 MAKING_PROBLEMS = (
     problems.UnknownModel,
@@ -210,10 +213,7 @@ async def list_extractors(state: Shared, caller: Calling) -> Response:
     return Response(b'{"extractors":' + content + b"}", media_type="application/json")
 
 
-@router.get(
-    "/{extractor}",
-    response_model=ExtractorDetail,
-)
+@router.get("/{extractor}", response_model=ExtractorDetail)
 @declares("read", problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest)
 async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Show an extractor. If another process created it, this one builds it before it responds."""
@@ -223,14 +223,7 @@ async def show_extractor(state: Shared, extractor: IdOrName) -> Response:
     return Response(orjson.dumps(describe(record)), media_type="application/json")
 
 
-@router.delete(
-    "/{extractor}",
-    status_code=204,
-    response_class=Response,
-    responses={
-        204: {"description": "Deleted."},
-    },
-)
+@router.delete("/{extractor}", status_code=204, response_class=Response, responses={204: {"description": "Deleted."}})
 @declares("admin", problems.UnknownExtractor, problems.NotReady, problems.InvalidRequest)
 async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     """Delete an extractor; requests in flight are still answered."""
@@ -238,20 +231,8 @@ async def delete_extractor(state: Shared, extractor: IdOrName) -> Response:
     return Response(status_code=204)
 
 
-@router.get(
-    "/{extractor}/graph",
-    responses={
-        200: graph_formats.RESPONSE,
-    },
-)
-@declares(
-    "read",
-    problems.UnknownExtractor,
-    problems.NotAcceptable,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-    *BUILD_PROBLEMS,
-)
+@router.get("/{extractor}/graph", responses={200: graph_formats.RESPONSE})
+@declares("read", *BUILT_PROBLEMS, problems.NotAcceptable)
 async def show_graph(
     request: Request,
     state: Shared,
@@ -290,7 +271,7 @@ async def show_graph(
         },
     },
 )
-@declares("read", problems.UnknownExtractor, problems.InvalidRequest, *LOOKUP_PROBLEMS, *BUILD_PROBLEMS)
+@declares("read", *BUILT_PROBLEMS)
 async def show_code(state: Shared, caller: Calling, extractor: IdOrName) -> Response:
     """Show the Python code that torch.fx generated for an extractor's forward."""
     record = await state.engine.extractors.look_up(extractor)

@@ -32,6 +32,15 @@ from service.schemas.v1.models import ModelDetail, ModelList, NodeList
 
 router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
 
+# Problems of every route of a model.
+MODEL_PROBLEMS = (
+    problems.UnknownModel,
+    problems.NotTraceable,
+    problems.Unsupported,
+    problems.InvalidRequest,
+    *LOOKUP_PROBLEMS,
+)
+
 Model = Annotated[
     str, Path(description="A name from `GET /v1/models`.", examples=["resnet50"], max_length=MAX_NAME_LENGTH)
 ]
@@ -110,19 +119,8 @@ async def list_models(
         return _json(await run(find))
 
 
-@router.get(
-    "/{model}",
-    response_model=ModelDetail,
-)
-@declares(
-    "read",
-    problems.UnknownModel,
-    problems.Unsupported,
-    problems.UnknownWeights,
-    problems.NotTraceable,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-)
+@router.get("/{model}", response_model=ModelDetail)
+@declares("read", *MODEL_PROBLEMS, problems.UnknownWeights)
 async def show_model(
     state: Shared,
     caller: Calling,
@@ -137,19 +135,8 @@ async def show_model(
     return _json(await state.in_thread(caller, lambda: _detail(state, entry, weights, categories)))
 
 
-@router.get(
-    "/{model}/nodes",
-    response_model=NodeList,
-)
-@declares(
-    "read",
-    problems.UnknownModel,
-    problems.Unsupported,
-    problems.UnknownWeights,
-    problems.NotTraceable,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-)
+@router.get("/{model}/nodes", response_model=NodeList)
+@declares("read", *MODEL_PROBLEMS, problems.UnknownWeights)
 async def list_nodes(
     state: Shared,
     caller: Calling,
@@ -171,23 +158,8 @@ async def list_nodes(
     return _json(await state.document(caller, key, lambda: _nodes(entry, structure, transforms)))
 
 
-@router.get(
-    "/{model}/graph",
-    responses={
-        200: graph_formats.RESPONSE,
-    },
-)
-@declares(
-    "read",
-    problems.UnknownModel,
-    problems.Unsupported,
-    problems.UnknownWeights,
-    problems.NotAcceptable,
-    problems.BadTensor,
-    problems.NotTraceable,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-)
+@router.get("/{model}/graph", responses={200: graph_formats.RESPONSE})
+@declares("read", *MODEL_PROBLEMS, problems.UnknownWeights, problems.NotAcceptable, problems.BadTensor)
 async def show_graph(
     request: Request,
     state: Shared,

@@ -9,8 +9,7 @@ import orjson
 from fastapi import APIRouter, Path, Query, Response
 
 from service import problems
-from service.http.lookups import LOOKUP_PROBLEMS
-from service.http.routes.v1.models import Model
+from service.http.routes.v1.models import MODEL_PROBLEMS, Model
 from service.http.routing.declared import declares
 from service.http.routing.queries import Route
 from service.http.scope import Caller, Calling
@@ -25,16 +24,7 @@ _JPEG = "image/jpeg"
 
 
 @router.get("/{model}/statistics", response_model=ChannelStatistics)
-@declares(
-    "read",
-    problems.UnknownModel,
-    problems.NotTraceable,
-    problems.Unsupported,
-    problems.NotFound,
-    problems.UnknownNode,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-)
+@declares("read", *MODEL_PROBLEMS, problems.NotFound, problems.UnknownNode)
 async def show_statistics(
     state: Shared,
     caller: Calling,
@@ -75,17 +65,7 @@ async def show_statistics(
         }
     },
 )
-@declares(
-    "read",
-    problems.UnknownModel,
-    problems.NotTraceable,
-    problems.Unsupported,
-    problems.NotFound,
-    problems.BadImage,
-    problems.ImageTooLarge,
-    problems.InvalidRequest,
-    *LOOKUP_PROBLEMS,
-)
+@declares("read", *MODEL_PROBLEMS, problems.NotFound, problems.BadImage, problems.ImageTooLarge)
 async def show_image(
     state: Shared,
     caller: Calling,

@@ -92,10 +92,7 @@ async def load(
     return ModelReady(name=name, ready=True)
 
 
-@router.post(
-    "/models/{name}/unload",
-    response_model=ModelReady,
-)
+@router.post("/models/{name}/unload", response_model=ModelReady)
 @declares("admin", problems.UnknownModel, problems.NotTraceable, problems.NotReady, *LOOKUP_PROBLEMS)
 async def unload(state: Shared, caller: Calling, name: Name) -> ModelReady:
     """Unload an extractor, or all unnamed extractors over a model's default weights, from memory.
