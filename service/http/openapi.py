@@ -90,7 +90,7 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
     components["responses"] = {kind.slug: next(iter(documented(kind).values())) for kind in _OF_NO_ROUTE}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            _add_problems(path, method, operation, routes.operation(path, method))
+            _add_problems(path, method, operation, routes.find({"method": method.upper(), "path": path}))
             for response in operation["responses"].values():
                 response.setdefault("headers", {})["X-Request-ID"] = {"$ref": "#/components/headers/X-Request-ID"}
             for body in (operation.get("requestBody", {}), *operation["responses"].values()):

@@ -7,7 +7,7 @@ import io
 import os
 import posixpath
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,10 @@ class TopImages:
         Raises:
             UnknownNode: it has no statistics.
         """
-        node = self._resolved(name)
+        entry = get_model(self.model)
+        node = None
+        with suppress(FxError):
+            node = model_graph(entry, entry.structure(self.weights)).resolve({name: "node"})["node"]
         if node is None or node not in self._nodes:
             there = ", ".join(self._nodes)
             raise problems.UnknownNode(
@@ -127,13 +130,6 @@ class TopImages:
                 suggestions=list(self._nodes)[:5],
             )
         return node
-
-    def _resolved(self, name: str) -> str | None:
-        entry = get_model(self.model)
-        try:
-            return model_graph(entry, entry.structure(self.weights)).resolve({name: "node"})["node"]
-        except FxError:
-            return None
 
     def top(self, node: str, channel: int) -> list[dict[str, Any]]:
         """Return rank, key, file name, value and place of each image of a channel, the largest first.

@@ -64,19 +64,12 @@ class DeclaredRoutes:
 
     def __init__(self, routes: Iterable[BaseRoute]) -> None:
         self._routes: list[tuple[re.Pattern[str], frozenset[str], Declared]] = []
-        self._by_operation: dict[tuple[str, str], Declared] = {}
         for route in routes:
             assert isinstance(route, Route)
             declared = getattr(route.endpoint, _ATTRIBUTE, None)
             if declared is None:
                 raise TypeError(f"the route {route.path} declares nothing")
-            methods = frozenset(route.methods or ())
-            self._routes.append((route.path_regex, methods, declared))
-            self._by_operation |= {(route.path_format, method): declared for method in methods}
-
-    def operation(self, path: str, method: str) -> Declared:
-        """Return the declaration of an operation of the OpenAPI document."""
-        return self._by_operation[path, method.upper()]
+            self._routes.append((route.path_regex, frozenset(route.methods or ()), declared))
 
     def find(self, scope: Scope) -> Declared:
         """Return the declaration of a request's route. Without a route, write requests need scope admin."""
