@@ -23,7 +23,6 @@ from service.garbage import exempt_imports
 from service.http import openapi, problem_responses
 from service.http.access.hosts import Hosts
 from service.http.access.keys import Keys
-from service.http.middleware.accepted import Accepted
 from service.http.middleware.access import Access
 from service.http.middleware.body_limit import BodyLimit
 from service.http.middleware.request_context import RequestContext
@@ -141,9 +140,10 @@ def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: Decla
         timeout=settings.body_timeout,
         admission=state.engine.admission,
     )
-    app.add_middleware(Accepted, engine=state.engine)
     hosts = Hosts((*settings.hosts, settings.host))
-    app.add_middleware(Access, routes=routes, keys=keys, hosts=hosts, origins=settings.cors_origins)
+    app.add_middleware(
+        Access, engine=state.engine, routes=routes, keys=keys, hosts=hosts, origins=settings.cors_origins
+    )
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -170,7 +170,7 @@ def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: Decla
                 "X-Request-ID",
             ),
         )
-    app.add_middleware(RequestContext, metrics=state.metrics, policies=POLICIES, traces=state.traces)
+    app.add_middleware(RequestContext, engine=state.engine, policies=POLICIES, traces=state.traces)
 
 
 def traces_type() -> type[Traces]:

@@ -8,19 +8,23 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.engine import Engine
 from service.http.access.hosts import Hosts, is_own_origin
 from service.http.access.keys import Key, Keys
 from service.http.problem_responses import error_response
 from service.http.routing.declared import READ_METHODS, DeclaredRoutes, route_path
 from service.http.scope import CALLER, Caller, header, headers_of, joined_header
-from service.problems import Forbidden, Misdirected, Problem, Unauthorized
+from service.problems import Draining, Forbidden, Misdirected, Problem, Unauthorized
 
 
 class Access:
     """Middleware that checks each request's ``Host``, ``Origin`` and API key, and identifies its client for admission.
 
+    While the engine drains, only requests that read are let through.
+
     Args:
         app: the next middleware.
+        engine: computes the requests.
         routes: who may send which requests.
         keys: the API keys; None if none are needed.
         hosts: the host names allowed if there are no keys.
@@ -28,9 +32,16 @@ class Access:
     """
 
     def __init__(
-        self, app: ASGIApp, routes: DeclaredRoutes, keys: Keys | None, hosts: Hosts, origins: Collection[str] = ()
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        routes: DeclaredRoutes,
+        keys: Keys | None,
+        hosts: Hosts,
+        origins: Collection[str] = (),
     ) -> None:
         self.app = app
+        self.engine = engine
         self.routes = routes
         self.keys = keys
         self.hosts = hosts
@@ -57,6 +68,8 @@ class Access:
                         f"{what} needs a key with scope admin, and {key.name} has scope {key.scope}",
                         {"WWW-Authenticate": 'Bearer realm="fxserve", error="insufficient_scope", scope="admin"'},
                     )
+            if self.engine.draining and scope["method"] not in READ_METHODS:
+                raise Draining()
         except Problem as refusal:
             scope[CALLER] = caller
             await error_response(route_path(scope), refusal)(scope, receive, send)

@@ -1,7 +1,9 @@
-"""The outermost middleware: request id, metrics, access log, tracing span, and responses to unhandled exceptions."""
+"""The outermost middleware: request id, metrics, access log, tracing span, accounting of the requests in flight, and
+responses to unhandled exceptions."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import re
@@ -13,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.engine import Engine
 from service.engine.errors import is_shortage, shortage
 from service.http.problem_responses import error_response
 from service.http.routing.declared import route_path
 from service.http.scope import REFUSED, caller_of, header
 from service.observability import logs
-from service.observability.metrics import Metrics
-from service.problems import Internal
+from service.problems import Draining, Internal
 
 if TYPE_CHECKING:
     from service.observability.tracing import Traces
@@ -43,18 +45,21 @@ def request_id(sent: str | None) -> str:
 class RequestContext:
     """The outermost middleware: adds the request's id, metrics, log line and span, and answers unhandled exceptions.
 
+    It registers each request with the engine, so that draining waits for it. A request that the server then cancels
+    before its response has started is answered 503.
+
     Args:
         app: the next middleware.
-        metrics: counts requests.
+        engine: counts requests in its metrics.
         policies: path of a page → its Content-Security-Policy; other paths get a strict one.
         traces: creates spans, if tracing is enabled.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: Metrics, policies: Mapping[str, str] | None = None, traces: Traces | None = None
+        self, app: ASGIApp, engine: Engine, policies: Mapping[str, str] | None = None, traces: Traces | None = None
     ) -> None:
         self.app = app
-        self.metrics = metrics
+        self.engine = engine
         self.traces = traces
         self._pages = {path: _security_headers(policy) for path, policy in (policies or {}).items()}
         self._others = _security_headers(STRICT_POLICY)
@@ -84,11 +89,17 @@ class RequestContext:
 
         traced: AbstractContextManager[Any] = nullcontext() if self.traces is None else self.traces.request(scope)
         entered = logs.request_id.set(own_id)
-        with traced as span:
+        # Reads that arrive while the engine drains are answered, but not waited for.
+        in_flight = nullcontext() if self.engine.draining else self.engine.in_flight
+        with traced as span, in_flight:
             try:
                 await self.app(inner, receive, send_with_id)
             except ClientDisconnect:
                 status = status or 499  # nginx's status for a client that closed the connection, for the metrics
+            except asyncio.CancelledError:
+                if status or not self.engine.draining:
+                    raise
+                await error_response(route_path(scope), Draining())(scope, receive, send_with_id)
             except Exception as error:
                 log.exception("request %r: %s %r failed", own_id, scope["method"], scope["path"])
                 if status:
@@ -99,7 +110,7 @@ class RequestContext:
                 seconds = time.perf_counter() - started
                 if inner is not scope:  # the route and the caller, for metrics and traces
                     scope.update(inner, method="HEAD")
-                self.metrics.observe(scope, status, seconds)
+                self.engine.metrics.observe(scope, status, seconds)
                 if access.isEnabledFor(logging.INFO):
                     _log_response(scope, status, seconds)
                 logs.request_id.reset(entered)

@@ -5,6 +5,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from service.engine import Engine
 from service.engine.requests.admission.admission import Admission, Reservation
 from service.http.access import keys
 from service.http.access.hosts import Hosts
@@ -14,6 +15,7 @@ from service.http.middleware.request_context import RequestContext, request_id
 from service.http.routing.declared import DeclaredRoutes, declares
 from service.observability.logs import JsonLines, TextLines
 from service.observability.metrics import Metrics
+from service.settings import Settings
 
 
 def scope(**headers):
@@ -53,6 +55,9 @@ ROUTES = DeclaredRoutes(
 )
 
 
+ENGINE = Engine(Settings(), Metrics())
+
+
 def limited(app, timeout=60.0, admission=None):
     return BodyLimit(app, ROUTES, 10, timeout, admission or Admission(10, 1000))
 
@@ -73,7 +78,7 @@ def headers(sent):
 )
 def test_request_id_is_echoed_without_what_could_harm(sent, expected):
     assert request_id(sent) == expected
-    messages, _ = call(RequestContext(echo, Metrics()), scope(x_request_id=sent))
+    messages, _ = call(RequestContext(echo, ENGINE), scope(x_request_id=sent))
     assert headers(messages)["x-request-id"] == expected
 
 
@@ -83,7 +88,7 @@ def test_request_id_is_echoed_without_what_could_harm(sent, expected):
 def test_the_access_log_names_the_key_and_never_shows_it(path, status, tmp_path, caplog):
     created, secret = keys.make("alice", "read")
     (tmp_path / "keys").write_text(created.line)
-    app = RequestContext(Access(echo, ROUTES, keys.Keys(tmp_path / "keys"), Hosts(())), Metrics())
+    app = RequestContext(Access(echo, ENGINE, ROUTES, keys.Keys(tmp_path / "keys"), Hosts(())), ENGINE)
     caplog.set_level("INFO", "fxserve.access")
     messages, _ = call(app, {**scope(authorization=f"Bearer {secret}"), "path": path, "client": ("10.0.0.7", 1)})
     assert messages[0]["status"] == status
@@ -95,7 +100,7 @@ def test_the_access_log_names_the_key_and_never_shows_it(path, status, tmp_path,
 
 def test_the_access_log_of_a_request_without_a_key(caplog):
     caplog.set_level("INFO", "fxserve.access")
-    call(RequestContext(echo, Metrics()), scope())
+    call(RequestContext(echo, ENGINE), scope())
     [record] = caplog.records
     assert record.getMessage().endswith(" ms")
     assert record.fields["key"] is None
@@ -111,7 +116,7 @@ def test_an_unhandled_error_gives_a_problem_without_a_traceback(caplog):
     async def broken(scope, receive, send):
         raise ValueError("a secret")
 
-    messages, _ = call(RequestContext(broken, Metrics()), scope())
+    messages, _ = call(RequestContext(broken, ENGINE), scope())
     assert messages[0]["status"] == 500
     assert b"/problems/internal" in messages[1]["body"]
     assert b"secret" not in messages[1]["body"]
@@ -125,7 +130,7 @@ def test_an_error_after_the_response_started_closes_the_connection():
         raise ValueError("late")
 
     with pytest.raises(ValueError, match="late"):
-        call(RequestContext(broken, Metrics()), scope())
+        call(RequestContext(broken, ENGINE), scope())
 
 
 def test_a_client_disconnect_is_no_server_error(caplog):
@@ -133,7 +138,7 @@ def test_a_client_disconnect_is_no_server_error(caplog):
         raise ClientDisconnect
 
     metrics = Metrics()
-    messages, _ = call(RequestContext(left, metrics), scope())
+    messages, _ = call(RequestContext(left, Engine(Settings(), metrics)), scope())
     assert messages == []
     assert caplog.text == ""
     assert b'status="499"' in metrics.text()
@@ -146,8 +151,8 @@ def test_metrics_count_by_route_template():
         scope["route"] = Route("/v1/models/{model}", echo)
         await echo(scope, receive, send)
 
-    call(RequestContext(routed, metrics), scope())
-    call(RequestContext(echo, metrics), {**scope(), "method": "BREW"})
+    call(RequestContext(routed, Engine(Settings(), metrics)), scope())
+    call(RequestContext(echo, Engine(Settings(), metrics)), {**scope(), "method": "BREW"})
     assert b'fxserve_requests_total{method="POST",route="/v1/models/{model}",status="200"} 1.0' in metrics.text()
     assert b'fxserve_requests_total{method="other",route="unmatched",status="200"} 1.0' in metrics.text()
 
