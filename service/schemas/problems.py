@@ -44,23 +44,19 @@ class Shape:
         schema: name of the body's schema in the OpenAPI document.
         body: converts a problem document to the body.
         has_422: whether clients know status 422; otherwise it becomes 400.
-        titled: whether a response is described by the title of its first problem, instead of its status.
-        shows_retry_after: whether the header ``Retry-After`` is documented.
     """
 
     media_type: str
     schema: str
     body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     has_422: bool = False
-    titled: bool = False
-    shows_retry_after: bool = False
 
     def status(self, status: int) -> int:
         """Return the response status for a problem with ``status``."""
         return 400 if status == 422 and not self.has_422 else status
 
 
-PROBLEM = Shape("application/problem+json", "Problem", lambda document: document, has_422=True, shows_retry_after=True)
+PROBLEM = Shape("application/problem+json", "Problem", lambda document: document, has_422=True)
 
 
 def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str, dict[str, Any]]:
@@ -68,13 +64,12 @@ def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str,
     responses: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
         status = shape.status(kind.status)
-        description = kind.title if shape.titled else HTTPStatus(status).phrase
         schema = {"$ref": f"#/components/schemas/{shape.schema}"}
         content = {shape.media_type: {"schema": schema, "examples": {}}}
-        response = responses.setdefault(status, {"description": description, "content": content})
+        response = responses.setdefault(status, {"description": HTTPStatus(status).phrase, "content": content})
         shown = shape.body(problem(EXAMPLES[kind]))
         response["content"][shape.media_type]["examples"][kind.slug] = {"summary": kind.title, "value": shown}
-        if shape.shows_retry_after and status in (429, 503) and kind is not WeightsUnavailable:
+        if status in (429, 503) and kind is not WeightsUnavailable:
             more = "" if kind is AdmissionFull else "; not with weights-unavailable"
             response["headers"] = {
                 "Retry-After": {

@@ -146,4 +146,4 @@ class ErrorV2(BaseModel):
     error: str = Field(examples=["there is no extractor or model 'resnet5'; did you mean resnet50?"])
 
 
-SHAPE = Shape("application/json", ErrorV2.__name__, lambda document: {"error": document["detail"]}, titled=True)
+SHAPE = Shape("application/json", ErrorV2.__name__, lambda document: {"error": document["detail"]})
