@@ -42,7 +42,7 @@ from service.http.routing.declared import DeclaredRoutes, declares
 from service.http.server.lost_device import ended_when_device_lost
 from service.http.server.signals import drained_on_signals, reload_on_signals
 from service.http.state import State
-from service.observability.metrics import Metrics, keep_updated
+from service.observability.metrics import keep_updated
 from service.page import POLICIES
 from service.settings import Settings
 
@@ -72,9 +72,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     """
     settings = settings or Settings()
     keys = None if settings.api_keys_file is None else Keys(settings.api_keys_file)
-    metrics = Metrics()
     traces = traces_type()() if settings.tracing else None
-    state = State(settings, Engine(settings, metrics), metrics, traces)
+    state = State(Engine(settings), traces)
     app = FastAPI(
         title="fxserve",
         version="1",
@@ -104,7 +103,7 @@ def _lifespan(state: State, keys: Keys | None) -> Callable[[FastAPI], AbstractAs
             reload_on_signals(keys.reload)
         await state.engine.start()  # before all other threads: it sets up where threads allocate memory
         sampling = None
-        if state.metrics.shared_dir is not None:  # /metrics of any process reports the gauges of all
+        if state.engine.metrics.shared_dir is not None:  # /metrics of any process reports the gauges of all
             sampling = asyncio.create_task(keep_updated(state.engine.sample, _SAMPLE_SECONDS))
         async with ended_when_device_lost(state.engine):
             try:
@@ -132,7 +131,7 @@ def _add_routes(app: FastAPI) -> DeclaredRoutes:
 
 def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: DeclaredRoutes) -> None:
     """Add the middleware, the innermost first."""
-    settings = state.settings
+    settings = state.engine.settings
     app.add_middleware(
         BodyLimit,
         routes=routes,

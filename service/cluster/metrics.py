@@ -10,34 +10,34 @@ from ray import serve
 from ray.util.metrics import Gauge
 
 from service.engine import Engine
-from service.observability.metrics import Metrics, keep_updated
+from service.observability.metrics import keep_updated
 
 SECONDS = 5.0
 """Seconds between two copies, about the reporting interval of Ray's agents."""
 
 
 @contextmanager
-def bridged(metrics: Metrics, engine: Engine) -> Iterator[None]:
+def bridged(engine: Engine) -> Iterator[None]:
     """Copy every metric to Ray regularly, with the tag ``replica``.
 
     For example, ``fxserve_requests_total`` becomes ``ray_fxserve_requests_total``.
 
     All become gauges, because Ray's counters only accept increments; Prometheus' ``rate`` does not check the type.
     """
-    copying = asyncio.create_task(_copy(metrics, engine))
+    copying = asyncio.create_task(_copy(engine))
     try:
         yield
     finally:
         copying.cancel()
 
 
-async def _copy(metrics: Metrics, engine: Engine) -> None:
+async def _copy(engine: Engine) -> None:
     replica = serve.get_replica_context().replica_id.unique_id
     gauges: dict[str, Gauge] = {}
 
     def copy() -> None:
         engine.sample()
-        for family in metrics.registry.collect():
+        for family in engine.metrics.registry.collect():
             for sample in family.samples:
                 if sample.name.endswith("_created"):
                     continue

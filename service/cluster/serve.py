@@ -131,7 +131,7 @@ def _replica(given: Mapping[str, Any], preload: Mapping[str, str]) -> FastAPI:
                 if engine.preload_failed:
                     raise RuntimeError(said[1])
                 await asyncio.sleep(0.1)
-            with bridged(app.state.fxserve.metrics, engine):
+            with bridged(engine):
                 yield state
 
     application.router.lifespan_context = until_ready

@@ -75,7 +75,6 @@ class Engine:
 
     Args:
         settings: the service's settings.
-        metrics: the metrics to update; a new set by default.
 
     Attributes:
         admission: limits the work in the service at a time.
@@ -91,9 +90,9 @@ class Engine:
             why.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics | None = None) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.metrics = metrics = metrics or Metrics()
+        self.metrics = metrics = Metrics()
         self.device = pick_device(settings.device)
         # Turns for four batches: one being computed, one waiting for it, one being decoded, and one being answered and
         # replaced.

@@ -1,4 +1,4 @@
-"""State shared by the routes: engine, settings, and cached responses that never change."""
+"""State shared by the routes: the engine, and cached responses that never change."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from service.engine.threads import in_pool
 from service.http.lookups import Lookups
 from service.http.scope import Caller
 from service.http.top_images import TopImages
-from service.observability.metrics import Metrics
 from service.schemas.specs import ExtractorSpec
 from service.schemas.v2 import TensorMetadata
-from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.observability.tracing import Traces
@@ -53,9 +51,7 @@ class OwnTensors:
 class State:
     """The shared objects of one service, at ``app.state.fxserve``."""
 
-    settings: Settings
     engine: Engine
-    metrics: Metrics
     traces: Traces | None = None
     # Bodies of lists of nodes, of graphs and of metadata.
     documents: ByteCache[tuple[object, ...], bytes] = field(default_factory=lambda: ByteCache(_DOCUMENT_BYTES, len))
@@ -69,7 +65,7 @@ class State:
     profiling: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        settings, threads = self.settings, self.engine.threads
+        settings, threads = self.engine.settings, self.engine.threads
         self.lookups = Lookups(settings.request_timeout, threads.lookups)
         self.listings = Lookups(settings.request_timeout, threads.listings)
         self.pictures = Lookups(settings.request_timeout, threads.pictures)
@@ -88,9 +84,9 @@ class State:
         Raises:
             Unsupported: ``source`` is timm, and timm is not installed.
         """
-        if source == "timm" and not may_serve(PREFIX, self.settings.models):
+        if source == "timm" and not may_serve(PREFIX, self.engine.settings.models):
             return []
-        return [entry for entry in list_models(source) if is_served(entry.name, self.settings.models)]
+        return [entry for entry in list_models(source) if is_served(entry.name, self.engine.settings.models)]
 
     async def model(self, caller: Caller, name: str) -> ModelEntry:
         """Look up a model.
@@ -101,7 +97,7 @@ class State:
             Unsupported: it is timm's, and timm is not installed.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
         """
-        allowed = self.settings.models
+        allowed = self.engine.settings.models
 
         def look_up() -> ModelEntry:
             require_served(name, allowed)

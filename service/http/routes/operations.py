@@ -49,4 +49,4 @@ async def readyz(state: Shared) -> Readiness:
 async def show_metrics(state: Shared) -> Response:
     """Return counters, gauges and histograms for Prometheus."""
     state.engine.sample()
-    return Response(await asyncio.to_thread(state.metrics.text), media_type=metrics.CONTENT_TYPE)
+    return Response(await asyncio.to_thread(state.engine.metrics.text), media_type=metrics.CONTENT_TYPE)

@@ -51,7 +51,7 @@ class HotRequest(Request, Generic[Query]):
         self.engine: Engine = self.shared.engine
         self.caller = caller_of(scope)
         self.reservation: Reservation = scope[RESERVATION]
-        limit = self.shared.settings.request_timeout
+        limit = self.engine.settings.request_timeout
         self.deadline = Deadline(receive, limit if timeout is None else min(timeout, limit))
         self.kind = self._boundary = ""
         self._chunks: list[bytes] | None = None

@@ -92,5 +92,5 @@ def _export(state: State, runtime: Runtime, format: ExportFormat, cancelled: thr
             "export an extractor in float32",
             format=format,
         )
-    calibration = calibration_of(description, built, state.settings.calibration_dir)
+    calibration = calibration_of(description, built, state.engine.settings.calibration_dir)
     return export(built, format, cancelled, calibration, preprocessing=preprocessing)

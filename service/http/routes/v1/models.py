@@ -225,7 +225,7 @@ def _as_openai(entry: ModelEntry) -> dict[str, Any]:
 
 
 def _detail(state: State, entry: ModelEntry, chosen: str, categories: bool) -> bytes:
-    structure, preprocess = entry.structure(chosen), state.settings.preprocess
+    structure, preprocess = entry.structure(chosen), state.engine.settings.preprocess
     graph = model_graph(entry, structure)
     weights: dict[str, dict[str, Any]] = {}
     for name in entry.weights:
@@ -253,7 +253,7 @@ def _detail(state: State, entry: ModelEntry, chosen: str, categories: bool) -> b
             "default_preprocess": {"way": preprocess, "meaning": PREPROCESS_MODES[preprocess]},
             "levels": graph.levels,
             "multiple": multiple_of(graph),
-            "precisions": served_precisions(state.engine.device, entry, structure, state.settings.lowering),
+            "precisions": served_precisions(state.engine.device, entry, structure, state.engine.settings.lowering),
             "closed": graph_formats.closed_parts(graph),
             "statistics": None if state.top_images is None else state.top_images.summary(entry.name),
         }

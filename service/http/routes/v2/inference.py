@@ -68,7 +68,7 @@ async def infer(request: HotRequest[AnyQuery]) -> Response:
     kind = essence(header(request.scope, b"content-type"))
     sent = v2.Body(data, header(request.scope, b"inference-header-content-length"), encoding, kind)
     tensors = await metadata.inputs_of(state, request.caller, target)
-    arguments = sent, state.settings.max_body_bytes, tensors
+    arguments = sent, engine.settings.max_body_bytes, tensors
     payload = v2.read(*arguments) if sent.small else await engine.run_in_encoder(v2.read, *arguments)
     reservation.claim(max(0, payload.bytes - len(data)))
     del data, sent, arguments

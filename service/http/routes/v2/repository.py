@@ -74,7 +74,7 @@ async def load(
     """Load an extractor or a model. With ``config``, create an extractor with this name."""
     payload = await small_json(request, state, LoadRequest)
     config = payload.parameters.config
-    timeout = min(x_request_timeout or math.inf, state.settings.request_timeout)
+    timeout = min(x_request_timeout or math.inf, state.engine.settings.request_timeout)
     try:
         async with asyncio.timeout(timeout):
             if config is not None:

@@ -14,7 +14,6 @@ from service.http.middleware.body_limit import LINGER_BYTES, MAX_OTHER_BYTES, Bo
 from service.http.middleware.request_context import RequestContext, request_id
 from service.http.routing.declared import DeclaredRoutes, declares
 from service.observability.logs import JsonLines, TextLines
-from service.observability.metrics import Metrics
 from service.settings import Settings
 
 
@@ -55,7 +54,7 @@ ROUTES = DeclaredRoutes(
 )
 
 
-ENGINE = Engine(Settings(), Metrics())
+ENGINE = Engine(Settings())
 
 
 def limited(app, timeout=60.0, admission=None):
@@ -137,24 +136,24 @@ def test_a_client_disconnect_is_no_server_error(caplog):
     async def left(scope, receive, send):
         raise ClientDisconnect
 
-    metrics = Metrics()
-    messages, _ = call(RequestContext(left, Engine(Settings(), metrics)), scope())
+    engine = Engine(Settings())
+    messages, _ = call(RequestContext(left, engine), scope())
     assert messages == []
     assert caplog.text == ""
-    assert b'status="499"' in metrics.text()
+    assert b'status="499"' in engine.metrics.text()
 
 
 def test_metrics_count_by_route_template():
-    metrics = Metrics()
+    engine = Engine(Settings())
 
     async def routed(scope, receive, send):
         scope["route"] = Route("/v1/models/{model}", echo)
         await echo(scope, receive, send)
 
-    call(RequestContext(routed, Engine(Settings(), metrics)), scope())
-    call(RequestContext(echo, Engine(Settings(), metrics)), {**scope(), "method": "BREW"})
-    assert b'fxserve_requests_total{method="POST",route="/v1/models/{model}",status="200"} 1.0' in metrics.text()
-    assert b'fxserve_requests_total{method="other",route="unmatched",status="200"} 1.0' in metrics.text()
+    call(RequestContext(routed, engine), scope())
+    call(RequestContext(echo, engine), {**scope(), "method": "BREW"})
+    assert b'fxserve_requests_total{method="POST",route="/v1/models/{model}",status="200"} 1.0' in engine.metrics.text()
+    assert b'fxserve_requests_total{method="other",route="unmatched",status="200"} 1.0' in engine.metrics.text()
 
 
 def test_a_body_at_the_limit_passes():

@@ -18,7 +18,7 @@ from service.http.routing.hot_requests import HotRequest
 from service.http.routing.hot_routes import AnyQuery, HotRoute, Parameters
 from service.http.scope import RESERVATION
 from service.http.state import State
-from service.observability.metrics import Metrics, route_template
+from service.observability.metrics import route_template
 from service.problems import NotAcceptable
 from service.settings import Settings
 
@@ -67,9 +67,8 @@ def client() -> httpx.AsyncClient:
         return Response(f"{request.path_params['place']} {request.query.word} {request.timeout} {body}")
 
     app = FastAPI()
-    settings, metrics = Settings(), Metrics()
-    engine = Engine(settings, metrics)
-    app.state.fxserve = State(settings, engine, metrics)
+    engine = Engine(Settings())
+    app.state.fxserve = State(engine)
     app.router.routes.append(HotRoute("/v1/{place}", respond, Parameters(Asked, place=Place), "tag", {}, {}))
 
     @app.post("/fastapi/{place}")

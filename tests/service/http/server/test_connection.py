@@ -21,7 +21,6 @@ from service.http import problem_responses
 from service.http.middleware.request_context import RequestContext
 from service.http.server.connection import MAX_PIPELINED, Connection
 from service.http.server.heads import MAX_HEAD_BYTES
-from service.observability.metrics import Metrics
 from service.problems import AdmissionFull, Problem
 from service.settings import Settings
 from tests.e2e.conftest import connection_problem
@@ -278,7 +277,7 @@ def refusing(retry_after: float, asked: list[str]) -> RequestContext:
         document = problem_responses.error_response(scope["path"], AdmissionFull("full", retry_after=retry_after))
         await document(scope, receive, send)
 
-    return RequestContext(full, Engine(Settings(), Metrics()))
+    return RequestContext(full, Engine(Settings()))
 
 
 @pytest.mark.exhaustive
