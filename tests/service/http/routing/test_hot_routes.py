@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Annotated
 
 import httpx
@@ -55,6 +56,19 @@ class Asked(BaseModel):
 Place = Annotated[str, Path(max_length=5)]
 
 
+def serving(route: HotRoute) -> FastAPI:
+    app, engine = FastAPI(), Engine(Settings())
+    app.state.fxserve = State(engine)
+    app.router.routes.append(route)
+    problem_responses.install(app)
+    app.add_middleware(Routes, engine=engine)
+    return app
+
+
+def to(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+
 @pytest.fixture
 def client() -> httpx.AsyncClient:
     validated.clear()
@@ -66,10 +80,7 @@ def client() -> httpx.AsyncClient:
             raise NotAcceptable("this is refused")
         return Response(f"{request.path_params['place']} {request.query.word} {request.timeout} {body}")
 
-    app = FastAPI()
-    engine = Engine(Settings())
-    app.state.fxserve = State(engine)
-    app.router.routes.append(HotRoute("/v1/{place}", respond, Parameters(Asked, place=Place), "tag", {}, {}))
+    app = serving(HotRoute("/v1/{place}", respond, Parameters(Asked, place=Place), "tag", {}, {}))
 
     @app.post("/fastapi/{place}")
     async def reference(
@@ -79,9 +90,7 @@ def client() -> httpx.AsyncClient:
     ) -> None:
         """FastAPI's own route with the same parameters."""
 
-    problem_responses.install(app)
-    app.add_middleware(Routes, engine=engine)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+    return to(app)
 
 
 async def test_every_request_gets_its_own_parameters(client: httpx.AsyncClient) -> None:
@@ -156,3 +165,21 @@ async def test_what_is_remembered_can_still_be_refused(client: httpx.AsyncClient
     assert refused.json()["detail"] == "this is refused"
     assert validated == ["yes"]
     assert routes == ["/v1/{place}"] * 4
+
+
+@pytest.mark.parametrize(("size", "threads"), [(2**19, 0), (2**21, 1)])
+async def test_a_large_image_is_parsed_off_the_event_loop(size: int, threads: int) -> None:
+    used: set[int] = set()
+
+    def read(chunks: list[bytes]) -> bytes:
+        used.add(threading.get_ident())
+        return b"".join(chunks)
+
+    async def respond(request: HotRequest[AnyQuery]) -> Response:
+        request.check_body()
+        return Response(await request.parse(read))
+
+    app, sent = serving(HotRoute("/v1", respond, Parameters(AnyQuery), "tag", {}, {})), bytes(size)
+    response = await to(app).post("/v1", content=sent, headers={"Content-Type": "image/jpeg"})
+    assert response.content == sent
+    assert len(used - {threading.get_ident()}) == threads
