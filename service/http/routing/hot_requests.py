@@ -34,7 +34,7 @@ class HotRequest(Request, Generic[Query]):
         timeout: the seconds that its client allows; None for the server's limit.
 
     Attributes:
-        query, timeout: see the arguments.
+        query: see the arguments.
         shared: the shared state of the application.
         engine: its engine.
         caller: the client.
@@ -46,7 +46,6 @@ class HotRequest(Request, Generic[Query]):
     def __init__(self, scope: Scope, receive: Receive, send: Send, query: Query, timeout: float | None) -> None:
         super().__init__(scope, receive, send)
         self.query = query
-        self.timeout = timeout
         self.shared: State = self.app.state.fxserve
         self.engine: Engine = self.shared.engine
         self.caller = caller_of(scope)

@@ -32,9 +32,6 @@ from service.schemas.regions import KINDS
 from service.schemas.specs import MAX_INPUTS, MAX_NAME_LENGTH, ExtractorSpec, node_pairs, return_nodes_of
 from service.schemas.v1.features import FeatureDocument, FeatureQuery, OneStepQuery
 
-_DEFAULT_ROI_SIZE = FeatureOptions.roi_size
-"""Replaces the query's value without ``pool=roi``, because requests with equal options share a batch's pooling."""
-
 _PROBLEMS = (
     problems.UnknownExtractor,
     problems.NotAcceptable,
@@ -189,12 +186,13 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
     query, engine = request.query, request.engine
     # Only JSON has regions and edits, which are checked before a build.
     sent = await request.parse(bodies.parse, request.kind, "") if request.kind == json.MEDIA_TYPE else None
+    # What has no effect keeps its default, because requests with equal options share a batch's pooling.
     options = FeatureOptions(
         pool=query.pool,
         dtype=query.dtype,
         normalize=query.normalize,
         preprocess=query.preprocess,
-        roi_size=query.roi_size if query.pool == "roi" else _DEFAULT_ROI_SIZE,
+        roi_size=query.roi_size if query.pool == "roi" else FeatureOptions.roi_size,
         project=query.project,
         seed=query.seed if query.project is not None else 0,
         tokens=query.tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Annotated
 
 import httpx
@@ -78,7 +79,8 @@ def client() -> httpx.AsyncClient:
         body = (await request.body()).decode()
         if body == "refused":
             raise NotAcceptable("this is refused")
-        return Response(f"{request.path_params['place']} {request.query.word} {request.timeout} {body}")
+        quarters = round((request.deadline.at - time.monotonic()) / 15)  # of a minute
+        return Response(f"{request.path_params['place']} {request.query.word} {quarters} {body}")
 
     app = serving(HotRoute("/v1/{place}", respond, Parameters(Asked, place=Place), "tag", {}, {}))
 
@@ -97,12 +99,12 @@ async def test_every_request_gets_its_own_parameters(client: httpx.AsyncClient) 
     for body in ("first", "second"):
         for place in ("here", "there"):
             for word in ("yes", "no"):
-                for timeout in ("1", "2.5"):
+                for quarters, timeout in enumerate(("15", "30.5"), 1):
                     headers = {"X-Request-Timeout": timeout}
                     url = f"/v1/{place}?word={word}"
                     response = await client.post(url, headers=headers, content=body)
-                    assert response.text == f"{place} {word} {float(timeout)} {body}"
-    assert (await client.post("/v1/here", content="x")).text == "here none None x"
+                    assert response.text == f"{place} {word} {quarters} {body}"
+    assert (await client.post("/v1/here", content="x")).text == "here none 4 x"
     assert sorted(validated) == ["no", "yes"]
 
 
@@ -110,7 +112,7 @@ async def test_what_is_refused_is_refused_again(client: httpx.AsyncClient) -> No
     for _ in range(2):
         assert (await client.post("/v1/far-away?word=yes")).status_code == 422
         assert (await client.post("/v1/here?word=yes", headers={"X-Request-Timeout": "-1"})).status_code == 422
-        assert (await client.post("/v1/here?word=yes")).text == "here yes None "
+        assert (await client.post("/v1/here?word=yes")).text == "here yes 4 "
 
 
 @pytest.mark.parametrize(
