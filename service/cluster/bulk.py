@@ -98,9 +98,7 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
             held.enter_context(locked(out))
         output = Output(out, index, schema, None if job.regions is None else job.options.pool)
         output.look(keep_errors=False)
-        images, done, unreadable = index.counts()
-        left = images - done - unreadable
-        if left:
+        if left := index.counts().left:
             row_bytes = max(1, sum(values.nbytes for values in probe.values()))
             rows = job.shard_rows or max(1, min(_MAX_ROWS, _MAX_BYTES // row_bytes))
             blocks = blocks_of(index, lost, actors.rows(left, rows))
@@ -112,12 +110,13 @@ def _extract(job: Job, settings: Settings, out: Folder) -> Summary:
                 compression="none",
             )
             output.look()
-            images, done, unreadable = index.counts()
-            if left := images - done - unreadable:
+            counts = index.counts()
+            if counts.left:
                 raise FxError(
-                    f"{left} of {images} images have no row in {out}; run the same command again to compute them"
+                    f"{counts.left} of {counts.images} images have no row in {out}; run the same command again to "
+                    "compute them"
                 )
-        return Summary(made.outputs, images, done, unreadable, len(output.files), skipped)
+        return Summary(made.outputs, *index.counts(), len(output.files), skipped)
 
 
 def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
@@ -134,25 +133,20 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
         folder = WorkingFolder(out)
     try:
         with write_errors(out):
-            index = Index(folder.path)
-        with closing(index):
-            with write_errors(out):
-                skipped = prepare(job, None, folder, index)
-            reduction = Reduction(folder, index, empty, job.reduce, made.outputs, made.metadata())
-            images, done, unreadable = index.counts()
-            if left := images - done - unreadable:
-                blocks = blocks_of(index, {}, actors.rows(left, _MAX_ROWS))
-                reduced = actors.map(blocks, ReducingActor, made)
-                try:
-                    for table in reduced.iter_batches(batch_size=None, batch_format="pyarrow"):
-                        merge_table(reduction, table)
-                finally:
-                    reduction.finish()  # keep finished work, however the run ends
-            images, done, unreadable = index.counts()
+            skipped = prepare(job, None, folder)
+        reduction = Reduction(folder, empty, made)
+        if left := folder.index.counts().left:
+            blocks = blocks_of(folder.index, {}, actors.rows(left, _MAX_ROWS))
+            reduced = actors.map(blocks, ReducingActor, made)
+            try:
+                for table in reduced.iter_batches(batch_size=None, batch_format="pyarrow"):
+                    merge_table(reduction, table)
+            finally:
+                reduction.finish()  # keep finished work, however the run ends
+        return Summary(made.outputs, *folder.index.counts(), 0, skipped)
     finally:
         with write_errors(out):
             folder.close()
-    return Summary(made.outputs, images, done, unreadable, 0, skipped)
 
 
 def _started(job: Job, settings: Settings, out: Folder) -> tuple[_Actors, ExtractorInfo, Rows]:

@@ -15,7 +15,6 @@ from service.offline.outputs import index as index_file
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import FILE, SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import write_error_lines
 from service.offline.run import Summary
 from service.offline.statistics.files import check_installed
 from service.offline.statistics.reducer import Reduction
@@ -50,37 +49,34 @@ def merge(folders: Sequence[str], out: str | os.PathLike[str]) -> Summary:
     check_installed(spec.reduce)
     with write_errors(target):
         working = WorkingFolder(target)
-        working.path.mkdir(parents=True, exist_ok=True)
         try:
-            with closing(Index(working.path)) as index:
-                reduction = None
-                for folder in folders:
-                    with _opened(Folder(folder)) as other:
-                        total, done, unreadable = other.counts()
-                        if left := total - done - unreadable:
-                            raise FxError(
-                                f"{left} of {total} images of {folder} are not done yet; finish that run first"
-                            )
-                        other_statistics = Statistics.from_states(other.statistics())
-                        index.add_finished(other)
-                    if not other_statistics.outputs:  # this folder has no images yet
-                        continue
-                    if reduction is None:
-                        reduction = Reduction(
-                            working, index, other_statistics, spec.reduce, spec.outputs, spec.metadata()
+            reduction = None
+            for folder in folders:
+                with _opened(Folder(folder)) as other:
+                    counts = other.counts()
+                    if counts.left:
+                        raise FxError(
+                            f"{counts.left} of {counts.images} images of {folder} are not done yet; finish that run "
+                            "first"
                         )
-                    else:
-                        reduction.merge([], other_statistics, [])
-                if reduction is not None:
-                    reduction.finish()
-                write_error_lines(working.path, index.errors(), "wb")
-                images, done, unreadable = index.counts()
+                    other_statistics = Statistics.from_states(other.statistics())
+                    working.index.add_finished(other)
+                if not other_statistics.outputs:  # this folder has no images yet
+                    continue
+                if reduction is None:
+                    reduction = Reduction(working, other_statistics, spec)
+                else:
+                    reduction.merge([], other_statistics, [])
+            if reduction is not None:
+                reduction.finish()
+            working.list_errors()
+            counts = working.index.counts()
         except BaseException:
             working.discard()
             raise
         working.close()
         spec.write(target)  # last: without it, other runs cannot use the folder
-    return Summary(spec.outputs, images, done, unreadable, 0)
+    return Summary(spec.outputs, *counts, 0)
 
 
 @contextmanager

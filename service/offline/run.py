@@ -31,7 +31,7 @@ from service.offline.outputs import shards
 from service.offline.outputs.index import Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import Writer, write_error_lines
+from service.offline.outputs.writer import Writer
 from service.offline.runners.local import LocalRunner
 from service.offline.runners.remote import RemoteRunner
 from service.offline.runners.runner import Runner
@@ -178,23 +178,19 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
         with write_errors(out):
             spec.write_or_check(out)
             folder = await asyncio.to_thread(WorkingFolder, out)
-            index = Index(folder.path)
         try:
             with write_errors(out):
-                skipped = await asyncio.to_thread(prepare, job, chosen, folder, index)
+                skipped = await asyncio.to_thread(prepare, job, chosen, folder)
             writer: Writer | Reducer
             if chosen is not None:
-                writer = Writer(folder, chosen, index, spec.metadata(), job.shard_rows)
+                writer = Writer(folder, chosen, spec.metadata(), job.shard_rows)
             else:
                 assert empty is not None
-                assert job.reduce is not None
-                reduction = Reduction(folder, index, empty, job.reduce, spec.outputs, spec.metadata())
-                writer = Reducer(reduction, info.layouts)
+                writer = Reducer(Reduction(folder, empty, spec), info.layouts)
+            index = folder.index
             await _run(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report)
-            images, done, unreadable = index.counts()
-            return Summary(spec.outputs, images, done, unreadable, len(index.shards()) if chosen else 0, skipped)
+            return Summary(spec.outputs, *index.counts(), len(index.shards()) if chosen else 0, skipped)
         finally:
-            index.close()
             with write_errors(out):
                 await asyncio.to_thread(folder.close)
     finally:
@@ -207,14 +203,13 @@ def count(inputs: Sequence[str]) -> int:
     return found if found < _MAX_COUNTED else sys.maxsize
 
 
-def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, index: Index) -> Skipped:
+def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder) -> Skipped:
     """Make the index and the folder consistent, and add the images to extract. Return the skipped files."""
     skipped = Skipped(job.out)
     if chosen is not None:  # statistics are in the index itself
-        index.keep_shards(folder.shards(chosen.suffix))
-        folder.remove_all_but(chosen.suffix, index.shards())
-    add_images(job, sources.find(job.inputs, skipped), index)
-    write_error_lines(folder.path, index.errors(), "wb")
+        folder.match_shards(chosen.suffix)
+    add_images(job, sources.find(job.inputs, skipped), folder.index)
+    folder.list_errors()
     return skipped
 
 

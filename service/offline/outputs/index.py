@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -51,6 +51,19 @@ SET regions = substr(regions, 1, length(regions) - 1) || ',' || substr(excluded.
 _MISSING = "it has {} but is not among the images"
 
 _BLOCK = 1024
+
+
+class Counts(NamedTuple):
+    """Numbers of images: all, those whose features are in shards or statistics, and those that could not be read."""
+
+    images: int
+    done: int
+    unreadable: int
+
+    @property
+    def left(self) -> int:
+        """Number of pending images."""
+        return self.images - self.done - self.unreadable
 
 
 class Index:
@@ -147,11 +160,11 @@ class Index:
             found = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL ORDER BY shard")
             return [shard for (shard,) in found]
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the number of all images, of those in shards, and of those that could not be read."""
+    def counts(self) -> Counts:
+        """Count the images."""
         with self._lock:
-            found = self._database.execute("SELECT count(*), count(shard), count(error) FROM images").fetchone()
-            return found[0], found[1], found[2]
+            query = "SELECT count(*), count(shard), count(error) FROM images"
+            return Counts(*self._database.execute(query).fetchone())
 
     def pending(self) -> Iterator[list[Source]]:
         """Yield pending images in blocks: files by name, then members of an archive by offset, with links to them."""
@@ -177,42 +190,32 @@ class Index:
             yield block
             after = block[-1][: len(after)]
 
-    def commit(self, shard: str, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
-        """Add a finished shard and its errors in one transaction.
+    def commit(
+        self,
+        file: str,
+        paths: Sequence[str],
+        errors: Sequence[tuple[str, str]],
+        statistics: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Add the images of a finished shard, or replace the statistics by those of more images, in one transaction.
 
         Args:
-            shard: name of its file.
+            file: name of the shard, or of the file that will hold the statistics.
             paths: path of each row's image. An image with several rows (its regions) is indexed at the first.
             errors: (path, reason) of images that could not be read.
+            statistics: output → its statistics, to which the images were added. Such images have no row.
         """
         first: dict[str, int] = {}
         for row, path in enumerate(paths):
             first.setdefault(path, row)
         with self._lock, self._database:
             self._database.execute("BEGIN")
+            if statistics is not None:
+                self._database.executemany("REPLACE INTO statistics VALUES (?, ?)", statistics.items())
             self._database.executemany(
                 'UPDATE images SET shard = ?, "row" = ? WHERE path = ?',
-                ((shard, row, path) for path, row in first.items()),
+                ((file, row if statistics is None else None, path) for path, row in first.items()),
             )
-            self._database.executemany(
-                "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
-            )
-
-    def commit_statistics(
-        self, file: str, paths: Sequence[str], errors: Sequence[tuple[str, str]], states: Mapping[str, bytes]
-    ) -> None:
-        """Replace the statistics, and mark the images added to them, in one transaction.
-
-        Args:
-            file: name of the file that will hold the statistics.
-            paths: images that are new in ``states``.
-            errors: (path, reason) of images that could not be read.
-            states: output → its statistics.
-        """
-        with self._lock, self._database:
-            self._database.execute("BEGIN")
-            self._database.executemany("REPLACE INTO statistics VALUES (?, ?)", states.items())
-            self._database.executemany("UPDATE images SET shard = ? WHERE path = ?", ((file, path) for path in paths))
             self._database.executemany(
                 "UPDATE images SET error = ? WHERE path = ?", ((reason, path) for path, reason in errors)
             )

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from typing import Literal
 
-import orjson
 import torch
 from torch import Tensor
 
@@ -18,11 +15,8 @@ from fxcore.memory import give_back
 from service.engine.threads import compute_with
 from service.offline.atomic import write_whole
 from service.offline.failures import write_errors
-from service.offline.outputs.index import Index
 from service.offline.outputs.shards import ShardFormat, shard_name, shard_number
 from service.offline.outputs.working_folder import WorkingFolder
-
-_ERRORS = "errors.jsonl"
 
 _MAX_BYTES = 64 * 1024**2
 _MAX_ROWS = 4096
@@ -36,28 +30,21 @@ class Writer:
     """Gathers rows of equal shape into shards and writes them in a thread; at most two shards are in memory.
 
     Args:
-        folder: the folder to write to.
+        folder: the folder to write to; finished shards are added to its index.
         chosen: the file format.
-        index: the index that finished shards are added to.
         metadata: metadata of each shard.
         shard_rows: rows per shard; None for about 64 MiB of them.
     """
 
     def __init__(
-        self,
-        folder: WorkingFolder,
-        chosen: ShardFormat,
-        index: Index,
-        metadata: Mapping[str, str],
-        shard_rows: int | None,
+        self, folder: WorkingFolder, chosen: ShardFormat, metadata: Mapping[str, str], shard_rows: int | None
     ) -> None:
         self._folder = folder
         self._format = chosen
-        self._index = index
         self._metadata = metadata
         self._shard_rows = shard_rows
         # Not the last name: from a million shards on, names are longer and sort before shorter ones.
-        self._number = 1 + max(map(shard_number, index.shards()), default=-1)
+        self._number = 1 + max(map(shard_number, folder.index.shards()), default=-1)
         self._thread = ThreadPoolExecutor(1, "fxserve-write", compute_with, (1,))
         self._writing: Future[None] | None = None
         self._paths: list[str] = []
@@ -149,19 +136,10 @@ class Writer:
                 target, write = self._folder.path / name, self._format.write
                 write_whole(target, lambda file: write(file, rows, paths, self._metadata))
                 self._folder.publish(name)
-            self._index.commit(name, paths, errors)
-            self._folder.publish_index()
-            write_error_lines(self._folder.path, errors, "ab")
+            self._folder.commit(name, paths, errors)
         give_back()  # otherwise the allocator accumulates memory with every shard
 
 
 def _end_of_image(paths: Sequence[str], start: int) -> int:
     """Return the index after the last row of the image at row ``start``."""
     return next((row for row in range(start, len(paths)) if paths[row] != paths[start]), len(paths))
-
-
-def write_error_lines(folder: Path, errors: Iterable[tuple[str, str]], mode: Literal["ab", "wb"]) -> None:
-    """Write (path, reason) of images to ``errors.jsonl``; ``mode`` is that of :func:`open`."""
-    with (folder / _ERRORS).open(mode) as file:
-        for path, reason in errors:
-            file.write(orjson.dumps({"path": path, "error": reason}, option=orjson.OPT_APPEND_NEWLINE))

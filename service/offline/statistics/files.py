@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch import Tensor
 from fxcore.errors import FxError
 from service.codecs.tensors import safetensors
 from service.offline.atomic import write_whole
+from service.offline.outputs.spec_file import SpecFile
 from service.offline.statistics.statistics import Statistics
 
 STATISTICS = "stats.safetensors"
@@ -34,33 +34,25 @@ def check_installed(reduce: str) -> None:
             ) from error
 
 
-def write_statistics(
-    folder: Path,
-    statistics: Statistics,
-    reduce: str,
-    outputs: Sequence[Mapping[str, Any]],
-    images: int,
-    metadata: Mapping[str, str],
-) -> None:
+def write_statistics(folder: Path, statistics: Statistics, spec: SpecFile, images: int) -> None:
     """Write the files atomically. A file without content is not written.
 
     Args:
         folder: the folder to write to.
         statistics: statistics of at least one image.
-        reduce: see :func:`service.choices.reductions`.
-        outputs: ``key`` and ``node`` of each output.
+        spec: describes them.
         images: number of images.
-        metadata: metadata of both files, in addition to ``images`` and ``reduce``.
 
     Raises:
         OSError: they cannot be written.
     """
-    about = {**metadata, "reduce": reduce, "images": str(images)}
-    tensors = _tensors(statistics, reduce.split(","))
+    assert spec.reduce is not None
+    about = {**spec.metadata(), "reduce": spec.reduce, "images": str(images)}
+    tensors = _tensors(statistics, spec.reduce.split(","))
     if tensors:
         write_whole(folder / STATISTICS, lambda file: _write_safetensors(file, tensors, about))
-    if "top" in reduce:
-        write_whole(folder / TOP, lambda file: _write_parquet(file, statistics, outputs, about))
+    if "top" in spec.reduce:
+        write_whole(folder / TOP, lambda file: _write_parquet(file, statistics, spec, about))
 
 
 def _tensors(statistics: Statistics, names: Sequence[str]) -> dict[str, Tensor]:
@@ -81,9 +73,7 @@ def _write_safetensors(file: Path, tensors: Mapping[str, Tensor], about: Mapping
         stream.writelines(safetensors.write(tensors, about))
 
 
-def _write_parquet(
-    file: Path, statistics: Statistics, outputs: Sequence[Mapping[str, Any]], about: Mapping[str, str]
-) -> None:
+def _write_parquet(file: Path, statistics: Statistics, spec: SpecFile, about: Mapping[str, str]) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -99,7 +89,7 @@ def _write_parquet(
         }
     ).with_metadata(dict(about))
     with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-        for output in outputs:
+        for output in spec.outputs:
             largest = statistics.outputs[output["key"]].largest
             names = {"output": output["key"], "node": output["node"]}
             rows = [] if largest is None else [{**names, **entry._asdict()} for entry in largest]

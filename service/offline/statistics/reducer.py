@@ -6,13 +6,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from service.engine.threads import compute_with
 from service.offline.failures import write_errors
-from service.offline.outputs.index import Index
+from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.outputs.writer import write_error_lines
 from service.offline.runners.runner import RowLayout, Rows
 from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
@@ -32,30 +30,16 @@ class Reduction:
     Images count once they are committed to the index. The files are written at the end.
 
     Args:
-        folder: the folder of the files.
-        index: the index that keeps the statistics.
+        folder: the folder of the files; its index keeps the statistics.
         statistics: empty statistics, for a new folder.
-        reduce: see :func:`service.choices.reductions`.
-        outputs: ``key`` and ``node`` of each output.
-        metadata: metadata of the files.
+        spec: describes the statistics.
     """
 
-    def __init__(
-        self,
-        folder: WorkingFolder,
-        index: Index,
-        statistics: Statistics,
-        reduce: str,
-        outputs: Sequence[Mapping[str, Any]],
-        metadata: Mapping[str, str],
-    ) -> None:
+    def __init__(self, folder: WorkingFolder, statistics: Statistics, spec: SpecFile) -> None:
         self._folder = folder
-        self._index = index
-        states = index.statistics()
+        self._spec = spec
+        states = folder.index.statistics()
         self._statistics = Statistics.from_states(states) if states else statistics
-        self._reduce = reduce
-        self._outputs = outputs
-        self._metadata = metadata
         self._paths: list[str] = []
         self._errors: list[tuple[str, str]] = []
         self._whole = True
@@ -97,12 +81,9 @@ class Reduction:
         if not self._whole:  # a failure left the outputs with different images
             return
         self._commit()
-        images = self._index.counts()[1]
-        if images:
+        if images := self._folder.index.counts().done:
             with write_errors(self._folder):
-                write_statistics(
-                    self._folder.path, self._statistics, self._reduce, self._outputs, images, self._metadata
-                )
+                write_statistics(self._folder.path, self._statistics, self._spec, images)
 
     def _added(self, paths: Sequence[str], errors: Sequence[tuple[str, str]]) -> None:
         self._paths += paths
@@ -114,9 +95,7 @@ class Reduction:
     def _commit(self) -> None:
         began = time.monotonic()
         with write_errors(self._folder):
-            self._index.commit_statistics(STATISTICS, self._paths, self._errors, self._statistics.states())
-            self._folder.publish_index()
-            write_error_lines(self._folder.path, self._errors, "ab")
+            self._folder.commit(STATISTICS, self._paths, self._errors, self._statistics.states())
         self._paths, self._errors = [], []
         ended = time.monotonic()
         self._commit_at = ended + max(_SECONDS, (ended - began) / _MAX_SHARE)

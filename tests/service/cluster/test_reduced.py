@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from safetensors.numpy import load_file
 
 from service.offline.folder import Folder
 from service.offline.inputs.sources import Source
-from service.offline.outputs.index import Index
+from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.runners.runner import RowLayout
 from service.offline.statistics.reducer import Reduction
@@ -31,14 +30,17 @@ def test_tables_of_several_actors_are_merged(tmp_path: Path) -> None:
         some.add(paths[part], {"mid": rows["mid"][part]}, layouts)
         tables.append(reduced_table(some, paths[part], [("x", "broken")] if part.start else []))
     empty = Statistics.empty("mean,cov,top:2", layouts, rows)
-    with closing(Index(tmp_path)) as index:
-        index.add([Source(path, path) for path in [*paths, "x"]])
-        outputs = [{"key": "mid", "node": "layer"}]
-        reduction = Reduction(WorkingFolder(Folder(tmp_path)), index, empty, "mean,cov,top:2", outputs, {})
-        for table in tables:
-            merge_table(reduction, table)
-        reduction.finish()
-        assert index.counts() == (6, 5, 1)
+    made = {"model": "m", "weights": "w", "return_nodes": {"mid": "layer"}}
+    outputs = [{"key": "mid", "node": "layer"}]
+    spec = SpecFile({"spec": made, "fingerprint": "f", "outputs": outputs, "reduce": "mean,cov,top:2"})
+    folder = WorkingFolder(Folder(tmp_path))
+    folder.index.add([Source(path, path) for path in [*paths, "x"]])
+    reduction = Reduction(folder, empty, spec)
+    for table in tables:
+        merge_table(reduction, table)
+    reduction.finish()
+    assert folder.index.counts() == (6, 5, 1)
+    folder.close()
     found = load_file(tmp_path / "stats.safetensors")
     values = rows["mid"].double().transpose(0, 1).flatten(1)
     torch.testing.assert_close(torch.from_numpy(found["mid.mean"]), values.mean(1))

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from fxcore.errors import FxError
 from service.offline.atomic import write_whole
 from service.offline.folder import Folder
+from service.offline.inputs.sources import Source
 from service.offline.outputs.shards import FORMATS, shard_format
 from service.offline.outputs.working_folder import WorkingFolder
 
@@ -106,8 +107,12 @@ def test_shards_that_do_not_count_are_removed(tmp_path: Path) -> None:
     others = ["shard-000000.zarr.bak", "shard-000002.npz", "shard-000003.zarr.sha256", "shard-mine.zarr"]
     for name in others:
         (tmp_path / name).touch()
-    WorkingFolder(Folder(tmp_path)).remove_all_but(".zarr", [kept.name])
-    assert sorted(file.name for file in tmp_path.iterdir()) == [kept.name, *others]
+    folder = WorkingFolder(Folder(tmp_path))
+    folder.index.add([Source("a", "a")])
+    folder.index.commit(kept.name, ["a"], [])
+    folder.match_shards(".zarr")
+    folder.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["index.sqlite", kept.name, *others]
 
 
 @pytest.mark.parametrize("keys", [["a/../b"], [".."], ["a", "a/b"], ["a//b"]])

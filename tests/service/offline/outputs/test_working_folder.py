@@ -10,7 +10,6 @@ import pytest
 
 from service.offline.folder import Folder
 from service.offline.outputs import working_folder
-from service.offline.outputs.index import Index
 
 
 @pytest.mark.parametrize(("seconds", "pause"), [(0.5, 30), (4, 80), (60, 300)])
@@ -28,7 +27,6 @@ def test_an_index_that_takes_long_to_upload_is_uploaded_less_often(
     monkeypatch.setattr(working_folder, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(Folder, "put", slow_put)
     folder = working_folder.WorkingFolder(Folder(f"memory://out-{pause}"))
-    Index(folder.path).close()
     while len(began) < 4:
         folder.publish_index()
         now += 1

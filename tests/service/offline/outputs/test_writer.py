@@ -11,7 +11,6 @@ import torch
 
 from fxcore.errors import FxError
 from service.offline.folder import Folder
-from service.offline.outputs.index import Index
 from service.offline.outputs.shards import shard_format
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import Writer
@@ -19,8 +18,7 @@ from service.offline.outputs.writer import Writer
 
 def test_a_shard_that_cannot_be_written_fails_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = WorkingFolder(Folder(tmp_path))
-    index = Index(folder.path)
-    writer = Writer(folder, shard_format("safetensors", ["C5"], [torch.float32]), index, {}, 1)
+    writer = Writer(folder, shard_format("safetensors", ["C5"], [torch.float32]), {}, 1)
     (tmp_path / "shard-000000.safetensors").mkdir()  # nothing can be renamed to it
 
     async def run() -> None:
@@ -30,7 +28,6 @@ def test_a_shard_that_cannot_be_written_fails_once(tmp_path: Path, caplog: pytes
     with pytest.raises(FxError, match="cannot be written: Is a directory"):
         asyncio.run(run())
     writer.close()
-    index.close()
     folder.close()
     gc.collect()
     assert not caplog.records  # of asyncio, about an error that nothing asked for

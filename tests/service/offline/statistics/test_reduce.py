@@ -120,7 +120,7 @@ from service.offline.statistics import reducer
 from service.offline.outputs.index import Index
 
 batches._BATCH, reducer._SECONDS, reducer._MAX_SHARE, left = 2, 0, 1e9, int(sys.argv.pop(1))
-commit = Index.commit_statistics
+commit = Index.commit
 
 def limited(self, *arguments):
     global left
@@ -131,7 +131,7 @@ def limited(self, *arguments):
     if left == -5:
         os.kill(os.getpid(), signal.SIGKILL)
 
-Index.commit_statistics = limited
+Index.commit = limited
 main()
 """
 
