@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +112,7 @@ class Actor(ABC):
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """Return a block of results."""
 
-    def _each(self, found: Sequence[Source], use: Callable[[Result], T]) -> list[T]:
+    def _each(self, found: Sequence[Source], use: Callable[[list[Result]], T]) -> list[T]:
         """Compute the features of images in batches, and return ``use`` of each, which is called once at a time."""
 
         async def each() -> list[T]:
@@ -119,9 +120,9 @@ class Actor(ABC):
 
             async def one(batch: Sequence[Source]) -> T:
                 async with room:
-                    result = await self._batches.run(batch)
+                    results = await self._batches.run(batch)
                     async with using:
-                        return await asyncio.to_thread(use, result)
+                        return await asyncio.to_thread(use, results)
 
             return await asyncio.gather(*map(one, self._batches.split(found)))
 
@@ -147,7 +148,8 @@ class ExtractingActor(Actor):
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         found, lost = sources_of(block)
-        return table_of([*self._each(found, lambda result: result), Result([], [], lost)], self._schema)
+        results = chain.from_iterable(self._each(found, lambda results: results))
+        return table_of([*results, Result([], {}, lost)], self._schema)
 
 
 class ReducingActor(Actor):
@@ -157,11 +159,13 @@ class ReducingActor(Actor):
         assert self._made.reduce is not None
         found, errors = sources_of(block)
         statistics = Statistics.empty(self._made.reduce, self._layouts, self._probe)
+        paths: list[str] = []
 
-        def add(result: Result) -> list[str]:
-            added, refused = statistics.add_parts(result.paths, result.rows, self._layouts)
-            errors.extend([*result.errors, *refused])
-            return added
+        def add(results: list[Result]) -> None:
+            for result in results:
+                added, refused = statistics.add(result, self._layouts)
+                paths.extend(added)
+                errors.extend(refused)
 
-        paths = [path for added in self._each(found, add) for path in added]
+        self._each(found, add)
         return reduced_table(statistics, paths, errors)

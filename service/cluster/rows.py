@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -52,13 +51,10 @@ def table_of(results: Sequence[Result], schema: pyarrow.Schema) -> pyarrow.Table
     """Return the rows of all images of ``results``: first those with features, then those with an error."""
     parts = []
     for result in results:
-        start = 0
-        for rows in result.rows:
-            count = len(next(iter(rows.values())))
-            columns: dict[str, Any] = {PATH: result.paths[start : start + count]}
-            columns |= {key: arrow_column(values) for key, values in rows.items()}
-            parts.append(pyarrow.table({**columns, ERROR: pyarrow.nulls(count, pyarrow.string())}, schema=schema))
-            start += count
+        if result.paths:
+            columns = {key: arrow_column(values) for key, values in result.rows.items()}
+            columns |= {PATH: result.paths, ERROR: pyarrow.nulls(len(result.paths), pyarrow.string())}
+            parts.append(pyarrow.table(columns, schema=schema))
     errors = [error for result in results for error in result.errors]
     nothing = {field.name: _nulls(len(errors), field.type) for field in schema}
     told = {PATH: [path for path, _ in errors], ERROR: [reason for _, reason in errors]}

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import PIL.Image
 
-from fxcore.errors import BadImage
+from fxcore.errors import BadImage, FxError
 from service.engine.threads import compute_with
 from service.offline.inputs.reader import Reader
 from service.offline.inputs.sources import Source
-from service.offline.runners.runner import Rows, Runner, Unreadable, is_image_error
+from service.offline.runners.runner import Rows, Runner, image_error
 
 _BATCH = 16
 """Images submitted to the runner together; the engine forms its own batches of them."""
@@ -29,22 +29,17 @@ _MAX_REGIONS = 4096
 
 @dataclass(frozen=True)
 class Result:
-    """Features of a batch of images, in their order.
+    """Features of some images, in their order.
 
     Attributes:
         paths: path of each row's image. Rows of one image, its regions, are consecutive.
-        rows: parts of ``n`` rows each: key → ``[n, ...]``.
+        rows: key → ``[len(paths), ...]``; empty if there are none.
         errors: (path, reason) of the images without features.
     """
 
     paths: list[str]
-    rows: list[Rows]
+    rows: Rows
     errors: list[tuple[str, str]]
-
-    @property
-    def images(self) -> int:
-        """Number of images that have rows."""
-        return len(set(self.paths))
 
 
 _PROBED = {
@@ -90,30 +85,20 @@ class Batches:
         if images:
             yield images[start:]
 
-    async def run(self, batch: Sequence[Source]) -> Result:
+    async def run(self, batch: Sequence[Source]) -> list[Result]:
         """Compute the features of a batch. An image that fails does not affect the others.
+
+        Returns several results if images had to be computed separately: their outputs may differ in shape.
 
         Raises:
             FxError: the failure is not due to an image.
         """
         pool = self._unpacker if any(map(_is_packed, batch)) else self._readers
         found, errors = await asyncio.get_running_loop().run_in_executor(pool, self._read, batch)
-        if not found:
-            return Result([], [], errors)
-        try:
-            regions = None if found[0][0].regions is None else [source.regions or () for source, _ in found]
-            rows = await self._runner.features([data for _, data in found], regions)
-            return Result(_paths([source for source, _ in found]), [rows], errors)
-        except Unreadable as error:  # only for a batch of one image
-            return Result([], [], [*errors, (found[0][0].path, error.detail)])
-        except Exception as error:
-            if not is_image_error(error):
-                raise
-        # One or more images failed the batch: compute each separately.
-        separate = await asyncio.gather(*(self._run_one(*one) for one in found))
-        done = [(source, one) for (source, _), one in zip(found, separate, strict=True) if isinstance(one, dict)]
-        errors += [(source.path, one) for (source, _), one in zip(found, separate, strict=True) if isinstance(one, str)]
-        return Result(_paths([source for source, _ in done]), [one for _, one in done], errors)
+        results = await self._compute(found) if found else []
+        if errors:
+            results.append(Result([], {}, errors))
+        return results
 
     def close(self) -> None:
         """Stop the readers."""
@@ -121,12 +106,22 @@ class Batches:
             pool.shutdown(wait=False, cancel_futures=True)
         self._reader.close()
 
-    async def _run_one(self, source: Source, data: bytes) -> Rows | str:
-        """Compute the features of one image, or return the reason for the failure."""
+    async def _compute(self, found: Sequence[tuple[Source, bytes]]) -> list[Result]:
+        """Compute the features of images: of each separately if one of them fails the batch."""
+        sources = [source for source, _ in found]
         try:
-            return await self._runner.features([data], None if source.regions is None else [source.regions])
-        except Unreadable as error:
-            return error.detail
+            regions = None if sources[0].regions is None else [source.regions or () for source in sources]
+            rows = await self._runner.features([data for _, data in found], regions)
+        except Exception as error:
+            reason = image_error(error)
+            if reason is None:
+                raise
+            if len(found) == 1:
+                return [Result([], {}, [(sources[0].path, reason)])]
+        else:
+            return [Result([source.path for source in sources for _ in range(source.rows)], rows, [])]
+        separate = await asyncio.gather(*(self._compute([one]) for one in found))
+        return [result for [result] in separate]
 
     def _read(self, batch: Sequence[Source]) -> tuple[list[tuple[Source, bytes]], list[tuple[str, str]]]:
         found, errors = [], []
@@ -145,14 +140,19 @@ def _is_packed(source: Source) -> bool:
         return False
 
 
-def _paths(sources: Sequence[Source]) -> list[str]:
-    return [source.path for source in sources for _ in range(source.rows)]
-
-
 async def probe(runner: Runner, pool: str) -> Rows:
-    """Compute the features of a fixed image, or of a region in its middle."""
+    """Compute the features of a fixed image, or of a region in its middle.
+
+    Raises:
+        FxError: they cannot be computed.
+    """
     region = _PROBED.get(pool)
-    return await runner.features([_probe_image()], None if region is None else [[region]])
+    try:
+        return await runner.features([_probe_image()], None if region is None else [[region]])
+    except Exception as error:
+        if (reason := image_error(error)) is None:
+            raise
+        raise FxError(reason) from error
 
 
 def _probe_image() -> bytes:

@@ -279,14 +279,15 @@ async def _run(batches: Batches, index: Index, writer: Writer | Reducer, report:
     """Process all pending images: keep several batches in flight, and pass their rows to the writer in order."""
     images, done, unreadable = index.counts()
     report(images, done, unreadable)
-    in_flight: deque[asyncio.Task[Result]] = deque()
+    in_flight: deque[asyncio.Task[list[Result]]] = deque()
 
     async def finish_oldest() -> None:
         nonlocal done, unreadable
-        result = await in_flight[0]
+        results = await in_flight[0]
         in_flight.popleft()
-        await writer.add(result.paths, result.rows, result.errors)
-        done, unreadable = done + result.images, unreadable + len(result.errors)
+        for result in results:
+            await writer.add(result)
+            done, unreadable = done + len(set(result.paths)), unreadable + len(result.errors)
         report(images, done, unreadable)
 
     blocks = index.pending()

@@ -14,6 +14,7 @@ from torch import Tensor
 from fxcore.memory import give_back
 from service.engine.threads import compute_with
 from service.offline.atomic import write_whole
+from service.offline.batches import Result
 from service.offline.failures import write_errors
 from service.offline.outputs.shards import ShardFormat, shard_name, shard_number
 from service.offline.outputs.working_folder import WorkingFolder
@@ -53,22 +54,26 @@ class Writer:
         self._errors: list[tuple[str, str]] = []
         self._last_flush = time.monotonic()
 
-    async def add(
-        self, paths: Sequence[str], parts: Sequence[Mapping[str, Tensor]], errors: Sequence[tuple[str, str]]
-    ) -> None:
-        """Add the features of some images.
-
-        Args:
-            paths: path of each row's image.
-            parts: consecutive parts of the rows: key → ``[n, ...]``.
-            errors: (path, reason) of images without features.
-        """
-        self._errors += errors
+    async def add(self, result: Result) -> None:
+        """Add the features of some images."""
+        paths, rows = result.paths, result.rows
+        self._errors += result.errors
+        if self._paths and any(self._rows[key].shape[1:] != values.shape[1:] for key, values in rows.items()):
+            await self._flush()
         start = 0
-        for part in parts:
-            rows = len(next(iter(part.values())))
-            await self._add(paths[start : start + rows], part)
-            start += rows
+        while start < len(paths):
+            if not self._paths:
+                self._allocate(rows, _end_of_image(paths, start) - start)
+            there = len(self._paths)
+            stop = start  # all rows of an image (its regions) go into one shard
+            while stop < len(paths) and there + (end := _end_of_image(paths, stop)) - start <= self._capacity:
+                stop = end
+            for key, values in rows.items():
+                self._rows[key][there : there + stop - start] = values[start:stop]
+            self._paths += paths[start:stop]
+            if stop < len(paths) or len(self._paths) == self._capacity:
+                await self._flush()
+            start = stop
         if len(self._errors) >= _MAX_ERRORS or time.monotonic() - self._last_flush > _MAX_SECONDS:
             await self._flush()
 
@@ -81,32 +86,14 @@ class Writer:
         finally:
             self._thread.shutdown()
 
-    async def _add(self, paths: Sequence[str], part: Mapping[str, Tensor]) -> None:
-        if self._paths and any(self._rows[key].shape[1:] != values.shape[1:] for key, values in part.items()):
-            await self._flush()
-        start = 0
-        while start < len(paths):
-            if not self._paths:
-                self._allocate(part, _end_of_image(paths, start) - start)
-            there = len(self._paths)
-            stop = start  # all rows of an image (its regions) go into one shard
-            while stop < len(paths) and there + (end := _end_of_image(paths, stop)) - start <= self._capacity:
-                stop = end
-            for key, values in part.items():
-                self._rows[key][there : there + stop - start] = values[start:stop]
-            self._paths += paths[start:stop]
-            if stop < len(paths) or len(self._paths) == self._capacity:
-                await self._flush()
-            start = stop
-
-    def _allocate(self, part: Mapping[str, Tensor], least: int) -> None:
-        """Allocate memory for a shard of at least ``least`` rows shaped like ``part``.
+    def _allocate(self, rows: Mapping[str, Tensor], least: int) -> None:
+        """Allocate memory for a shard of at least ``least`` rows shaped like ``rows``.
 
         Keeping many small tensors until the shard is full would fragment the heap.
         """
-        row = sum(values[:1].nbytes for values in part.values())
+        row = sum(values[:1].nbytes for values in rows.values())
         self._capacity = max(least, self._shard_rows or min(_MAX_ROWS, _MAX_BYTES // max(1, row)))
-        self._rows = {key: torch.empty(self._capacity, *v.shape[1:], dtype=v.dtype) for key, v in part.items()}
+        self._rows = {key: torch.empty(self._capacity, *v.shape[1:], dtype=v.dtype) for key, v in rows.items()}
 
     async def _flush(self) -> None:
         """Start writing the gathered rows, once the rows before them are written."""

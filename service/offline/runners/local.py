@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from fxcore.errors import FxError
 from service.choices import RegionPooling
 from service.codecs.requests import regions as body_regions
 from service.engine import Engine, FeatureOptions
@@ -13,15 +12,12 @@ from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import (
     ExtractorInfo,
     Rows,
-    Unreadable,
     add_regions,
-    is_image_error,
     output_fields,
     preprocessing_of,
     resolved_spec,
     row_layout_of,
 )
-from service.problems import Problem
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
@@ -87,16 +83,10 @@ class LocalRunner:
         )
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
-        try:
-            pool = cast(RegionPooling, self._options.pool)
-            given = None if regions is None else body_regions.given(pool, regions)
-            result = await self._engine.features(self._record, images, self._options, regions=given)
-            return add_regions(result.outputs, regions, self._options.pool)
-        except Exception as error:
-            if len(images) > 1 or not is_image_error(error):
-                raise
-            reason = error.detail if isinstance(error, FxError | Problem) else f"{type(error).__name__}: {error}"
-            raise Unreadable(reason.removeprefix("image 0: ")) from error
+        pool = cast(RegionPooling, self._options.pool)
+        given = None if regions is None else body_regions.given(pool, regions)
+        result = await self._engine.features(self._record, images, self._options, regions=given)
+        return add_regions(result.outputs, regions, self._options.pool)
 
     async def close(self) -> None:
         await self._engine.close(0.0)

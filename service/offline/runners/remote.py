@@ -20,7 +20,6 @@ from service.offline.runners.runner import (
     SERVER_IMAGE_ERRORS,
     ExtractorInfo,
     Rows,
-    Unreadable,
     add_regions,
     output_fields,
     preprocessing_of,
@@ -200,10 +199,8 @@ class RemoteRunner:
                 if (kind := KINDS.get(self._options.pool)) is not None:
                     rows.pop(kind.output, None)
                 return add_regions(rows, regions, self._options.pool)
-            except SERVER_IMAGE_ERRORS as error:
-                if len(images) > 1:
-                    raise
-                raise Unreadable(error.detail.removeprefix("image 0: ")) from error
+            except SERVER_IMAGE_ERRORS:
+                raise
             except exceptions.FxserveError as error:
                 now = time.monotonic()
                 if self._answered_at > began:  # others answer, so the time spent on this server does not count

@@ -32,10 +32,6 @@ SERVER_IMAGE_ERRORS = (
 _IMAGE_ERRORS = (*SERVER_IMAGE_ERRORS, BadImage, BadBox, BadPoint, BadMask, BadTensor, ImageTooLarge)
 
 
-class Unreadable(FxError):
-    """The features of an image cannot be computed."""
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """The meaning of the dimensions of an output's rows.
@@ -98,9 +94,7 @@ class Runner(Protocol):
         lists, int64.
 
         Raises:
-            Unreadable: the features of a single image cannot be computed.
-            FxError, Problem: any other failure. With several images, one of them may be the cause:
-                see :func:`is_image_error`.
+            Exception: an image may be the cause: see :func:`image_error`.
         """
 
     async def close(self) -> None:
@@ -120,11 +114,11 @@ def add_regions(rows: Rows, regions: Sequence[Regions] | None, pool: str) -> Row
     return {**rows, kind.one: torch.tensor([one for of_image in regions for one in of_image], dtype=torch.float64)}
 
 
-def is_image_error(error: Exception) -> bool:
-    """Return whether a batch may have failed because of one of its images. Unknown errors count as well."""
-    if isinstance(error, (FxError, exceptions.FxserveError)):
-        return isinstance(error, _IMAGE_ERRORS)
-    return True
+def image_error(error: Exception) -> str | None:
+    """Return the reason of a failure that an image may have caused, as unknown errors may; None for any other."""
+    if isinstance(error, _IMAGE_ERRORS):
+        return error.detail.removeprefix("image 0: ")
+    return None if isinstance(error, (FxError, exceptions.FxserveError)) else f"{type(error).__name__}: {error}"
 
 
 def preprocessing_of(options: FeatureOptions, default: str) -> str:

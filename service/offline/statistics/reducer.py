@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from service.engine.threads import compute_with
+from service.offline.batches import Result
 from service.offline.failures import write_errors
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.runners.runner import RowLayout, Rows
+from service.offline.runners.runner import RowLayout
 from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
 
@@ -45,24 +46,10 @@ class Reduction:
         self._whole = True
         self._commit_at = time.monotonic() + _SECONDS
 
-    def add(
-        self,
-        paths: Sequence[str],
-        parts: Sequence[Rows],
-        errors: Sequence[tuple[str, str]],
-        layouts: Mapping[str, RowLayout],
-    ) -> None:
-        """Add the features of some images.
-
-        Args:
-            paths: path of each row's image.
-            parts: consecutive parts of the rows: key → ``[n, ...]``.
-            errors: (path, reason) of images without features.
-            layouts: key → layout of rows.
-        """
+    def add(self, result: Result, layouts: Mapping[str, RowLayout]) -> None:
+        """Add the features of some images, with the layout of each output's rows."""
         self._whole = False
-        added, refused = self._statistics.add_parts(paths, parts, layouts)
-        self._added(added, [*errors, *refused])
+        self._added(*self._statistics.add(result, layouts))
 
     def merge(self, paths: Sequence[str], statistics: Statistics, errors: Sequence[tuple[str, str]]) -> None:
         """Add statistics of images that were reduced elsewhere.
@@ -115,11 +102,11 @@ class Reducer:
         self._thread = ThreadPoolExecutor(1, "fxserve-reduce", compute_with, (1,))
         self._adding: Future[None] | None = None
 
-    async def add(self, paths: Sequence[str], parts: Sequence[Rows], errors: Sequence[tuple[str, str]]) -> None:
-        """Add the features of some images; see :meth:`Reduction.add`."""
+    async def add(self, result: Result) -> None:
+        """Add the features of some images."""
         if self._adding is not None:
             await asyncio.shield(asyncio.wrap_future(self._adding))  # cancelling it does not cancel the addition
-        self._adding = self._thread.submit(self._reduction.add, paths, parts, errors, self._layouts)
+        self._adding = self._thread.submit(self._reduction.add, result, self._layouts)
 
     def close(self) -> None:
         """Finish the reduction. Blocks, so that nothing can cancel it."""

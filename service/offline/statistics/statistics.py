@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import orjson
@@ -11,6 +11,7 @@ import torch
 from fxcore.errors import FxError
 from fxcore.statistics.output_statistics import OutputStatistics, by_channel
 from service.codecs.tensors import safetensors
+from service.offline.batches import Result
 from service.offline.runners.runner import RowLayout, Rows
 
 _MAX_COVARIANCES = 512 * 1024**2
@@ -66,26 +67,28 @@ class Statistics:
             }
         )
 
-    def add(self, paths: Sequence[str], rows: Rows, layouts: Mapping[str, RowLayout]) -> list[tuple[str, str]]:
+    def add(self, result: Result, layouts: Mapping[str, RowLayout]) -> tuple[list[str], list[tuple[str, str]]]:
         """Add rows of images, except images with a value that is not finite.
 
         Args:
-            paths: path of each row's image. With ``top``, an image has one row.
-            rows: key → ``[n, ...]``; keys that are not outputs are ignored.
+            result: the rows. With ``top``, an image has one row. Keys that are not outputs are ignored.
             layouts: key → layout of rows.
 
         Returns:
-            (path, reason) of images that were not added.
+            paths of the images that were added, and (path, reason) of those that were not.
         """
-        values = {key: by_channel(rows[key], one.layout, one.prefix) for key, one in layouts.items()}
-        errors: dict[str, str] = {}
+        if not result.paths:
+            return [], result.errors
+        paths, errors = result.paths, dict(result.errors)
+        values = {key: by_channel(result.rows[key], one.layout, one.prefix) for key, one in layouts.items()}
         for key, one in values.items():
+            reason = None
             if one.shape[1] != self.outputs[key].channels:
                 reason = f"{key} has {one.shape[1]} channels, not {self.outputs[key].channels} as for other images"
-                return [(path, reason) for path in dict.fromkeys(paths)]
-            if not self.outputs[key].takes(one):
+            elif not self.outputs[key].takes(one):
                 reason = f"{key} has {one.ndim - 2} dimensions of positions, not as many as for other images"
-                return [(path, reason) for path in dict.fromkeys(paths)]
+            if reason is not None:
+                return [], [*result.errors, *((path, reason) for path in dict.fromkeys(paths))]
             finite = one.flatten(1).isfinite().all(1).tolist()
             for path, is_finite in zip(paths, finite, strict=True):
                 if not is_finite:
@@ -96,26 +99,7 @@ class Statistics:
             values = {key: one[kept] for key, one in values.items()}
         for key, one in values.items():
             self.outputs[key].add(paths, one)
-        return list(errors.items())
-
-    def add_parts(
-        self, paths: Sequence[str], parts: Sequence[Rows], layouts: Mapping[str, RowLayout]
-    ) -> tuple[list[str], list[tuple[str, str]]]:
-        """Add consecutive parts of rows; see :meth:`add`.
-
-        Returns the paths of the added images, and (path, reason) of the others.
-        """
-        added: list[str] = []
-        errors: list[tuple[str, str]] = []
-        start = 0
-        for part in parts:
-            some = paths[start : start + len(next(iter(part.values())))]
-            start += len(some)
-            refused = self.add(some, part, layouts)
-            errors += refused
-            lost = dict(refused)
-            added += [path for path in dict.fromkeys(some) if path not in lost]
-        return added, errors
+        return list(dict.fromkeys(paths)), list(errors.items())
 
     def merge(self, other: Statistics) -> None:
         """Add the images of ``other``, which has the same statistics for other images.

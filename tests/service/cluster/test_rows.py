@@ -41,7 +41,7 @@ def out(tmp_path: Path) -> Path:
     out = tmp_path / "out"
     for digit, paths, errors in (("1", "ab", []), ("2", "cd", [("x", "broken")])):
         dataset.write_dataset(
-            table_of([Result(list(paths), [ROWS], errors)], SCHEMA),
+            table_of([Result(list(paths), ROWS, errors)], SCHEMA),
             out,
             schema=SCHEMA,
             basename_template=f"{digit * 32}_000000_000000-{{i}}.parquet",

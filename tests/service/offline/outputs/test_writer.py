@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fxcore.errors import FxError
+from service.offline.batches import Result
 from service.offline.folder import Folder
 from service.offline.outputs.shards import shard_format
 from service.offline.outputs.working_folder import WorkingFolder
@@ -23,7 +24,7 @@ def test_a_shard_that_cannot_be_written_fails_once(tmp_path: Path, caplog: pytes
 
     async def run() -> None:
         for number in range(2):
-            await writer.add([f"{number}.png"], [{"C5": torch.ones(1, 2)}], [])
+            await writer.add(Result([f"{number}.png"], {"C5": torch.ones(1, 2)}, []))
 
     with pytest.raises(FxError, match="cannot be written: Is a directory"):
         asyncio.run(run())

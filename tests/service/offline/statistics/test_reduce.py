@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from fxcore.errors import FxError
 from service.offline import extract
+from service.offline.batches import Result
 from service.offline.merge import merge
 from service.offline.outputs.index import Index
 from service.offline.runners.runner import RowLayout
@@ -195,13 +196,15 @@ def test_an_image_with_a_value_that_is_not_finite_is_listed_and_does_not_count()
     values = torch.arange(3 * 2 * 4.0).reshape(3, 2, 2, 2)
     values[1, 0, 1, 1] = torch.nan
     made = Statistics.empty(ALL, layouts, {"mid": values})
-    assert made.add(["a", "b", "c"], {"mid": values}, layouts) == [("b", "mid has values that are not finite")]
+    some = Result(["a", "b", "c"], {"mid": values}, [])
+    assert made.add(some, layouts) == (["a", "c"], [("b", "mid has values that are not finite")])
     moments, largest = made.outputs["mid"].moments, made.outputs["mid"].largest
     assert moments is not None
     assert largest is not None
     assert moments.mean.tolist() == values[[0, 2]].mean((0, 2, 3)).tolist()
     assert [entry.path for entry in largest] == ["c", "a"] * 2
-    assert made.add(["d"], {"mid": values[:1, :1]}, layouts) == [("d", "mid has 1 channels, not 2 as for other images")]
+    narrow = Result(["d"], {"mid": values[:1, :1]}, [])
+    assert made.add(narrow, layouts) == ([], [("d", "mid has 1 channels, not 2 as for other images")])
 
 
 def test_what_takes_too_much_memory_is_refused() -> None:
@@ -239,6 +242,6 @@ def test_what_cannot_be_merged_leaves_nothing(folder: Callable[..., Path], tmp_p
 def test_maps_of_other_dimensions_have_no_places_among_these() -> None:
     layouts = {"mid": RowLayout("NCHW")}
     found = Statistics.empty("top:1", layouts, {"mid": torch.zeros(1, 2, 3, 3)})
-    assert found.add(["a"], {"mid": torch.ones(1, 2, 3, 3)}, layouts) == []
-    [(path, reason)] = found.add(["b"], {"mid": torch.ones(1, 2, 4, 3, 3)}, {"mid": RowLayout()})
-    assert (path, "dimensions" in reason) == ("b", True)
+    assert found.add(Result(["a"], {"mid": torch.ones(1, 2, 3, 3)}, []), layouts) == (["a"], [])
+    added, [(path, reason)] = found.add(Result(["b"], {"mid": torch.ones(1, 2, 4, 3, 3)}, []), layouts)
+    assert (added, path, "dimensions" in reason) == ([], "b", True)
