@@ -163,7 +163,7 @@ class ReducingActor(Actor):
 
         def add(results: list[Result]) -> None:
             for result in results:
-                added, refused = statistics.add(result, self._layouts)
+                added, refused = statistics.add(result)
                 paths.extend(added)
                 errors.extend(refused)
 

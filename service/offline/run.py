@@ -186,7 +186,7 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
                 writer = Writer(folder, chosen, spec.metadata(), job.shard_rows)
             else:
                 assert empty is not None
-                writer = Reducer(Reduction(folder, empty, spec), info.layouts)
+                writer = Reducer(Reduction(folder, empty, spec))
             index = folder.index
             await _run(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report)
             return Summary(spec.outputs, *index.counts(), len(index.shards()) if chosen else 0, skipped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from service.engine.threads import compute_with
@@ -12,7 +12,6 @@ from service.offline.batches import Result
 from service.offline.failures import write_errors
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
-from service.offline.runners.runner import RowLayout
 from service.offline.statistics.files import STATISTICS, write_statistics
 from service.offline.statistics.statistics import Statistics
 
@@ -39,17 +38,18 @@ class Reduction:
     def __init__(self, folder: WorkingFolder, statistics: Statistics, spec: SpecFile) -> None:
         self._folder = folder
         self._spec = spec
-        states = folder.index.statistics()
-        self._statistics = Statistics.from_states(states) if states else statistics
+        self._statistics = statistics
+        if states := folder.index.statistics():
+            statistics.outputs = Statistics.from_states(states).outputs
         self._paths: list[str] = []
         self._errors: list[tuple[str, str]] = []
         self._whole = True
         self._commit_at = time.monotonic() + _SECONDS
 
-    def add(self, result: Result, layouts: Mapping[str, RowLayout]) -> None:
-        """Add the features of some images, with the layout of each output's rows."""
+    def add(self, result: Result) -> None:
+        """Add the features of some images."""
         self._whole = False
-        self._added(*self._statistics.add(result, layouts))
+        self._added(*self._statistics.add(result))
 
     def merge(self, paths: Sequence[str], statistics: Statistics, errors: Sequence[tuple[str, str]]) -> None:
         """Add statistics of images that were reduced elsewhere.
@@ -89,16 +89,10 @@ class Reduction:
 
 
 class Reducer:
-    """Reduces rows in a thread, one batch at a time while others are computed.
+    """Adds rows to ``reduction`` in a thread, one batch at a time while others are computed."""
 
-    Args:
-        reduction: the reduction that rows are added to.
-        layouts: key → layout of rows.
-    """
-
-    def __init__(self, reduction: Reduction, layouts: Mapping[str, RowLayout]) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
-        self._layouts = layouts
         self._thread = ThreadPoolExecutor(1, "fxserve-reduce", compute_with, (1,))
         self._adding: Future[None] | None = None
 
@@ -106,7 +100,7 @@ class Reducer:
         """Add the features of some images."""
         if self._adding is not None:
             await asyncio.shield(asyncio.wrap_future(self._adding))  # cancelling it does not cancel the addition
-        self._adding = self._thread.submit(self._reduction.add, result, self._layouts)
+        self._adding = self._thread.submit(self._reduction.add, result)
 
     def close(self) -> None:
         """Finish the reduction. Blocks, so that nothing can cancel it."""

@@ -30,10 +30,12 @@ class Statistics:
 
     Args:
         outputs: key → statistics of one output.
+        layouts: key → layout of the rows to add; empty if only statistics are merged.
     """
 
-    def __init__(self, outputs: Mapping[str, OutputStatistics]) -> None:
+    def __init__(self, outputs: Mapping[str, OutputStatistics], layouts: Mapping[str, RowLayout]) -> None:
         self.outputs = dict(outputs)
+        self._layouts = layouts
 
     @classmethod
     def empty(cls, reduce: str, layouts: Mapping[str, RowLayout], probe: Rows) -> Statistics:
@@ -64,15 +66,15 @@ class Statistics:
             {
                 key: OutputStatistics.empty(one, moments=moments, covariance="cov" in names, top=top)
                 for key, one in values.items()
-            }
+            },
+            layouts,
         )
 
-    def add(self, result: Result, layouts: Mapping[str, RowLayout]) -> tuple[list[str], list[tuple[str, str]]]:
+    def add(self, result: Result) -> tuple[list[str], list[tuple[str, str]]]:
         """Add rows of images, except images with a value that is not finite.
 
         Args:
             result: the rows. With ``top``, an image has one row. Keys that are not outputs are ignored.
-            layouts: key → layout of rows.
 
         Returns:
             paths of the images that were added, and (path, reason) of those that were not.
@@ -80,7 +82,7 @@ class Statistics:
         if not result.paths:
             return [], result.errors
         paths, errors = result.paths, dict(result.errors)
-        values = {key: by_channel(result.rows[key], one.layout, one.prefix) for key, one in layouts.items()}
+        values = {key: by_channel(result.rows[key], one.layout, one.prefix) for key, one in self._layouts.items()}
         for key, one in values.items():
             reason = None
             if one.shape[1] != self.outputs[key].channels:
@@ -124,13 +126,13 @@ class Statistics:
 
     @classmethod
     def from_states(cls, states: Mapping[str, bytes]) -> Statistics:
-        """Restore statistics from the result of :meth:`states`."""
+        """Restore statistics from the result of :meth:`states`, to be merged."""
         outputs = {}
         for key, state in states.items():
             tensors = safetensors.read(bytearray(state))
             paths = orjson.loads(tensors.pop(_PATHS).numpy().tobytes())
             outputs[key] = OutputStatistics.from_state(tensors, paths)
-        return cls(outputs)
+        return cls(outputs, {})
 
 
 def _check_covariances(channels: Mapping[str, int]) -> None:

@@ -28,7 +28,7 @@ def test_tables_of_several_actors_are_merged(tmp_path: Path) -> None:
     tables = []
     for part in (slice(3, 5), slice(0, 3)):
         some = Statistics.empty("mean,cov,top:2", layouts, rows)
-        some.add(Result(paths[part], {"mid": rows["mid"][part]}, []), layouts)
+        some.add(Result(paths[part], {"mid": rows["mid"][part]}, []))
         tables.append(reduced_table(some, paths[part], [("x", "broken")] if part.start else []))
     empty = Statistics.empty("mean,cov,top:2", layouts, rows)
     made = {"model": "m", "weights": "w", "return_nodes": {"mid": "layer"}}

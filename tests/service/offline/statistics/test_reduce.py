@@ -197,14 +197,14 @@ def test_an_image_with_a_value_that_is_not_finite_is_listed_and_does_not_count()
     values[1, 0, 1, 1] = torch.nan
     made = Statistics.empty(ALL, layouts, {"mid": values})
     some = Result(["a", "b", "c"], {"mid": values}, [])
-    assert made.add(some, layouts) == (["a", "c"], [("b", "mid has values that are not finite")])
+    assert made.add(some) == (["a", "c"], [("b", "mid has values that are not finite")])
     moments, largest = made.outputs["mid"].moments, made.outputs["mid"].largest
     assert moments is not None
     assert largest is not None
     assert moments.mean.tolist() == values[[0, 2]].mean((0, 2, 3)).tolist()
     assert [entry.path for entry in largest] == ["c", "a"] * 2
     narrow = Result(["d"], {"mid": values[:1, :1]}, [])
-    assert made.add(narrow, layouts) == ([], [("d", "mid has 1 channels, not 2 as for other images")])
+    assert made.add(narrow) == ([], [("d", "mid has 1 channels, not 2 as for other images")])
 
 
 def test_what_takes_too_much_memory_is_refused() -> None:
@@ -242,6 +242,6 @@ def test_what_cannot_be_merged_leaves_nothing(folder: Callable[..., Path], tmp_p
 def test_maps_of_other_dimensions_have_no_places_among_these() -> None:
     layouts = {"mid": RowLayout("NCHW")}
     found = Statistics.empty("top:1", layouts, {"mid": torch.zeros(1, 2, 3, 3)})
-    assert found.add(Result(["a"], {"mid": torch.ones(1, 2, 3, 3)}, []), layouts) == (["a"], [])
-    added, [(path, reason)] = found.add(Result(["b"], {"mid": torch.ones(1, 2, 4, 3, 3)}, []), layouts)
+    assert found.add(Result(["a"], {"mid": torch.ones(1, 2, 3, 3)}, [])) == (["a"], [])
+    added, [(path, reason)] = found.add(Result(["b"], {"mid": torch.ones(1, 2, 4, 3, 3)}, []))
     assert (added, path, "dimensions" in reason) == ([], "b", True)
