@@ -9,15 +9,7 @@ from service.choices import RegionPooling
 from service.codecs.requests import regions as body_regions
 from service.engine import Engine, FeatureOptions
 from service.offline.inputs.sources import Regions
-from service.offline.runners.runner import (
-    ExtractorInfo,
-    Rows,
-    add_regions,
-    output_fields,
-    preprocessing_of,
-    resolved_spec,
-    row_layout_of,
-)
+from service.offline.runners.runner import Rows, add_regions, describe
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
@@ -64,22 +56,23 @@ class LocalRunner:
 
     async def start(self, spec: ExtractorSpec) -> None:
         await self._engine.start()
-        requested = spec.backend
-        if requested == "auto" and self._served_by is not None:
-            spec = spec.model_copy(update={"backend": self._served_by})
-        record, _ = await self._engine.extractors.get(spec)
-        runtime = await self._engine.runtimes.load(record)
+        backend = self._served_by if spec.backend == "auto" and self._served_by is not None else spec.backend
+        self._record, _ = await self._engine.extractors.get(spec.model_copy(update={"backend": backend}))
+        runtime = await self._engine.runtimes.load(self._record)
         if self._lowering:  # now, because switching backends during the run would round later rows differently
             await self._engine.settle(runtime, self._images)
-        self._record, description, outputs = record, record.description, record.outputs
-        self.info = ExtractorInfo(
-            spec=resolved_spec(spec, requested, description.weights, description.return_nodes),
-            outputs=[output_fields(vars(info)) for info in outputs],
-            fingerprint=description.fingerprint,
+        description = self._record.description
+        self.info = describe(
+            spec,
+            self._options,
+            {
+                "weights": description.weights,
+                "fingerprint": description.fingerprint,
+                "outputs": [{**vars(info), "prefix": vars(info.prefix)} for info in self._record.outputs],
+            },
             backend=runtime.backend,
-            one_size=description.preprocessing.fixed_size and self._options.preprocess != "none",
-            images=preprocessing_of(self._options, self._engine.settings.preprocess),
-            layouts={info.key: row_layout_of(self._options, vars(info), info.prefix.count) for info in outputs},
+            fixed_size=description.preprocessing.fixed_size,
+            default_preprocess=self._engine.settings.preprocess,
         )
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:

@@ -18,13 +18,9 @@ from service.engine import FeatureOptions
 from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import (
     SERVER_IMAGE_ERRORS,
-    ExtractorInfo,
     Rows,
     add_regions,
-    output_fields,
-    preprocessing_of,
-    resolved_spec,
-    row_layout_of,
+    describe,
 )
 from service.schemas.regions import KINDS
 from service.schemas.specs import ExtractorSpec
@@ -168,7 +164,17 @@ class RemoteRunner:
         defaults = await asyncio.gather(
             *(self._default_preprocess(server.client, spec.model) for server in self._servers)
         )
-        infos = [self._info(spec, e.description, default) for e, default in zip(extractors, defaults, strict=True)]
+        infos = [
+            describe(
+                spec,
+                self._options,
+                extractor.description,
+                backend=None,
+                fixed_size=extractor.one_size,
+                default_preprocess=default,
+            )
+            for extractor, default in zip(extractors, defaults, strict=True)
+        ]
         first, first_url = infos[0], self._servers[0].client.url
         for server, extractor, info in zip(self._servers, extractors, infos, strict=True):
             if (info.spec, info.fingerprint) != (first.spec, first.fingerprint):
@@ -232,19 +238,3 @@ class RemoteRunner:
             return str((await client.model(model))["default_preprocess"]["way"])
         except exceptions.FxserveError as error:
             raise FxError(f"{client.url}: {error}") from error
-
-    def _info(self, spec: ExtractorSpec, description: Mapping[str, Any], default: str) -> ExtractorInfo:
-        nodes = {output["key"]: output["node"] for output in description["outputs"]}
-        fixed = not any(size is None for output in description["outputs"] for size in output["shape"][1:])
-        return ExtractorInfo(
-            spec=resolved_spec(spec, spec.backend, description["weights"], nodes),
-            outputs=[output_fields(output) for output in description["outputs"]],
-            fingerprint=description["fingerprint"],
-            backend=None,
-            one_size=fixed and self._options.preprocess != "none",
-            images=preprocessing_of(self._options, default),
-            layouts={
-                output["key"]: row_layout_of(self._options, output, (output.get("prefix") or {}).get("count", 0))
-                for output in description["outputs"]
-            },
-        )

@@ -121,26 +121,38 @@ def image_error(error: Exception) -> str | None:
     return None if isinstance(error, (FxError, exceptions.FxserveError)) else f"{type(error).__name__}: {error}"
 
 
-def preprocessing_of(options: FeatureOptions, default: str) -> str:
-    """Return how images are preprocessed; ``default`` is the mode that ``default`` stands for."""
-    preprocess = default if options.preprocess == "default" else options.preprocess
-    return PREPROCESS_MODES.get(preprocess, "pixels as they are, in [0, 1]")
+def describe(
+    spec: ExtractorSpec,
+    options: FeatureOptions,
+    found: Mapping[str, Any],
+    *,
+    backend: str | None,
+    fixed_size: bool,
+    default_preprocess: str,
+) -> ExtractorInfo:
+    """Describe the extractor of ``spec``, which has the ``weights``, ``fingerprint`` and ``outputs`` of ``found``.
 
-
-def row_layout_of(options: FeatureOptions, output: Mapping[str, Any], prefix: int) -> RowLayout:
-    """Return the layout of the rows of an output, given its fields as in the API."""
-    if options.one_shape:  # pooled or projected
-        return RowLayout()
-    return RowLayout(row_layout(output["layout"], output["rows_per_image"]), prefix)
-
-
-def resolved_spec(spec: ExtractorSpec, backend: str, weights: str, return_nodes: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of ``spec`` that determine values, with weights and nodes resolved."""
+    These are as in the API; ``default_preprocess`` is the mode that ``preprocess=default`` stands for.
+    """
+    outputs = found["outputs"]
     # The default fit is omitted, as in folders older than this field.
     fields = spec.model_dump(mode="json", exclude={"name", *(["fit"] if spec.fit == "crop" else [])})
-    return {**fields, "backend": backend, "weights": weights, "return_nodes": dict(return_nodes)}
-
-
-def output_fields(output: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an output that ``spec.json`` holds."""
-    return {name: output[name] for name in ("key", "node", "layout", "stride")}
+    preprocess = default_preprocess if options.preprocess == "default" else options.preprocess
+    layouts = {}
+    for output in outputs:
+        prefix = (output.get("prefix") or {}).get("count", 0)
+        known = RowLayout(row_layout(output["layout"], output["rows_per_image"]), prefix)
+        layouts[output["key"]] = RowLayout() if options.one_shape else known  # pooled or projected
+    return ExtractorInfo(
+        spec={
+            **fields,
+            "weights": found["weights"],
+            "return_nodes": {output["key"]: output["node"] for output in outputs},
+        },
+        outputs=[{name: output[name] for name in ("key", "node", "layout", "stride")} for output in outputs],
+        fingerprint=found["fingerprint"],
+        backend=backend,
+        one_size=fixed_size and options.preprocess != "none",
+        images=PREPROCESS_MODES.get(preprocess, "pixels as they are, in [0, 1]"),
+        layouts=layouts,
+    )
