@@ -13,8 +13,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import repeat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,34 +56,34 @@ class Part:
         start: index of its first image in the call.
         rows: number of images.
         content: encoded images, arrays, or tensors by input name.
-        regions: regions to pool; None for whole maps.
-        first_region: index of its first region in the call.
-        edits: edits of inner values in JSON form; their images are indices in the part.
+        regions: regions to pool of all images of the call; None for whole maps.
+        edits: edits of inner values in JSON form; their images are indices in the call.
     """
 
     start: int
     rows: int
     content: list[Encoded] | list[Array] | dict[str, Array]
     regions: Regions | None = None
-    first_region: int = 0
     edits: Sequence[Mapping[str, Any]] = ()
 
     @property
     def first_row(self) -> int:
         """Index of its first row in the outputs of the call."""
-        return self.start if self.regions is None else self.first_region
+        return self.start if self.regions is None else self.regions.first[self.start]
 
     @property
     def row_end(self) -> int:
         """Index after its last row in the outputs of the call."""
-        return self.first_row + (self.rows if self.regions is None else sum(map(len, self.regions.of_images)))
+        end = self.start + self.rows
+        return end if self.regions is None else self.regions.first[end]
 
     def body(self) -> tuple[bytes, str]:
         """Read and encode the request body. Return it with its content type."""
         if self.regions is not None or self.edits:
             images = [base64.b64encode(item.read()).decode() for item in self.content if isinstance(item, Encoded)]
-            regions = {} if self.regions is None else {self.regions.field: self.regions.of_images}
-            edits = {"edits": self.edits} if self.edits else {}
+            end = self.start + self.rows
+            regions = {} if self.regions is None else {self.regions.field: self.regions.of_images[self.start : end]}
+            edits = {"edits": [self._own(edit) for edit in self.edits]} if self.edits else {}
             return json.dumps({"images": images, **regions, **edits}).encode(), "application/json"
         if isinstance(self.content, dict):
             return safetensors.numpy.save({k: np.ascontiguousarray(v) for k, v in self.content.items()}), MEDIA_TYPE
@@ -102,10 +101,14 @@ class Part:
         """Split into parts of at most ``rows`` images."""
         if isinstance(self.content, dict):
             return _split_tensors(self.content, self.start, rows)
-        smaller = list(_group(_single_images(self.content), self.start, rows, sys.maxsize))
-        if self.regions is not None:
-            smaller = _with_regions(smaller, self.regions, self.start, self.first_region)
-        return _with_edits(smaller, self.edits, self.start)
+        images = _single_images(self.content)
+        return list(_group(images, self.start, rows, sys.maxsize, regions=self.regions, edits=self.edits))
+
+    def _own(self, edit: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an edit of the call with indices of images in this part."""
+        if "images" not in edit:
+            return edit
+        return {**edit, "images": [i - self.start for i in edit["images"] if 0 <= i - self.start < self.rows]}
 
 
 def split_call(
@@ -153,50 +156,30 @@ def split_call(
         row = max(1, sum(tensor[:1].nbytes for tensor in tensors.values()))
         return _split_tensors(tensors, 0, max(1, min(max_rows, max_bytes // row)))
     single = _item(images, encoded)
-    items = [single] if single is not None else [_require_item(one, encoded) for one in _iterated(images)]
+    items = [single] if single is not None else _items(images, encoded)
     if encoded and not all(isinstance(item, Encoded) for item in items):
         raise ValueError(f"{field or 'edits'} {_NOT_ARRAYS}")
-    if not given:
-        requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one))
-    else:
+    regions = None
+    if given:
         regions = Regions(field, lists(field, [given_lists] if single is not None else given_lists))
         if len(regions.of_images) != len(items):
             raise ValueError(
                 f"there are {len(items)} images and {len(regions.of_images)} lists of {field}: give one list for each "
                 "image"
             )
-        loads = [(len(of_image), bytes_of(of_image)) for of_image in regions.of_images]
-        requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, loads))
-        requests = _with_regions(requests, regions, 0, 0)
+    requests = list(_group(_single_images(items), 0, max_rows, max_bytes, one_by_one, regions, edits))
     if not requests:
         raise ValueError("there are no images; give at least one")
     for edit in edits:
         if wrong := [index for index in edit.get("images", ()) if not 0 <= index < len(items)]:
             raise ValueError(f"an edit selects image {wrong[0]}, but the {len(items)} images are numbered from 0")
-    return _with_edits(requests, edits, 0)
+    return requests
 
 
 _MAX_REGIONS = 16_384
 """Maximum regions that the server accepts in a request."""
 
 _NOT_ARRAYS = "need image files, bytes or PIL images, not arrays"
-
-
-def _with_regions(parts: list[Part], regions: Regions, start: int, first_region: int) -> list[Part]:
-    """Give each part its regions.
-
-    Args:
-        parts: parts without regions.
-        regions: regions of each image, beginning with image number ``start``.
-        start: index of the first image of ``regions`` in the call.
-        first_region: index of the first of ``regions`` in the call.
-    """
-    with_regions = []
-    for part in parts:
-        own = regions.of_images[part.start - start : part.start - start + part.rows]
-        with_regions.append(replace(part, regions=Regions(regions.field, own), first_region=first_region))
-        first_region += sum(map(len, own))
-    return with_regions
 
 
 def _each_edit(edits: Any) -> Iterable[Any]:
@@ -224,32 +207,14 @@ def _edit(edit: Mapping[str, Any]) -> dict[str, Any]:
     return {"node": edit.get("node"), **{name: array.tolist() for name, array in arrays.items()}}
 
 
-def _with_edits(parts: list[Part], edits: Sequence[Mapping[str, Any]], start: int) -> list[Part]:
-    """Give each part its edits. ``edits`` count images from number ``start``; those of a part count from its first."""
-    if not edits:
-        return parts
-    with_edits = []
-    for part in parts:
-        first = part.start - start
-        own = []
-        for edit in edits:
-            images = [i - first for i in edit.get("images", ()) if first <= i < first + part.rows]
-            own.append({**edit, "images": images} if "images" in edit else edit)
-        with_edits.append(replace(part, edits=own))
-    return with_edits
-
-
-def _iterated(images: Any) -> Iterable[Any]:
-    if not isinstance(images, Iterable):
-        raise TypeError(f"an image must be a path, bytes, a PIL image, or an array, not {type(images).__name__}")
-    return images
-
-
-def _require_item(one: Any, encoded: bool) -> Item:
-    item = _item(one, encoded)
-    if item is None:
-        raise TypeError(f"an image must be a path, bytes, a PIL image, or an array, not {type(one).__name__}")
-    return item
+def _items(images: Any, encoded: bool) -> list[Item]:
+    items = []
+    for one in images if isinstance(images, Iterable) else [images]:
+        item = _item(one, encoded)
+        if item is None:
+            raise TypeError(f"an image must be a path, bytes, a PIL image, or an array, not {type(one).__name__}")
+        items.append(item)
+    return items
 
 
 def _item(one: Any, encoded: bool) -> Item | None:
@@ -319,28 +284,31 @@ def _group(
     max_rows: int,
     max_bytes: int,
     one_by_one: bool = False,
-    loads: Iterable[tuple[int, int]] = repeat((0, 0)),
+    regions: Regions | None = None,
+    edits: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Part]:
     """Group consecutive images that one request can hold: encoded ones, or arrays of one shape and dtype.
 
-    ``loads`` holds the number and the bytes of each image's regions.
+    ``start`` is the index of the first one in the call, which ``regions`` and ``edits`` are of.
     """
     run: list[Any] = []
-    size = regions = 0
+    size = count = 0
     kind: object = None
-    for one, (count, load) in zip(ones, loads, strict=False):
+    for index, one in enumerate(ones, start):
+        of_image = [] if regions is None else regions.of_images[index]
+        bytes_of_one = one.nbytes + bytes_of(of_image)
         its_kind = "encoded" if isinstance(one, Encoded) else (one.shape, one.dtype)
-        full = len(run) == max_rows or size + one.nbytes + load > max_bytes or (one_by_one and its_kind == "encoded")
-        full |= regions + count > _MAX_REGIONS
+        full = len(run) == max_rows or size + bytes_of_one > max_bytes or (one_by_one and its_kind == "encoded")
+        full |= count + len(of_image) > _MAX_REGIONS
         if run and (its_kind != kind or full):
-            yield Part(start, len(run), run)
-            start, run, size, regions = start + len(run), [], 0, 0
+            yield Part(start, len(run), run, regions, edits)
+            start, run, size, count = start + len(run), [], 0, 0
         run.append(one)
-        size += one.nbytes + load
-        regions += count
+        size += bytes_of_one
+        count += len(of_image)
         kind = its_kind
     if run:
-        yield Part(start, len(run), run)
+        yield Part(start, len(run), run, regions, edits)
 
 
 def _split_tensors(tensors: dict[str, Array], start: int, rows: int) -> list[Part]:

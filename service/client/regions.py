@@ -7,15 +7,19 @@ import io
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from service.client.tensors import is_instance, to_array
 
 
-class Regions(NamedTuple):
+@dataclass(frozen=True)
+class Regions:
     """The regions that a call pools instead of whole maps.
 
     Attributes:
@@ -25,6 +29,11 @@ class Regions(NamedTuple):
 
     field: str
     of_images: list[list[Any]]
+
+    @cached_property
+    def first(self) -> list[int]:
+        """Index of each image's first region; at last the number of all."""
+        return list(accumulate(map(len, self.of_images), initial=0))
 
 
 def lists(field: str, given: Any) -> list[list[Any]]:
