@@ -18,6 +18,7 @@ from service.engine import FeatureOptions
 from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import (
     SERVER_IMAGE_ERRORS,
+    ExtractorInfo,
     Rows,
     add_regions,
     describe,
@@ -82,14 +83,16 @@ class _Server:
         Raises:
             FxserveError: the server failed or rejected a request.
         """
-        assert self.extractor is not None
-        kind = KINDS.get(options["pool"])
-        field = kind.field if kind is not None else ""
+
+        async def request(some: slice) -> Rows:
+            assert self.extractor is not None
+            given: dict[str, Any] = {} if regions is None else {KINDS[options["pool"]].field: regions[some]}
+            return await self.extractor(list(images[some]), as_torch=True, **given, **options)
+
         if self._max_images is None:
             timeout = self.timeout
             try:
-                given: dict[str, Any] = {} if regions is None else {field: regions}
-                return await self.extractor(list(images), as_torch=True, **given, **options)
+                return await request(slice(None))
             except exceptions.DeadlineExceeded:
                 if self._max_images is None:
                     _log.warning("%s missed a deadline and gets fewer images at a time", self.client.url)
@@ -99,21 +102,19 @@ class _Server:
         start = timeouts = 0
         async with self._one_request:
             while start < len(images):
-                stop = len(images) if self._max_images is None else start + self._max_images
-                some = list(images[start:stop])
-                given = {} if regions is None else {field: regions[start:stop]}
+                stop = min(len(images), start + (self._max_images or len(images)))
                 timeout = self.timeout
                 try:
-                    parts.append(await self.extractor(some, as_torch=True, **given, **options))
+                    parts.append(await request(slice(start, stop)))
                 except exceptions.DeadlineExceeded:
-                    timeouts += len(some) == 1
+                    timeouts += stop - start == 1
                     if timeouts == _MAX_TIMEOUTS or (timeouts and len(images) > 1):
                         raise
-                    if len(some) == 1:
+                    if stop - start == 1:
                         self.allow_longer_than(timeout)
-                    self._missed(len(some))
+                    self._missed(stop - start)
                 else:
-                    start += len(some)
+                    start = stop
                     if self._max_images is not None:
                         self._in_time += 1
                         if self._in_time == self._recovery:
@@ -160,31 +161,15 @@ class RemoteRunner:
         Raises:
             FxError: a server cannot build it, or servers differ in graph, weights or preprocessing.
         """
-        extractors = await asyncio.gather(*(self._extractor(server.client, spec) for server in self._servers))
-        defaults = await asyncio.gather(
-            *(self._default_preprocess(server.client, spec.model) for server in self._servers)
-        )
-        infos = [
-            describe(
-                spec,
-                self._options,
-                extractor.description,
-                backend=None,
-                fixed_size=extractor.one_size,
-                default_preprocess=default,
-            )
-            for extractor, default in zip(extractors, defaults, strict=True)
-        ]
+        infos = await asyncio.gather(*(self._start(server, spec) for server in self._servers))
         first, first_url = infos[0], self._servers[0].client.url
-        for server, extractor, info in zip(self._servers, extractors, infos, strict=True):
+        for server, info in zip(self._servers, infos, strict=True):
             if (info.spec, info.fingerprint) != (first.spec, first.fingerprint):
                 raise FxError(f"{server.client.url} and {first_url} build different extractors from {info.spec}")
             if info.images != first.images:
                 raise FxError(
                     f"{server.client.url} preprocesses images by {info.images}, but {first_url} by {first.images}"
                 )
-            server.extractor = extractor
-            server.client.retry_policy = replace(server.client.retry_policy, timeout=server.timeout)
         self.info = first
 
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
@@ -226,15 +211,22 @@ class RemoteRunner:
         for server in self._servers:
             await server.client.close()
 
-    async def _extractor(self, client: AsyncClient, spec: ExtractorSpec) -> AsyncExtractor:
+    async def _start(self, server: _Server, spec: ExtractorSpec) -> ExtractorInfo:
+        """Build the extractor on a server, and describe it."""
+        client = server.client
         fields = spec.model_dump(exclude={"model", "return_nodes", "name"})
         try:
-            return await client.extractor(spec.model, spec.return_nodes, **fields)
+            extractor = await client.extractor(spec.model, spec.return_nodes, **fields)
+            default = (await client.model(spec.model))["default_preprocess"]["way"]
         except exceptions.FxserveError as error:
             raise FxError(f"{client.url}: {error}") from error
-
-    async def _default_preprocess(self, client: AsyncClient, model: str) -> str:
-        try:
-            return str((await client.model(model))["default_preprocess"]["way"])
-        except exceptions.FxserveError as error:
-            raise FxError(f"{client.url}: {error}") from error
+        server.extractor = extractor
+        client.retry_policy = replace(client.retry_policy, timeout=server.timeout)
+        return describe(
+            spec,
+            self._options,
+            extractor.description,
+            backend=None,
+            fixed_size=extractor.one_size,
+            default_preprocess=default,
+        )
