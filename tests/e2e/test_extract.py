@@ -18,11 +18,20 @@ from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.runners import remote
 from tests.e2e.conftest import Server
-from tests.service.offline.conftest import SETTINGS, assert_right, folder, job, png, rows  # noqa: F401
-from tests.service.offline.inputs.test_boxes import BOXES, csv, found_in, regions
+from tests.service.offline.conftest import (
+    SETTINGS,
+    assert_right,
+    csv,
+    folder,  # noqa: F401
+    job,
+    png,
+    regions,
+    regions_in,
+    rows,
+)
+from tests.service.offline.inputs.test_boxes import BOXES
 from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
-from tests.service.offline.inputs.test_points_and_masks import asked, mask_png
-from tests.service.offline.inputs.test_points_and_masks import found_in as masks_in
+from tests.service.offline.inputs.test_points_and_masks import mask_png
 
 
 @pytest.mark.exhaustive
@@ -59,7 +68,7 @@ def test_boxes_of_a_server_and_of_this_process(
     assert '"error":"box 0, [0, 0, 81.5, 64], reaches out of its image' in (out / "errors.jsonl").read_text()
     wanted["deep/er/003.png"] = BOXES
     assert extract(regions(out, csv(file, wanted), root, roi_size=3), SETTINGS).done == 3
-    boxes_right(found_in(out), {str(root / path): boxes for path, boxes in wanted.items()}, reference, size=3)
+    boxes_right(regions_in(out), {str(root / path): boxes for path, boxes in wanted.items()}, reference, size=3)
 
 
 @pytest.mark.exhaustive
@@ -74,16 +83,15 @@ def test_masks_of_a_server(
     text = base64.b64encode(mask_png()).decode()
     everything = [text, f"data:image/png;base64,{text}", {"size": [64, 80], "counts": [0, 5120]}]
     rows_of = {"001.png": everything, "002.png": [base64.b64encode(b"junk").decode()]}
-    lines = (path + ',"' + json.dumps(of).replace('"', '""') + '"\n' for path, of in rows_of.items())
-    (root / "masks.csv").write_text("path,masks\n" + "".join(lines))
-    made = extract(asked(out, root / "masks.csv", root, pool="mask", servers=(server.url,)), SETTINGS)
+    file = csv(root / "masks.csv", rows_of, "masks")
+    made = extract(regions(out, file, root, pool="mask", servers=(server.url,)), SETTINGS)
     assert (made.done, made.unreadable) == (1, 1)
     assert "mask 0" in (out / "errors.jsonl").read_text()
-    ((path, masked),) = masks_in(out, "mask").items()
+    ((path, masked),) = regions_in(out, "mask").items()
     assert (path, [place for place, _ in masked]) == (str(root / "001.png"), [0, 1, 2])
     right = reference("resnet18", "layer3.1.relu_1", [png(1)]).mean((2, 3))[0].numpy()
     for _, values in masked:
-        np.testing.assert_allclose(values, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+        np.testing.assert_allclose(values["C4"], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
 
 
 def noise(side: int) -> bytes:

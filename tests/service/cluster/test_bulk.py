@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from service.offline import extract
-from tests.service.offline.conftest import SETTINGS, job, png, rows
-from tests.service.offline.inputs.test_boxes import BOXES, csv, regions
-from tests.service.offline.inputs.test_boxes import found_in as found_in_shards
+from tests.service.offline.conftest import SETTINGS, csv, job, png, regions, regions_in, rows
+from tests.service.offline.inputs.test_boxes import BOXES
 from tests.service.offline.statistics.test_reduce import ALL, assert_statistics
 
 pytest.importorskip("ray.data")
@@ -105,7 +104,7 @@ def test_boxes_are_those_of_a_run_without_ray(folder: Callable[..., Path], tmp_p
     options = ["--model", "resnet18", "--nodes", "C4,C5", "--pool", "roi", "--boxes", str(file), "--shard-rows", "4"]
     said = ended(begin(root, tmp_path / "ray", *options))
     assert "6 of 8 images" in said
-    right = found_in_shards(tmp_path / "local")
+    right = regions_in(tmp_path / "local")
     features: dict[str, list[Any]] = {}
     errors = {}
     for written in (tmp_path / "ray").glob("*.parquet"):
@@ -176,14 +175,6 @@ def test_killed_actors_and_a_killed_driver_lose_and_repeat_nothing(tmp_path: Pat
     features, errors = found_in(out)
     assert sorted(features) == sorted(str(file) for file in root.iterdir())
     assert not errors
-
-
-@pytest.mark.exhaustive
-def test_bad_input_is_a_one_line_error(tmp_path: Path, folder: Callable[..., Path]) -> None:
-    run = begin(folder(1), tmp_path / "out", "--server", "http://127.0.0.1:1")
-    assert "--ray and --server cannot be combined" in run.communicate()[1]
-    run = begin(folder(1), tmp_path / "out", "--format", "zarr")
-    assert "--ray writes Parquet, not zarr" in run.communicate()[1]
 
 
 @pytest.mark.exhaustive

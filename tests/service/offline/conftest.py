@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import PIL.Image
 import pytest
 import skimage.data
 from numpy.typing import NDArray
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from service.engine import FeatureOptions
@@ -61,6 +63,38 @@ def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
     spec |= changed.pop("spec", {})
     fields: dict[str, Any] = {"format": "safetensors", "shard_rows": 4, **changed}
     return Job(tuple(map(str, inputs)), out, spec=ExtractorSpec(**spec), options=options, **fields)
+
+
+def regions(out: Path | str, file: Path | str, *inputs: Path | str, pool: str = "roi", **changed: Any) -> Job:
+    """Return a job for resnet18's C4 and C5 of regions, four to a shard."""
+    spec = {"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}
+    return job(out, *inputs, pool=pool, regions=str(file), spec=spec, **changed)
+
+
+def csv(file: Path, lines: dict[str, Any], column: str = "boxes") -> Path:
+    """Write a file of the regions of each path, with another column."""
+    values = {path: json.dumps(value).replace('"', '""') for path, value in lines.items()}
+    quoted = (f'{path},"{value}",cat\n' for path, value in values.items())
+    file.write_text(f"path,{column},label\n" + "".join(quoted))
+    return file
+
+
+Regions = dict[str, list[tuple[Any, dict[str, NDArray[Any]]]]]
+"""Path → region and features of each of its rows."""
+
+
+def regions_in(out: Path, column: str = "box") -> Regions:
+    """Return the regions and features of all shards."""
+    found: Regions = {}
+    for file in sorted(out.glob("shard-*.safetensors")):
+        with safe_open(file, "np") as shard:
+            arrays = {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118
+            paths = json.loads(shard.metadata()["path"])
+        given = arrays.pop(column)
+        assert given.dtype == (np.int64 if column == "mask" else np.float64)
+        for row, path in enumerate(paths):
+            found.setdefault(path, []).append((given[row].tolist(), {k: v[row] for k, v in arrays.items()}))
+    return found
 
 
 def places(out: Path) -> dict[str, tuple[str, int]]:

@@ -14,45 +14,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from numpy.typing import NDArray
-from safetensors import safe_open
 from torchvision.ops import roi_align
 
 from fxcore.errors import FxError
-from service.offline import Job, extract
+from service.offline import extract
 from service.offline.inputs import regions as files
-from tests.service.offline.conftest import SETTINGS, job, png
+from tests.service.offline.conftest import SETTINGS, Regions, csv, job, png, regions, regions_in
 
 # In pixels of images of 80 x 64: one inside, one that the crop cuts, one of fractions.
 BOXES = [[20, 10, 60, 50], [0, 0, 40, 64], [30.5, 12.25, 41, 30]]
-
-Found = dict[str, list[tuple[list[float], dict[str, NDArray[Any]]]]]
-"""Path → box and features of each of its rows."""
-
-
-def csv(file: Path, lines: dict[str, object]) -> Path:
-    quoted = (f'{path},"{json.dumps(value)}"\n' for path, value in lines.items())
-    file.write_text("path,boxes,label\n" + "".join(line.replace("\n", ",cat\n") for line in quoted))
-    return file
-
-
-def regions(out: Path | str, file: Path | str, *inputs: Path | str, **changed: Any) -> Job:
-    """resnet18's C4 of boxes, four to a shard."""
-    spec = {"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}
-    return job(out, *inputs, pool="roi", regions=str(file), spec=spec, **changed)
-
-
-def found_in(out: Path) -> Found:
-    found: Found = {}
-    for file in sorted(out.glob("shard-*.safetensors")):
-        with safe_open(file, "np") as shard:
-            arrays = {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118
-            paths = json.loads(shard.metadata()["path"])
-        given = arrays.pop("box")
-        assert (given.dtype, given.shape) == (np.float64, (len(paths), 4))
-        for row, path in enumerate(paths):
-            found.setdefault(path, []).append((given[row].tolist(), {k: v[row] for k, v in arrays.items()}))
-    return found
 
 
 def expected(reference: Callable[..., Any], node: str, stride: int, number: int, wanted: Any, size: int = 7) -> Any:
@@ -62,7 +32,7 @@ def expected(reference: Callable[..., Any], node: str, stride: int, number: int,
     return pooled.flatten(1).numpy() if size == 1 else pooled.numpy()
 
 
-def assert_right(found: Found, wanted: dict[str, Any], reference: Callable[..., Any], size: int = 7) -> None:
+def assert_right(found: Regions, wanted: dict[str, Any], reference: Callable[..., Any], size: int = 7) -> None:
     assert {path: [box for box, _ in rows] for path, rows in found.items()} == wanted
     for path, rows in found.items():
         for key, node, stride in (("C4", "layer3.1.relu_1", 16), ("C5", "layer4.1.relu_1", 32)):
@@ -83,7 +53,7 @@ def test_rows_are_the_regions_of_the_whole_maps(
     assert (made.images, made.done, made.unreadable, made.shards) == (3, 3, 0, 2)
     assert [output["shape"] for output in made.outputs] == [[256, 7, 7], [512, 7, 7]]
     wanted = {str(root / path): value for path, value in lines.items() if value}
-    assert_right(found_in(out), wanted, reference)
+    assert_right(regions_in(out), wanted, reference)
     with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as index:
         places = dict(index.execute('SELECT path, shard || " " || "row" FROM images').fetchall())
     assert places == {
@@ -101,9 +71,9 @@ def test_boxes_of_an_archive_of_a_whole_folder(
     """``tar -C photos -cf x.tar .`` writes the names ``./000.png``."""
     with tarfile.open(tmp_path / "x.tar", "w") as tar:
         tar.add(folder(3), ".")
-    lines: dict[str, object] = {named.format("001.png", root=tmp_path): BOXES}
+    lines = {named.format("001.png", root=tmp_path): BOXES}
     extract(regions(tmp_path / "out", csv(tmp_path / "boxes.csv", lines), tmp_path / "x.tar"), SETTINGS)
-    assert_right(found_in(tmp_path / "out"), {f"{tmp_path}/x.tar/001.png": BOXES}, reference)
+    assert_right(regions_in(tmp_path / "out"), {f"{tmp_path}/x.tar/001.png": BOXES}, reference)
 
 
 @pytest.mark.exhaustive
@@ -117,7 +87,7 @@ def test_a_run_goes_on_and_other_boxes_are_refused(
     lines |= {"deep/er/000.png": BOXES[1:]}
     made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     assert (made.images, made.done) == (5, 5)
-    assert_right(found_in(out), {str(root / path): value for path, value in lines.items()}, reference)
+    assert_right(regions_in(out), {str(root / path): value for path, value in lines.items()}, reference)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     lines["001.png"] = [[1, 2, 30, 40]]
     with pytest.raises(FxError, match=r"001\.png was extracted with different boxes; use a new folder"):
@@ -151,7 +121,7 @@ def test_vectors_from_a_parquet_file_with_a_row_for_each_box(
     pyarrow.parquet.write_table(table, tmp_path / "tables" / "boxes.parquet")
     extract(regions(out, tmp_path / "tables" / "boxes.parquet", root, roi_size=1), SETTINGS)
     wanted = {str(root / "001.png"): [BOXES[0], BOXES[2]], str(root / "002.png"): [BOXES[1]]}
-    assert_right(found_in(out), wanted, reference, size=1)
+    assert_right(regions_in(out), wanted, reference, size=1)
 
 
 def test_boxes_that_are_wrong_cost_no_other_image_its_place(
@@ -169,7 +139,7 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
     }
     made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     assert (made.images, made.done, made.unreadable) == (6, 1, 5)
-    assert_right(found_in(out), {str(root / "002.png"): BOXES}, reference)
+    assert_right(regions_in(out), {str(root / "002.png"): BOXES}, reference)
     listed = map(json.loads, (out / "errors.jsonl").read_text().splitlines())
     said = {Path(line["path"]).name: line["error"] for line in listed}
     assert said == {

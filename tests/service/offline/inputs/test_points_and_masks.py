@@ -15,40 +15,23 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from safetensors import safe_open
 from torch.nn.functional import grid_sample
 
 from fxcore.errors import FxError
-from service.offline import Job, extract
+from service.offline import extract
 from service.offline.inputs import regions as files
-from tests.service.offline.conftest import SETTINGS, job, png
+from tests.service.offline.conftest import SETTINGS, csv, png, regions, regions_in
 
 POINTS = [[40, 32], [30.5, 12.25]]  # in pixels of images of 80 x 64
 
 
-def asked(out: Path, file: Path, *inputs: Path, pool: str, **changed: Any) -> Job:
-    spec = {"model": "resnet18", "return_nodes": {"C4": "C4"}}
-    return job(out, *inputs, pool=pool, regions=str(file), spec=spec, **changed)
-
-
-def found_in(out: Path, column: str) -> dict[str, list[tuple[Any, Any]]]:
-    found: dict[str, list[tuple[Any, Any]]] = {}
-    for file in sorted(out.glob("shard-*.safetensors")):
-        with safe_open(file, "np") as shard:
-            places, features = shard.get_tensor(column), shard.get_tensor("C4")
-            for row, path in enumerate(json.loads(shard.metadata()["path"])):
-                found.setdefault(path, []).append((places[row].tolist(), features[row]))
-    return found
-
-
 def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, reference: Callable[..., Any]) -> None:
     root, out = folder(4), tmp_path / "out"
-    file = root / "points.csv"
     lines = {"001.png": POINTS, "002.png": POINTS[:1], "deep/er/003.png": [[1, 40]]}  # the crop leaves the last out
-    file.write_text("path,points\n" + "".join(f'{path},"{json.dumps(of)}"\n' for path, of in lines.items()))
-    made = extract(asked(out, file, root, pool="points"), SETTINGS)
+    file = csv(root / "points.csv", lines, "points")
+    made = extract(regions(out, file, root, pool="points"), SETTINGS)
     assert (made.done, made.unreadable) == (2, 1)
-    found = found_in(out, "point")
+    found = regions_in(out, "point")
     assert {path: [place for place, _ in rows] for path, rows in found.items()} == {
         str(root / "001.png"): POINTS,
         str(root / "002.png"): POINTS[:1],
@@ -58,12 +41,12 @@ def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, refer
         # 80 x 64 becomes 320 x 256, of which 224 x 224 are seen.
         at = (torch.tensor([place for place, _ in rows]) * 4 - torch.tensor([48, 16])) / 112 - 1
         right = grid_sample(maps, at[None, None], align_corners=False)[0, :, 0].T.numpy()
-        np.testing.assert_allclose([row for _, row in rows], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+        np.testing.assert_allclose([row["C4"] for _, row in rows], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
     error = json.loads((out / "errors.jsonl").read_text())["error"]
     assert error == "point 0, [1, 40], lies outside of the part of its image that the model sees: leave it out"
-    file.write_text('path,points\n001.png,"[[1, 2]]"\n')
+    csv(file, {"001.png": [[1, 2]]}, "points")
     with pytest.raises(FxError, match=r"001\.png was extracted with different points; use a new folder"):
-        extract(asked(out, file, root, pool="points"), SETTINGS)
+        extract(regions(out, file, root, pool="points"), SETTINGS)
 
 
 def mask_png() -> bytes:
@@ -81,20 +64,18 @@ def test_masks_of_a_file(folder: Callable[..., Path], tmp_path: Path, reference:
     runs, empty = {"size": [64, 80], "counts": [0, 5120]}, {"size": [64, 80], "counts": [5120]}
     if kind == "csv":
         text = base64.b64encode(mask_png()).decode()
-        rows = {"001.png": [text, runs], "002.png": [empty]}
-        lines = (path + ',"' + json.dumps(of).replace('"', '""') + '"\n' for path, of in rows.items())
-        (root / "masks.csv").write_text("path,masks\n" + "".join(lines))
+        csv(root / "masks.csv", {"001.png": [text, runs], "002.png": [empty]}, "masks")
     else:
         masks = pyarrow.array([[mask_png(), mask_png()], [b"junk"]], pyarrow.list_(pyarrow.binary()))
         table = pyarrow.table({"path": ["001.png", "002.png"], "masks": masks})
         pyarrow.parquet.write_table(table, root / "masks.parquet")
-    made = extract(asked(out, root / f"masks.{kind}", root, pool="mask"), SETTINGS)
+    made = extract(regions(out, root / f"masks.{kind}", root, pool="mask"), SETTINGS)
     assert (made.done, made.unreadable) == (1, 1)
-    ((path, rows_of),) = found_in(out, "mask").items()
+    ((path, rows_of),) = regions_in(out, "mask").items()
     assert (path, [place for place, _ in rows_of]) == (str(root / "001.png"), [0, 1])
     right = reference("resnet18", "layer3.1.relu_1", [png(1)]).mean((2, 3))[0].numpy()
     for _, row in rows_of:
-        np.testing.assert_allclose(row, right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
+        np.testing.assert_allclose(row["C4"], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
     assert ("is empty" if kind == "csv" else "not a PNG file") in (out / "errors.jsonl").read_text()
 
 
