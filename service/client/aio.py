@@ -27,13 +27,7 @@ class AsyncClient(BaseClient):
     async def models(
         self, *, task: str | None = None, q: str | None = None, source: Source | None = None
     ) -> list[dict[str, Any]]:
-        """List the models served: name, task and weights of each.
-
-        Args:
-            task: only models for this task.
-            q: only models whose name contains this.
-            source: only models from this source; timm's are listed only with ``timm``, and ``own`` are the operator's.
-        """
+        """List the models served. For arguments see :meth:`service.client.Client.models`."""
         return await flows.models(self, task, q, source)
 
     async def model(self, model: str) -> dict[str, Any]:
@@ -43,12 +37,7 @@ class AsyncClient(BaseClient):
     async def nodes(
         self, model: str, *, weights: str = "DEFAULT", transforms: Literal["attention_maps"] | None = None
     ) -> dict[str, Any]:
-        """List a model's node names: ``eval_nodes``, ``train_nodes``, and ``levels``, which are aliases of some.
-
-        Args:
-            weights: as in :meth:`extractor`; they determine the model's structure and are not loaded.
-            transforms: also list the nodes that this transform adds.
-        """
+        """List a model's node names. For arguments see :meth:`service.client.Client.nodes`."""
         return await flows.nodes(self, model, weights, transforms)
 
     async def extractor(
