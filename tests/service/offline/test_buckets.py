@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,21 +16,18 @@ from safetensors.numpy import load
 from fxcore.errors import FxError
 from service.offline import extract
 from tests.service.offline.conftest import SETTINGS, job, png, rows
+from tests.service.offline.inputs.test_sources import archive
 
 
 @pytest.fixture
-def photos(bucket: str) -> str:
+def photos(bucket: str, tmp_path: Path) -> str:
     """Images and archives under a URL."""
     fs = s3fs.S3FileSystem(use_listings_cache=False)
     for number in range(6):
         fs.pipe_file(f"{bucket}/photos/{'deep/' * (number % 2)}{number}.png", png(number))
     for name, mode in (("a.tar", "w"), ("b.tar.gz", "w:gz")):
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode=mode) as archive:  # type: ignore[call-overload]
-            member = tarfile.TarInfo("in/6.png")
-            member.size = len(png(6))
-            archive.addfile(member, io.BytesIO(png(6)))
-        fs.pipe_file(f"{bucket}/photos/{name}", packed.getvalue())
+        packed = archive(tmp_path / name, {"in/6.png": png(6)}, mode)
+        fs.pipe_file(f"{bucket}/photos/{name}", packed.read_bytes())
     fs.pipe_file(f"{bucket}/photos/broken.png", png(0)[:500])
     fs.pipe_file(f"{bucket}/photos/notes.txt", b"no image")
     return f"{bucket}/photos"
@@ -88,13 +83,8 @@ def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
 
 def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, tmp_path: Path) -> None:
     """HTTP has no empty range: servers send the whole archive for one."""
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("empty.png"))
-        member = tarfile.TarInfo("1.png")
-        member.size = len(png(1))
-        archive.addfile(member, io.BytesIO(png(1)))
-    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{bucket}/empty/a.tar", packed.getvalue())
+    packed = archive(tmp_path / "a.tar", {"empty.png": b"", "1.png": png(1)})
+    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{bucket}/empty/a.tar", packed.read_bytes())
     made = extract(job(tmp_path / "out", f"{bucket}/empty/a.tar"), SETTINGS)
     assert (made.done, made.unreadable) == (1, 1)
     [line] = (tmp_path / "out" / "errors.jsonl").read_text().splitlines()

@@ -27,12 +27,18 @@ def names(*inputs: object) -> list[str]:
     return sorted(source.path for source in find(map(str, inputs)))
 
 
+def add(tar: tarfile.TarFile, name: str, data: bytes = b"", link: str = "", kind: bytes = tarfile.LNKTYPE) -> None:
+    member = tarfile.TarInfo(name)
+    if link:
+        member.type, member.linkname = kind, link
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
 def archive(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
         for name, data in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+            add(tar, name, data)
     return path
 
 
@@ -120,13 +126,9 @@ def test_members_of_archives_are_told_by_their_content(mode: str, tmp_path: Path
     path = tmp_path / "linked.tar"
     with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
         for name, data in {**TEXTS, **images, "last.txt": b"text"}.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
+            add(tar, name, data)
         for name, target in {"to image": "PNG", "to text": "notes", "to nothing": "gone"}.items():
-            link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, target
-            tar.addfile(link)
+            add(tar, name, link=target, kind=tarfile.SYMTYPE)
     skipped = Skipped()
     found = {source.path.removeprefix(f"{path}/"): source for source in find([str(path)], skipped)}
     images["to image"] = images["PNG"]
@@ -323,14 +325,6 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         Reader(100).read(Source("x", str(tmp_path / "x")))
     with pytest.raises(BadImage, match="Is a directory"):
         Reader(100).read(Source("x", str(tmp_path)))
-
-
-def add(tar: tarfile.TarFile, name: str, data: bytes = b"", link: str = "", kind: bytes = tarfile.LNKTYPE) -> None:
-    member = tarfile.TarInfo(name)
-    if link:
-        member.type, member.linkname = kind, link
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
 
 
 def test_links_in_archives_are_to_the_same_versions_as_when_unpacked(tmp_path: Path) -> None:
