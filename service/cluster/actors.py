@@ -8,10 +8,10 @@ import platform
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # See service.app.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -33,8 +33,6 @@ from service.offline.runners.runner import ExtractorInfo, Rows
 from service.offline.statistics.statistics import Statistics
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
-
-T = TypeVar("T")
 
 
 def given_settings(settings: Settings, cores: int) -> dict[str, Any]:
@@ -112,21 +110,15 @@ class Actor(ABC):
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         """Return a block of results."""
 
-    def _each(self, found: Sequence[Source], use: Callable[[list[Result]], T]) -> list[T]:
-        """Compute the features of images in batches, and return ``use`` of each, which is called once at a time."""
+    def _each(self, found: Sequence[Source], use: Callable[[Result], None]) -> None:
+        """Compute the features of images, and call ``use`` with each result, in order."""
 
-        async def each() -> list[T]:
-            room, using = asyncio.Semaphore(self._batches.concurrency), asyncio.Lock()
+        async def each() -> None:
+            async with aclosing(self._batches.results(iter([found]))) as results:
+                async for result in results:
+                    await asyncio.to_thread(use, result)
 
-            async def one(batch: Sequence[Source]) -> T:
-                async with room:
-                    results = await self._batches.run(batch)
-                    async with using:
-                        return await asyncio.to_thread(use, results)
-
-            return await asyncio.gather(*map(one, self._batches.split(found)))
-
-        return asyncio.run_coroutine_threadsafe(each(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(each(), self._loop).result()
 
 
 class ExtractingActor(Actor):
@@ -148,7 +140,8 @@ class ExtractingActor(Actor):
 
     def __call__(self, block: pyarrow.Table) -> pyarrow.Table:
         found, lost = sources_of(block)
-        results = chain.from_iterable(self._each(found, lambda results: results))
+        results: list[Result] = []
+        self._each(found, results.append)
         return table_of([*results, Result([], {}, lost)], self._schema)
 
 
@@ -161,11 +154,10 @@ class ReducingActor(Actor):
         statistics = Statistics.empty(self._made.reduce, self._layouts, self._probe)
         paths: list[str] = []
 
-        def add(results: list[Result]) -> None:
-            for result in results:
-                added, refused = statistics.add(result)
-                paths.extend(added)
-                errors.extend(refused)
+        def add(result: Result) -> None:
+            added, refused = statistics.add(result)
+            paths.extend(added)
+            errors.extend(refused)
 
         self._each(found, add)
         return reduced_table(statistics, paths, errors)

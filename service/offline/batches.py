@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -57,9 +58,6 @@ class Batches:
         runner: runs the extractor.
         reader: reads the images.
         probe: the features of one image, which give the size of a row.
-
-    Attributes:
-        concurrency: batches in flight that keep the runner busy and fit in memory.
     """
 
     def __init__(self, runner: Runner, reader: Reader, probe: Rows) -> None:
@@ -68,12 +66,46 @@ class Batches:
         row_bytes = max(1, sum(values.nbytes for values in probe.values()))
         images = max(4, min(runner.concurrency, _MAX_BYTES_IN_FLIGHT // row_bytes))
         self._size = max(1, min(_BATCH, images // 4)) if runner.info.one_size else 1
-        self.concurrency = -(-images // self._size)
-        self._max_regions = max(1, min(_MAX_REGIONS, _MAX_BYTES_IN_FLIGHT // row_bytes // self.concurrency))
+        # Batches in flight that keep the runner busy and fit in memory.
+        self._concurrency = -(-images // self._size)
+        self._max_regions = max(1, min(_MAX_REGIONS, _MAX_BYTES_IN_FLIGHT // row_bytes // self._concurrency))
         self._readers = ThreadPoolExecutor(4, "fxserve-read", compute_with, (1,))
         self._unpacker = ThreadPoolExecutor(1, "fxserve-unpack", compute_with, (1,))
 
-    def split(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
+    async def results(self, blocks: Iterator[Sequence[Source]]) -> AsyncGenerator[Result, None]:
+        """Compute the features of blocks of images in batches, several concurrently, and yield them in order.
+
+        An image that fails does not affect the others. Images of a batch that had to be computed separately are
+        separate results: their outputs may differ in shape.
+
+        Raises:
+            FxError: the failure is not due to an image.
+        """
+        in_flight: deque[asyncio.Task[list[Result]]] = deque()
+        try:
+            while block := await asyncio.to_thread(next, blocks, None):
+                for batch in self._split(block):
+                    while len(in_flight) >= self._concurrency:
+                        for result in await in_flight[0]:
+                            yield result
+                        in_flight.popleft()
+                    in_flight.append(asyncio.create_task(self._run(batch)))
+            while in_flight:
+                for result in await in_flight[0]:
+                    yield result
+                in_flight.popleft()
+        finally:
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
+    def close(self) -> None:
+        """Stop the readers."""
+        for pool in (self._readers, self._unpacker):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
+
+    def _split(self, images: Sequence[Source]) -> Iterator[Sequence[Source]]:
         """Split ``images`` into batches, which are smaller if images have many regions."""
         start = regions = 0
         for place, source in enumerate(images):
@@ -85,26 +117,13 @@ class Batches:
         if images:
             yield images[start:]
 
-    async def run(self, batch: Sequence[Source]) -> list[Result]:
-        """Compute the features of a batch. An image that fails does not affect the others.
-
-        Returns several results if images had to be computed separately: their outputs may differ in shape.
-
-        Raises:
-            FxError: the failure is not due to an image.
-        """
+    async def _run(self, batch: Sequence[Source]) -> list[Result]:
         pool = self._unpacker if any(map(_is_packed, batch)) else self._readers
         found, errors = await asyncio.get_running_loop().run_in_executor(pool, self._read, batch)
         results = await self._compute(found) if found else []
         if errors:
             results.append(Result([], {}, errors))
         return results
-
-    def close(self) -> None:
-        """Stop the readers."""
-        for pool in (self._readers, self._unpacker):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._reader.close()
 
     async def _compute(self, found: Sequence[tuple[Source, bytes]]) -> list[Result]:
         """Compute the features of images: of each separately if one of them fails the batch."""

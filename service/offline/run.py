@@ -8,9 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ import torch
 from fxcore.errors import FxError
 from service.choices import RegionPooling
 from service.engine import FeatureOptions
-from service.offline.batches import Batches, Result, probe
+from service.offline.batches import Batches, probe
 from service.offline.failures import write_errors
 from service.offline.folder import Folder
 from service.offline.inputs import regions, sources
@@ -188,7 +187,8 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
                 assert empty is not None
                 writer = Reducer(Reduction(folder, empty, spec))
             index = folder.index
-            await _run(Batches(runner, Reader(settings.max_body_bytes), probed), index, writer, report)
+            with closing(Batches(runner, Reader(settings.max_body_bytes), probed)) as batches:
+                await _run(batches, index, writer, report)
             return Summary(spec.outputs, *index.counts(), len(index.shards()) if chosen else 0, skipped)
         finally:
             with write_errors(out):
@@ -276,34 +276,14 @@ def add_images(job: Job, found: Iterable[Source], index: Index) -> None:
 
 
 async def _run(batches: Batches, index: Index, writer: Writer | Reducer, report: Report) -> None:
-    """Process all pending images: keep several batches in flight, and pass their rows to the writer in order."""
+    """Process all pending images: pass their rows to the writer in order."""
     images, done, unreadable = index.counts()
     report(images, done, unreadable)
-    in_flight: deque[asyncio.Task[list[Result]]] = deque()
-
-    async def finish_oldest() -> None:
-        nonlocal done, unreadable
-        results = await in_flight[0]
-        in_flight.popleft()
-        for result in results:
-            await writer.add(result)
-            done, unreadable = done + len(set(result.paths)), unreadable + len(result.errors)
-        report(images, done, unreadable)
-
-    blocks = index.pending()
-    try:
-        while block := await asyncio.to_thread(next, blocks, None):
-            for some in batches.split(block):
-                while len(in_flight) >= batches.concurrency:
-                    await finish_oldest()
-                in_flight.append(asyncio.create_task(batches.run(some)))
-        while in_flight:
-            await finish_oldest()
-    finally:
-        for task in in_flight:
-            task.cancel()
+    async with aclosing(batches.results(index.pending())) as results:
         try:
-            writer.close()  # keep finished work, however the run ends
+            async for result in results:
+                await writer.add(result)
+                done, unreadable = done + len(set(result.paths)), unreadable + len(result.errors)
+                report(images, done, unreadable)
         finally:
-            await asyncio.gather(*in_flight, return_exceptions=True)
-            batches.close()
+            writer.close()  # keep finished work, however the run ends
