@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,9 @@ def test_the_help_names_what_extract_needs(monkeypatch: pytest.MonkeyPatch) -> N
     assert "file:NAME in FXSERVE_WEIGHTS_DIR." in shown
 
 
-RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
+EXTRACT = ("extract", "CAT", "--out", "OUT", "--model", "resnet18", "--nodes", "C4", "--device", "cpu")
+RANDOM = (*EXTRACT, "--weights", "random")
+"""Of options that are given again, the last one counts."""
 
 
 @pytest.mark.parametrize(
@@ -126,95 +129,47 @@ RANDOM = ("--model", "resnet18", "--weights", "random", "--device", "cpu")
         (["serve", "--device", "toaster"], 2, "device 'toaster' is not supported; use auto, cpu, cuda or cuda:N"),
         (["serve", "--device", "meta"], 2, "device 'meta' is not supported"),
         (["serve", "--device", "cuda:77"], 2, "device 'cuda:77' is not available"),
-        (["extract", "CAT", *RANDOM, "--nodes", "layer9", "--out", "OUT"], 1, "no node 'layer9'; did you mean"),
-        (["extract", "CAT", *RANDOM, "--nodes", "a,,b", "--out", "OUT"], 2, "--nodes: '' is not NODE or NODE:KEY"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C4:b", "--out", "OUT"], 2, "'C4' is named twice"),
-        (["extract", "CAT", *RANDOM, "--nodes", "layer1.*,C4:a", "--out", "OUT"], 1, "list of names without keys"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:a,C5:a", "--out", "OUT"], 1, "the key 'a' is given twice"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:__metadata__", "--out", "OUT"], 2, "no output can have the key"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:a\x1bb", "--out", "OUT"], 2, "no output can have the key"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4:path", "--out", "OUT"], 1, "an output cannot be named 'path'"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "CAT"], 1, "cat.jpg is a file; --out must be a folder"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--image-size", "0", "--out", "OUT"], 2, "--image-size: Input"),
-        (  # the cluster may have the device
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--device=cuda:77", "--ray=x", "--format=npz", "--out", "OUT"],
-            2,
-            "--ray writes Parquet",
-        ),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "cls", "--out", "OUT"], 1, "pool=cls takes"),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "roi", "--out", "OUT"],
-            2,
-            "--boxes must be given together",
-        ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--boxes", "x.csv", "--out", "OUT"],
-            2,
-            "--boxes must be given together",
-        ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--pool", "points", "--out", "OUT"],
-            2,
-            "--points must be given together",
-        ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--masks", "x.csv", "--out", "OUT"],
-            2,
-            "--masks must be given together",
-        ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "mean,var", "--out", "OUT"],
-            2,
-            "one or more of mean",
-        ),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "mean", "--format", "npz", "--out", "OUT"],
-            2,
-            "leave out --format npz",
-        ),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--reduce", "top:2", "--project", "9", "--out", "OUT"], 1, "own"),
+        ([*RANDOM, "--nodes", "layer9"], 1, "no node 'layer9'; did you mean"),
+        ([*RANDOM, "--nodes", "a,,b"], 2, "--nodes: '' is not NODE or NODE:KEY"),
+        ([*RANDOM, "--nodes", "C4:a,C4:b"], 2, "'C4' is named twice"),
+        ([*RANDOM, "--nodes", "layer1.*,C4:a"], 1, "list of names without keys"),
+        ([*RANDOM, "--nodes", "C4:a,C5:a"], 1, "the key 'a' is given twice"),
+        ([*RANDOM, "--nodes", "C4:__metadata__"], 2, "no output can have the key"),
+        ([*RANDOM, "--nodes", "C4:a\x1bb"], 2, "no output can have the key"),
+        ([*RANDOM, "--nodes", "C4:path"], 1, "an output cannot be named 'path'"),
+        ([*RANDOM, "--out", "CAT"], 1, "cat.jpg is a file; --out must be a folder"),
+        ([*RANDOM, "--image-size", "0"], 2, "--image-size: Input"),
+        # the cluster may have the device
+        ([*RANDOM, "--device=cuda:77", "--ray=x", "--format=npz"], 2, "--ray writes Parquet"),
+        ([*RANDOM, "--pool", "cls"], 1, "pool=cls takes"),
+        ([*RANDOM, "--pool", "roi"], 2, "--boxes must be given together"),
+        ([*RANDOM, "--boxes", "x.csv"], 2, "--boxes must be given together"),
+        ([*RANDOM, "--pool", "points"], 2, "--points must be given together"),
+        ([*RANDOM, "--masks", "x.csv"], 2, "--masks must be given together"),
+        ([*RANDOM, "--reduce", "mean,var"], 2, "one or more of mean"),
+        ([*RANDOM, "--reduce", "mean", "--format", "npz"], 2, "leave out --format npz"),
+        ([*RANDOM, "--reduce", "top:2", "--project", "9"], 1, "own"),
         (["merge", "GONE", "--out", "OUT"], 1, "gone.jpg holds no spec.json; name folders created by"),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--roi-size", "1", "--out", "OUT"],
-            2,
-            "--roi-size needs --pool roi",
-        ),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--seed", "0", "--out", "OUT"], 2, "--seed needs --project"),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--preprocess", "none", "--fit", "pad", "--out", "OUT"],
-            2,
-            "does not resize images; leave out --fit pad",
-        ),
-        (["extract", "CAT", "GONE", *RANDOM, "--nodes", "C4", "--out", "OUT"], 1, "gone.jpg: No such file"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "ftp://x", "--out", "OUT"], 1, "begin with http"),
-        (
-            ["extract", "CAT", *RANDOM, "--nodes", "C4", "--server", "http://127.0.0.1:9", "--out", "OUT"],
-            1,
-            "27.0.0.1:9: POST",
-        ),
-        (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", "--out", "OUT"], 1, "resnet18-f37072fd.pth is"),
-        *(  # before the weights are looked for
-            (["extract", "CAT", "--model", "resnet18", "--nodes", "C4", *options], 1, said)
-            for options, said in (
-                (["--out", "FOLDER"], "is not empty and holds no spec.json"),
-                (["--dtype", "bfloat16", "--format", "parquet", "--out", "OUT"], "--format parquet has no bfloat16"),
-                (["--precision", "bfloat16", "--format", "npz", "--out", "OUT"], "--format npz has no bfloat16"),
-            )
-        ),
+        ([*RANDOM, "--roi-size", "1"], 2, "--roi-size needs --pool roi"),
+        ([*RANDOM, "--seed", "0"], 2, "--seed needs --project"),
+        ([*RANDOM, "--preprocess", "none", "--fit", "pad"], 2, "does not resize images; leave out --fit pad"),
+        ([*RANDOM, "GONE"], 1, "gone.jpg: No such file"),
+        ([*RANDOM, "--server", "ftp://x"], 1, "begin with http"),
+        ([*RANDOM, "--server", "http://127.0.0.1:9"], 1, "27.0.0.1:9: POST"),
+        (EXTRACT, 1, "resnet18-f37072fd.pth is"),
+        # before the weights are looked for
+        ([*EXTRACT, "--out", "FOLDER"], 1, "is not empty and holds no spec.json"),
+        ([*EXTRACT, "--dtype", "bfloat16", "--format", "parquet"], 1, "--format parquet has no bfloat16"),
+        ([*EXTRACT, "--precision", "bfloat16", "--format", "npz"], 1, "--format npz has no bfloat16"),
         (["graph", "resnet18", "--height", "0", "--width", "64"], 2, "should be greater than or equal to 1"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", ""], 2, "--out must be a folder or a URL, not ''"),
-        (["extract", "CAT", *RANDOM, "--nodes", "C4", "--out", "-"], 2, "--out must be a folder or a URL, not '-'"),
+        ([*RANDOM, "--out", ""], 2, "--out must be a folder or a URL, not ''"),
+        ([*RANDOM, "--out", "-"], 2, "--out must be a folder or a URL, not '-'"),
         (["graph", "resnet18", "--out", "OUT.png"], 2, "--out: the suffix .png is none of .txt, .py, .dot"),
-        pytest.param(
-            ["extract", "CAT", "--model", "r3d_18", "--weights", "random", "--nodes", "stem", "--out", "OUT"],
-            1,
-            "r3d",
-            marks=pytest.mark.exhaustive,
-        ),
+        pytest.param([*RANDOM, "--model", "r3d_18", "--nodes", "stem"], 1, "r3d", marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: " ".join(value[-4:]) if isinstance(value, list) else None,
 )
-def test_errors_are_one_line(arguments: list[str], code: int, said: str, files: list[Path], tmp_path: Path) -> None:
+def test_errors_are_one_line(arguments: Sequence[str], code: int, said: str, files: list[Path], tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg", "FOLDER": tmp_path}
     filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
