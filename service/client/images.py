@@ -140,7 +140,8 @@ def split_call(
     if len(given) > 1:
         raise ValueError("give one of boxes, points and masks")
     field, given_lists = next(iter(given.items()), ("", None))
-    edits = [_edit(edit) for edit in _each_edit(edits)]
+    edits = [edits] if isinstance(edits, Mapping) else edits or ()
+    edits = [_edit(edit) for edit in edits]
     encoded = bool(given or edits)
     if isinstance(images, Mapping):
         if encoded:
@@ -180,11 +181,6 @@ _MAX_REGIONS = 16_384
 """Maximum regions that the server accepts in a request."""
 
 _NOT_ARRAYS = "need image files, bytes or PIL images, not arrays"
-
-
-def _each_edit(edits: Any) -> Iterable[Any]:
-    """Return the edits one by one; a single one may stand for a list of one, and None for none."""
-    return [edits] if isinstance(edits, Mapping) else edits or ()
 
 
 def _edit(edit: Mapping[str, Any]) -> dict[str, Any]:
