@@ -346,14 +346,6 @@ def test_a_folder_may_be_a_url(folder: Callable[..., Path], tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "photos"]
 
 
-def test_a_folder_with_something_else_in_it_is_refused(folder: Callable[..., Path]) -> None:
-    root = folder(2)
-    with pytest.raises(FxError, match=r"is not empty and holds no spec.json; name a new folder"):
-        extract(job(root, root), SETTINGS)
-    with pytest.raises(FxError, match="is a file; --out must be a folder"):
-        extract(job(root / "001.png", root), SETTINGS)
-
-
 def test_places_of_padded_images_are_a_column(folder: Callable[..., Path], tmp_path: Path) -> None:
     """The images have 80 x 64 pixels, which become 60 x 48 in the middle of 64 x 48."""
     root, out = folder(2), tmp_path / "out"
