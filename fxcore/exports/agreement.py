@@ -11,7 +11,7 @@ from fxcore.analysis.verify import verify
 from fxcore.exports.captured import Captured, rows_of
 from fxcore.exports.subject import CannotExport
 
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}
 
 
 def require_agreement(extractor: Captured, run: Callable[..., Any], format: str, runtime: str) -> None:
@@ -25,8 +25,7 @@ def require_agreement(extractor: Captured, run: Callable[..., Any], format: str,
     Raises:
         CannotExport: an output differs.
     """
-    half = any(x.dtype == torch.float16 for x in extractor.inputs)
-    limit = _TOLERANCE[torch.float16 if half else torch.float32]
+    limit = max(_TOLERANCE.get(x.dtype, _TOLERANCE[torch.float32]) for x in extractor.inputs)
     rows = rows_of(extractor.inputs)
     one = tuple(x[:1] if free else x for x, free in zip(extractor.inputs, rows, strict=True))
     for given in (extractor.inputs, one) if any(rows) else (extractor.inputs,):

@@ -216,6 +216,27 @@ def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
     assert verify(exact.module, lambda x: {"classifier": values.float()}, inputs).cosine > 0.99
 
 
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(16, 2, batch_first=True), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_torch_export_of_attention_in_bfloat16() -> None:
+    """Attention runs as one kernel in the module and as several operations, which round in between, in the file."""
+    x = torch.randn(2, 17, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    attention = _Attention().eval().bfloat16()
+    extractor = create_extractor(attention, {"norm": "out"}, {"x": x})
+    program = torch.export.load(io.BytesIO(export(extractor, "torch_export", example_inputs={"x": x}))).module()
+    with torch.no_grad():
+        expected = attention(x).float()
+    assert (program(x)["out"].float() - expected).norm() < 0.05 * expected.norm()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("in_this_process")
 def test_a_file_that_is_not_valid_onnx_is_refused() -> None:
