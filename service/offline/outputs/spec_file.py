@@ -145,7 +145,11 @@ class SpecFile:
             found.append(f"images preprocessed by {before.get('images', 'an older fxserve')}, not {now['images']}")
         if self.reduce != other.reduce:
             found.append(f"--reduce {self.reduce}, not {other.reduce}")
-        found += [f"{k} {before.get(k)}, not {now[k]}" for k in ("format", "fingerprint") if before.get(k) != now[k]]
+        if before.get("format") != now["format"]:
+            found.append(f"format {before.get('format')}, not {now['format']}")
+        old, new = before.get("fingerprint"), now["fingerprint"]
+        if not found and old != new:
+            found.append(f"fingerprint {old} (of another version of the model, fxserve or torchvision), not {new}")
         if not found and not _agree(before.get("probe", {}), now):
             found.append("weights of the same name that give different values")
         return found

@@ -299,6 +299,15 @@ def test_a_folder_whose_default_preprocessing_was_another_is_refused(
         extract(job(out, root), SETTINGS)
 
 
+def test_a_folder_of_another_graph_is_refused(folder: Callable[..., Path], tmp_path: Path) -> None:
+    root, out = folder(2), tmp_path / "out"
+    extract(job(out, root), SETTINGS)
+    written = json.loads((out / "spec.json").read_text())
+    (out / "spec.json").write_text(json.dumps(written | {"fingerprint": "0" * 32}))
+    with pytest.raises(FxError, match=r"made with fingerprint 0+ \(of another version of the model, fxserve"):
+        extract(job(out, root), SETTINGS)
+
+
 def test_weights_of_the_same_name_that_were_trained_further_are_noticed(
     folder: Callable[..., Path], tmp_path: Path
 ) -> None:
