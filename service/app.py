@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -143,8 +144,9 @@ def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: Decla
     app.add_middleware(
         Access, engine=state.engine, routes=routes, keys=keys, hosts=hosts, origins=settings.cors_origins
     )
+    cors = None
     if settings.cors_origins:
-        app.add_middleware(
+        cors = partial(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
             allow_methods=("GET", "HEAD", "POST", "DELETE"),
@@ -169,7 +171,8 @@ def _add_middleware(app: FastAPI, state: State, keys: Keys | None, routes: Decla
                 "X-Request-ID",
             ),
         )
-    app.add_middleware(RequestContext, engine=state.engine, policies=POLICIES, traces=state.traces)
+        app.add_middleware(cors)
+    app.add_middleware(RequestContext, engine=state.engine, policies=POLICIES, traces=state.traces, cors=cors)
 
 
 def traces_type() -> type[Traces]:

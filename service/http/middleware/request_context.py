@@ -8,7 +8,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from service.http.problem_responses import error_response
 from service.http.routing.declared import route_path
 from service.http.scope import REFUSED, caller_of, header
 from service.observability import logs
-from service.problems import Draining, Internal
+from service.problems import Draining, Internal, Problem
 
 if TYPE_CHECKING:
     from service.observability.tracing import Traces
@@ -53,14 +53,21 @@ class RequestContext:
         engine: counts requests in its metrics.
         policies: path of a page → its Content-Security-Policy; other paths get a strict one.
         traces: creates spans, if tracing is enabled.
+        cors: middleware that lets pages of other origins read its own responses; None if none may.
     """
 
     def __init__(
-        self, app: ASGIApp, engine: Engine, policies: Mapping[str, str] | None = None, traces: Traces | None = None
+        self,
+        app: ASGIApp,
+        engine: Engine,
+        policies: Mapping[str, str] | None = None,
+        traces: Traces | None = None,
+        cors: Callable[[ASGIApp], ASGIApp] | None = None,
     ) -> None:
         self.app = app
         self.engine = engine
         self.traces = traces
+        self._cors = cors
         self._pages = {path: _security_headers(policy) for path, policy in (policies or {}).items()}
         self._others = _security_headers(STRICT_POLICY)
 
@@ -99,13 +106,13 @@ class RequestContext:
             except asyncio.CancelledError:
                 if status or not self.engine.draining:
                     raise
-                await error_response(route_path(scope), Draining())(scope, receive, send_with_id)
+                await self._response(scope, Draining())(scope, receive, send_with_id)
             except Exception as error:
                 log.exception("request %r: %s %r failed", own_id, scope["method"], scope["path"])
                 if status:
                     raise  # the response has started, so the connection is closed
                 problem = shortage(error) if is_shortage(error) else Internal()  # the details are only in the log
-                await error_response(route_path(scope), problem)(scope, receive, send_with_id)
+                await self._response(scope, problem)(scope, receive, send_with_id)
             finally:
                 seconds = time.perf_counter() - started
                 if inner is not scope:  # the route and the caller, for metrics and traces
@@ -116,6 +123,10 @@ class RequestContext:
                 logs.request_id.reset(entered)
             if self.traces is not None:
                 self.traces.responded(span, scope, status, caller_of(scope).key)
+
+    def _response(self, scope: Scope, problem: Problem) -> ASGIApp:
+        response = error_response(route_path(scope), problem)
+        return response if self._cors is None else self._cors(response)
 
 
 def _log_response(scope: Scope, status: int, seconds: float) -> None:

@@ -62,12 +62,12 @@ def test_what_waits_for_its_extractor_is_finished(
 
 def test_cancelled_requests_get_a_503(make_client: Callable[..., Client], photos: dict[str, bytes]) -> None:
     """A server cancels what is left when it ends."""
-    client = make_client()
+    client = make_client(cors_origins=("https://lab.example",))
     engine = client.app.state.fxserve.engine
 
     async def ended() -> httpx.Response:
         with client.builders_busy():
-            headers = {"content-type": "image/jpeg", "x-request-id": "abc-1"}
+            headers = {"content-type": "image/jpeg", "x-request-id": "abc-1", "origin": "https://lab.example"}
             asked = await under_way(engine, client, ONE_STEP, content=photos["chelsea"], headers=headers)
             began = time.monotonic()
             await engine.drain(0.2)
@@ -78,4 +78,5 @@ def test_cancelled_requests_get_a_503(make_client: Callable[..., Client], photos
     response = client.run(ended())
     assert (response.status_code, response.json()["type"]) == (503, "/problems/draining")
     assert response.headers["x-request-id"] == "abc-1"
+    assert response.headers["access-control-allow-origin"] == "https://lab.example"
     assert int(response.headers["retry-after"]) >= 1
