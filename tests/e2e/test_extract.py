@@ -15,6 +15,7 @@ import PIL.Image
 import pytest
 
 from fxcore.errors import FxError
+from service.client import tensors
 from service.offline import extract
 from service.offline.runners import remote
 from tests.e2e.conftest import Server
@@ -166,6 +167,24 @@ def test_what_a_server_refuses_is_reported(server: Server, folder: Callable[...,
     with pytest.raises(FxError, match=f"{server.url}: squeezenet1_1 has no node 'layer9'"):
         extract(job(tmp_path / "out", folder(1), servers=(server.url,), spec={"return_nodes": ["layer9"]}), SETTINGS)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_that_cannot_be_read_is_no_error_of_an_image(
+    server: Server,
+    folder: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root, out = folder(3), tmp_path / "out"
+
+    def report(images: int, done: int, unreadable: int) -> None:
+        monkeypatch.delitem(tensors._DTYPES, "F32", raising=False)  # as if the server were newer than the client
+
+    with pytest.raises(KeyError, match="F32"):
+        extract(job(out, root, servers=(server.url,)), SETTINGS, report)
+    assert (out / "errors.jsonl").read_bytes() == b""
+    monkeypatch.undo()
+    assert extract(job(out, root, servers=(server.url,)), SETTINGS).done == 3
 
 
 @pytest.mark.exhaustive

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from fxcore.errors import BadImage, FxError
 from service.choices import RegionPooling
 from service.codecs.requests import regions as body_regions
 from service.engine import Engine, FeatureOptions
 from service.offline.inputs.sources import Regions
 from service.offline.runners.runner import Rows, add_regions, describe
+from service.problems import Problem
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 
@@ -78,7 +80,12 @@ class LocalRunner:
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         pool = cast(RegionPooling, self._options.pool)
         given = None if regions is None else body_regions.given(pool, regions)
-        result = await self._engine.features(self._record, images, self._options, regions=given)
+        try:
+            result = await self._engine.features(self._record, images, self._options, regions=given)
+        except (FxError, Problem):
+            raise
+        except Exception as error:  # such as one of a decoder, which an image caused
+            raise BadImage(f"{type(error).__name__}: {error}") from error
         return add_regions(result.outputs, regions, self._options.pool)
 
     async def close(self) -> None:

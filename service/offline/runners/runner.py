@@ -115,10 +115,8 @@ def add_regions(rows: Rows, regions: Sequence[Regions] | None, pool: str) -> Row
 
 
 def image_error(error: Exception) -> str | None:
-    """Return the reason of a failure that an image may have caused, as unknown errors may; None for any other."""
-    if isinstance(error, _IMAGE_ERRORS):
-        return error.detail.removeprefix("image 0: ")
-    return None if isinstance(error, (FxError, exceptions.FxserveError)) else f"{type(error).__name__}: {error}"
+    """Return the reason of a failure that an image may have caused; None for any other."""
+    return error.detail.removeprefix("image 0: ") if isinstance(error, _IMAGE_ERRORS) else None
 
 
 def describe(
