@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from importlib.metadata import version
 from typing import Annotated
 
@@ -12,6 +13,7 @@ import typer
 from service.cli.commands import extract, merge, models, serving, why
 from service.cli.usage import Commands
 from service.garbage import collect_rarely
+from service.http.server.signals import end
 
 app = typer.Typer(
     name="fxserve", cls=Commands, rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False
@@ -24,6 +26,12 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in service.app
     try:
         app()
+    except SystemExit as ended:
+        if any(thread.daemon and thread.name.startswith("fxserve") for thread in threading.enumerate()):
+            # After an interrupt it may be computing, and would abort the process: before Python 3.14, a thread that
+            # returns from C++ while the interpreter finalizes is ended within it.
+            end(int(ended.code or 0))
+        raise
     finally:
         gc.freeze()  # else two collections at exit visit all objects of torch, for a second or two
 

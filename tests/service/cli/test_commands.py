@@ -72,6 +72,24 @@ finally:
     assert int(count) <= 1
 
 
+def test_a_command_that_ends_while_a_thread_computes_returns_its_own_status() -> None:
+    """As after an interrupt amid a batch, whose thread cannot be stopped."""
+    script = """
+import sys, threading, torch
+sys.argv = ["fxserve", "nodes", "no_such_model"]
+from service.cli import main
+values = torch.ones(300, 300)
+def compute():
+    while True:
+        values @ values
+threading.Thread(target=compute, name="fxserve-cpu", daemon=True).start()
+main()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 1
+    assert run.stderr.splitlines()[-1].startswith("fxserve: there is no model 'no_such_model'")
+
+
 def test_the_command_alone_prints_its_help() -> None:
     alone = fxserve()
     assert alone.exit_code == 0
