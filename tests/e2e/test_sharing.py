@@ -163,11 +163,15 @@ def test_hundreds_of_requests_to_three_processes(
     """None is told 404 but those who ask for what was deleted, and those are."""
     wrong, ids = asyncio.run(_traffic(workers.url, photos["chelsea"], 200))
     assert wrong == []
-    for _ in range(6):
+
+    def lists_agree() -> bool:
         listed = workers.ask("GET", "/v1/extractors").json()["extractors"]
         assert ids <= {extractor["id"] for extractor in listed}
         index = workers.ask("POST", "/v2/repository/index").json()
-        assert {entry["name"] for entry in index} >= {extractor["name"] or extractor["id"] for extractor in listed}
+        return {entry["name"] for entry in index} >= {extractor["name"] or extractor["id"] for extractor in listed}
+
+    # A process may know for two seconds the former owner of a name that was freed and given anew.
+    until(lambda: all(lists_agree() for _ in range(6)))
     assert workers.metric("fxserve_store_up") == 3
 
     extractor = made(workers, return_nodes={"features.12": "map"}, name="last")
