@@ -14,7 +14,7 @@ import { watchKeys } from "./keys.js"
 import { loadModel, modulesAbove } from "./model.js"
 import { forget, isMissing, ownPhotos, photoOf, restorePhotos, take, watchDrops } from "./photo.js"
 import { go, kept, link, onMove, place } from "./place.js"
-import { failure, progress, reason, retries } from "./states.js"
+import { failure, onceBack, progress, reason, retries } from "./states.js"
 import { sizeQuery } from "./size.js"
 import { showTabs } from "./tabs.js"
 import { welcome } from "./welcome.js"
@@ -228,7 +228,9 @@ async function showGraph(shown) {
       view.wait(false)
       // The tree stays as open as the graph is.
       chooser?.update(null, chosenOf(shown))
-      view.say(reason(error), ["Try again", () => show(place())])
+      const again = () => show(place())
+      view.say(reason(error), ["Try again", again])
+      onceBack(error, view.note, again)
       return
     }
   }

@@ -6,6 +6,8 @@ import { changeKey, storedKey } from "./key.js"
 
 /** When the reason for waiting is shown, in milliseconds. */
 const LONG = 4000
+/** How often a server that did not answer is asked whether it is back, in milliseconds. */
+const AGAIN = 3000
 
 /**
  * What is waited for and how long it has taken, with a button to cancel.
@@ -32,13 +34,34 @@ export function progress(what, stop, why) {
 
 /**
  * What went wrong, and what can be done about it.
- * @param {unknown} error @param {...Action} actions the last one is the likeliest to help
+ * @param {unknown} error @param {...Action} actions the first one tries again, the last one is the likeliest to help
  */
 export function failure(error, ...actions) {
   const title = error instanceof Problem ? error.title : "Something went wrong"
-  return h("div", { class: "failure", role: "alert" }, h("h2", { tabindex: -1 }, title), h("p", {}, reason(error)),
+  const alert = h("div", { class: "failure", role: "alert" }, h("h2", { tabindex: -1 }, title), h("p", {}, reason(error)),
     h("div", { class: "row" }, ...actions.map(([text, act], i) =>
       h("button", { type: "button", class: i && i === actions.length - 1 ? "primary" : "", onclick: act }, text))))
+  if (actions.length) onceBack(error, alert, actions[0][1])
+  return alert
+}
+
+/**
+ * Try again once a server that was away answers, as long as the notice of it is shown.
+ * @param {unknown} error @param {HTMLElement} notice @param {() => void} again
+ */
+export function onceBack(error, notice, again) {
+  if (!(error instanceof Problem) || error.status) return
+  const text = notice.firstChild // of this failure: the notice over the graph is used for others as well
+  let away = false
+  const look = async () => {
+    const there = await fetch("healthz").catch(() => null)
+    if (!text?.isConnected || notice.hidden) return
+    if (!there) {
+      away = true
+      setTimeout(look, AGAIN)
+    } else if (away) again() // otherwise the request itself fails, and would again
+  }
+  setTimeout(look) // once the notice is on the page
 }
 
 /** @param {unknown} error */

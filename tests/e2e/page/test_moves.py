@@ -112,11 +112,22 @@ def test_a_sample_that_does_not_come_leaves_no_other_output_in_its_place(open_se
     page.get_by_role("alert").filter(has_text="does not answer").wait_for()
     assert page.locator(".stage").count() == 0
     assert page.locator(".request").count() == 0
-    page.context.set_offline(False)
     with page.expect_request(lambda one: pictures(one.url)):
-        page.get_by_role("button", name="Try again").click()
+        page.context.set_offline(False)
     shown(page, "features.3", "coffee.jpg")
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", COFFEE)[0])
+
+
+@pytest.mark.exhaustive
+def test_a_request_without_an_answer_is_not_repeated_where_the_server_is_there(open_server, visit):
+    """It would get none again, and might be what ends the server's processes."""
+    tab = visit(open_server.url)
+    tab.page.route("**/features?*", lambda route: route.abort("connectionreset"))
+    page = tab.go("m=squeezenet1_1&n=features.3&i=none")
+    page.get_by_role("alert").filter(has_text="does not answer").wait_for()
+    sent = sum("/features?" in url for url in tab.urls)
+    page.wait_for_timeout(7000)  # more than twice as long as the pause before another attempt
+    assert sum("/features?" in url for url in tab.urls) == sent
 
 
 @pytest.mark.exhaustive

@@ -305,7 +305,7 @@ def test_another_key_can_be_used_where_one_does_not_allow_a_request(start, visit
 
 
 @pytest.mark.exhaustive
-def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
+def test_what_fails_says_why_and_is_tried_again(open_server, visit):
     page = visit(open_server.url).go("m=resnet18&n=C3")
     page.get_by_role("button", name="Load IMAGENET1K_V1").click()
     alert = page.get_by_role("alert")
@@ -317,8 +317,9 @@ def test_what_fails_says_why_and_can_be_tried_again(open_server, visit):
     page.context.set_offline(True)
     page.locator(".levels button", has_text="C5").click()
     page.get_by_text("The server does not answer").wait_for()
-    page.context.set_offline(False)
     page.get_by_role("button", name="Try again").click()
+    page.get_by_text("The server does not answer").wait_for()
+    page.context.set_offline(False)
     shown(page, "C5")
     page.goto(f"{open_server.url}/#m=r3d_18&n=layer2")
     page.get_by_text("not photos").wait_for()
