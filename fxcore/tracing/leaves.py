@@ -47,9 +47,11 @@ def kept_whole(
         torch.fx wraps the replacement, and records calls to the replacement.
 
     Raises:
-        NotAFunction: one of ``functions`` is a class, which must stay one for ``isinstance``, or no reference to it can
-            be found.
+        NotAFunction: ``functions`` is no sequence, one of them is a class, which must stay one for ``isinstance``, or
+            no reference to it can be found.
     """
+    if not isinstance(functions, Sequence):
+        raise NotAFunction(f"leaf_functions is a list of functions, not {functions!r:.100}", name="leaf_functions")
     for function in functions:
         if isinstance(function, type) or not callable(function):
             raise NotAFunction(f"{function!r} is not a function and cannot be kept whole", name=str(function))

@@ -43,10 +43,30 @@ class RecordingProxy(fx.Proxy):
         return RecordingAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _set_attribute(self, name, value)
+        """Set a plain Python attribute of a proxy; reject attributes that determine a tensor's values.
+
+        ``x.data += 1`` sets ``x.data`` to the result of an operation that already wrote to it, so there is nothing to
+        record.
+
+        Raises:
+            TracedWrite: ``name`` is an attribute of tensors.
+        """
+        if name in _OWN or name in _HARMLESS or not hasattr(Tensor, name):
+            object.__setattr__(self, name, value)
+            return
+        made = value.node if isinstance(value, fx.Proxy) else None
+        if made is None or made.target not in IN_PLACE_OPERATORS or made.all_input_nodes[0].target is not getattr:
+            raise TracedWrite(f"sets the attribute {name} of a traced value")
 
     def __hash__(self) -> int:
-        return _hash(self)
+        """Hash a proxy by identity, as torch hashes tensors; reject values that Python hashes by value.
+
+        Raises:
+            TracedKey: the proxy is a size, a number computed from sizes, a dtype or a device.
+        """
+        if is_number(self.node):
+            raise TracedKey("uses a traced value as a key")
+        return id(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -54,35 +74,6 @@ class RecordingProxy(fx.Proxy):
 
 class RecordingAttribute(RecordingProxy, Attribute):
     """An attribute of a proxy that records in the same way."""
-
-
-def _set_attribute(proxy: fx.Proxy, name: str, value: Any) -> None:
-    """Set a plain Python attribute of a proxy; reject attributes that determine a tensor's values.
-
-    ``x.data += 1`` sets ``x.data`` to the result of an operation that already wrote to it, so there is nothing to
-    record.
-
-    Raises:
-        TracedWrite: ``name`` is an attribute of tensors.
-    """
-    if name in _OWN or name in _HARMLESS or not hasattr(Tensor, name):
-        object.__setattr__(proxy, name, value)
-        return
-    made = value.node if isinstance(value, fx.Proxy) else None
-    if made is not None and made.target in IN_PLACE_OPERATORS and made.all_input_nodes[0].target is getattr:
-        return
-    raise TracedWrite(f"sets the attribute {name} of a traced value")
-
-
-def _hash(proxy: fx.Proxy) -> int:
-    """Hash a proxy by identity, as torch hashes tensors; reject values that Python hashes by value.
-
-    Raises:
-        TracedKey: the proxy is a size, a number computed from sizes, a dtype or a device.
-    """
-    if is_number(proxy.node):
-        raise TracedKey("uses a traced value as a key")
-    return id(proxy)
 
 
 def _recorder(in_place: Callable[..., Any], pure: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxcore.errors import FxError, NotTraceable
-from fxcore.tracing.leaves import NotAFunction
 from fxcore.tracing.names import shown_name
 from fxcore.wrappers import check_python
 
@@ -79,25 +78,16 @@ def checked_leaf_modules(given: Any) -> tuple[LeafModule, ...]:
     Raises:
         UnknownArgument: it contains another type of object.
     """
-    found = (given,) if isinstance(given, str) else given if isinstance(given, Sequence) else (given,)
-    for leaf in found if given is not None else ():
+    alone = isinstance(given, str) or not isinstance(given, Sequence)
+    found = () if given is None else (given,) if alone else tuple(given)
+    for leaf in found:
         if not isinstance(leaf, str) and not (isinstance(leaf, type) and issubclass(leaf, nn.Module)):
             raise UnknownArgument(
                 f"leaf_modules is a list of module classes and of paths, or 'auto', and holds {leaf!r:.100}",
                 name="leaf_modules",
                 suggestions=[],
             )
-    return tuple(found) if given is not None else ()
-
-
-def check_functions(leaf_functions: Any) -> None:
-    """Check that ``leaf_functions`` is a sequence.
-
-    Raises:
-        NotAFunction: it is not a sequence.
-    """
-    if not isinstance(leaf_functions, Sequence):
-        raise NotAFunction(f"leaf_functions is a list of functions, not {leaf_functions!r:.100}", name="leaf_functions")
+    return found
 
 
 def check_patterns(model: nn.Module | Callable[..., Any], patterns: Sequence[str]) -> None:

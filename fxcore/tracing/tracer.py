@@ -29,7 +29,6 @@ from fxcore.tracing.trace_arguments import (
     AUTO,
     LeafModule,
     check_arguments,
-    check_functions,
     check_patterns,
     check_root,
     checked_leaf_modules,
@@ -185,7 +184,6 @@ def record(
     """
     check_root(root)
     given = checked_leaf_modules(leaf_modules)
-    check_functions(leaf_functions)
     classes = tuple(leaf for leaf in given if isinstance(leaf, type)) or default_leaf_modules()
     patterns = [leaf for leaf in given if isinstance(leaf, str) and leaf != AUTO]
     check_patterns(root, patterns)
