@@ -1,14 +1,15 @@
 """Trace the call of a module rather than the forward of its class.
 
 torch.fx traces ``type(root).forward``. It misses hooks of the root, ``root.forward = ...``, and a ``__call__`` defined
-by its class, all of which run when the root is called (pytorch#105445). It traces into layers of torch.nn that are the
-root, which it keeps whole inside a model.
+by its class, all of which run when the root is called (pytorch#105445), and passes the root to a static forward too. It
+traces into layers of torch.nn that are the root, which it keeps whole inside a model.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import fx, nn
@@ -19,17 +20,18 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def called_otherwise(root: nn.Module) -> bool:
-    """Return whether calling ``root`` runs anything other than the forward of its class.
+    """Return whether calling ``root`` runs anything other than the forward of its class, or does not pass it ``root``.
 
     >>> model = nn.ReLU()
     >>> called_otherwise(model), called_otherwise(model.register_forward_hook(print) and model)
     (False, True)
     """
-    return bool(
-        root._forward_hooks
-        or root._forward_pre_hooks
-        or (not isinstance(root, fx.GraphModule) and ("forward" in vars(root) or has_own_call(type(root))))
-    )
+    if root._forward_hooks or root._forward_pre_hooks:
+        return True
+    if isinstance(root, fx.GraphModule):
+        return False
+    bound = isinstance(inspect.getattr_static(root, "forward"), (staticmethod, classmethod))
+    return bound or "forward" in vars(root) or has_own_call(type(root))
 
 
 def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -106,12 +108,10 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
 def _parameters(root: nn.Module) -> list[inspect.Parameter]:
     """Return the parameters of a call of ``root``: those of its own ``__call__``, or of its forward if there is no such
     ``__call__`` or it has only ``*args, **kwargs``."""
-    found: list[Any] = [type(root).__call__] if has_own_call(type(root)) else []
-    for function in (*found, type(root).forward):
-        function = vars(root).get("forward", function) if function is type(root).forward else function
-        parameters = [*inspect.signature(function).parameters.values()]
-        if function is not vars(root).get("forward"):
-            parameters = parameters[1:]
-        if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-            return parameters
-    return [*inspect.signature(type(root).forward).parameters.values()][1:]
+    calls: list[Any] = [root.__call__] if has_own_call(type(root)) else []
+    found: list[inspect.Parameter] = []
+    for function in (*calls, root.forward, MethodType(type(root).forward, root)):
+        found = [*inspect.signature(function).parameters.values()]
+        if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
+            break
+    return found

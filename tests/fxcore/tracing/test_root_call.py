@@ -100,6 +100,18 @@ def test_a_graph_computes_what_calling_the_module_does(
     assert model.training is training
 
 
+class Static(nn.Module):
+    @staticmethod
+    def forward(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+
+@pytest.mark.parametrize("model", [Static(), hook(Static())])
+def test_a_static_forward_does_not_get_its_module(model: nn.Module) -> None:
+    x = torch.randn(2, 6)
+    assert torch.equal(trace(model)(x), model(x))
+
+
 def test_a_hook_that_is_added_or_removed_later_does_not_change_the_graph() -> None:
     model, x = Net().eval(), torch.ones(2, 6)
     handle = model.a.register_forward_hook(lambda _, __, output: output * 2)
