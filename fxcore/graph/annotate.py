@@ -22,7 +22,7 @@ from fxcore.graph.tokens.patches import patches_of
 from fxcore.graph.tokens.prefix_tokens import ADDS_PREFIX, adds_prefix
 from fxcore.graph.tokens.token_order import ORDERS
 from fxcore.nesting import clones, map_tensors, storage_ids, tensors_in
-from fxcore.tracing.graph_module import attribute
+from fxcore.tracing.graph_module import attribute, called_module
 from fxcore.tracing.interpreter import Watcher, on_device
 from fxcore.tracing.names import PATH, operation_name
 from fxcore.tracing.reachable import with_ancestors
@@ -154,7 +154,7 @@ def annotate(
     def write(node: fx.Node, value: Any) -> None:
         _note_value(node, value)
         node.meta.pop(ORDERS, None)  # those of another size
-        target = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        target = called_module(module, node)
         node.meta["patches"] = patches_of(node, value, target)
         node.meta[ADDS_PREFIX] = adds_prefix(node, target)
         node.meta["axes"] = layout.follow(node, value, target)
@@ -283,8 +283,8 @@ def values_at(
 
 def own_parameters(module: nn.Module, node: fx.Node, seen: set[int]) -> int:
     """Return the number of parameters of ``node`` whose ids are not in ``seen``, and add those ids to ``seen``."""
-    if node.op == "call_module":
-        candidates = list(module.get_submodule(str(node.target)).parameters())
+    if (called := called_module(module, node)) is not None:
+        candidates = list(called.parameters())
     elif node.op == "get_attr":
         value = attribute(module, str(node.target))
         candidates = [value] if isinstance(value, nn.Parameter) else []
@@ -311,8 +311,7 @@ def _mark_mixed(module: fx.GraphModule) -> None:
 def _mixes_rows(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether ``node`` joins or repeats whole batches, or merges a batch behind another dimension into rows."""
     before = max((n.meta.get("rows", 0) for n in node.all_input_nodes), default=0)
-    flattens = node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), nn.Flatten)
-    if flattens or operation_name(node) in _MERGING:
+    if isinstance(called_module(module, node), nn.Flatten) or operation_name(node) in _MERGING:
         [merged, *_] = (n.meta["value"] for n in node.all_input_nodes)
         return before == 0 and len(merged) > 1
     return node.target in _JOINING and node.meta["rows"] > before

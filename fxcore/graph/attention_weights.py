@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.graph.operations import PERMUTES, axes_of, computed
 from fxcore.passes.attention import ATTENTION, attention_weights, is_over_last, scaled_dot_product_weights
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import operation_name
 
 _KEEPS_LAST = {"linear", "Linear", "NonDynamicallyQuantizableLinear", "layer_norm", "LayerNorm"}
@@ -26,7 +27,7 @@ def operation_or_class(node: fx.Node) -> str:
 def own_module(node: fx.Node) -> nn.Module | None:
     """Return the module that a node calls; None for other nodes, and if no GraphModule has its graph."""
     owner = node.graph.owning_module
-    return owner.get_submodule(str(node.target)) if node.op == "call_module" and owner is not None else None
+    return None if owner is None else called_module(owner, node)
 
 
 def is_attention(node: fx.Node) -> bool:

@@ -24,6 +24,7 @@ from fxcore.graph.operations import axes_of
 from fxcore.graph.strides import Strides
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import MODULE, PATH
 
 _C_STRIDES = (2, 4, 8, 16, 32)
@@ -195,7 +196,7 @@ def _without_head(nodes: list[fx.Node], root: nn.Module) -> list[fx.Node]:
     """Drop a final widening 1x1 convolution and the nodes after it."""
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
-        module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = called_module(root, node)
         if isinstance(module, _PASS_THROUGH):
             continue
         convolution = module

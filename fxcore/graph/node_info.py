@@ -12,6 +12,7 @@ from fxcore.graph.axes.layout import layout_name
 from fxcore.graph.levels import channels_of
 from fxcore.graph.tokens.token_grid import TokenGrid, token_grid
 from fxcore.tensors import RETURNED, dtype_name, returned_dtype
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import public_name
 
 
@@ -84,7 +85,7 @@ def describe(
         shape, stride, level, params, flops: as in :class:`NodeInfo`.
     """
     value = node.meta.get("value")
-    module = root.get_submodule(str(node.target)) if node.op == "call_module" else None
+    module = called_module(root, node)
     return NodeInfo(
         name=public_name(node),
         fx_name=node.name,
@@ -134,7 +135,8 @@ def definition(node: fx.Node, root: nn.Module) -> list[str]:
     ['call_module', '0', "('input_1',) {}", 'Flatten(start_dim=2, end_dim=-1)']
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), public_name)
-    settings = str(root.get_submodule(str(node.target))) if node.op == "call_module" else ""
+    called = called_module(root, node)
+    settings = "" if called is None else str(called)
     return [node.op, target_name(node), *(re.sub(r" at 0x\w+", "", text) for text in (f"{args} {kwargs}", settings))]
 
 

@@ -18,6 +18,7 @@ from torchvision.models.swin_transformer import shifted_window_attention
 from torchvision.models.video.swin_transformer import shifted_window_attention_3d
 
 from fxcore.passes.base import transform
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.leaves import one_node
 from fxcore.tracing.names import MODULE, PATH, operation_name
 
@@ -133,7 +134,7 @@ def attention_maps(module: fx.GraphModule) -> int:
         if made is None:
             continue
         home = str(node.target if node.op == "call_module" else node.meta.get(MODULE, ""))
-        if _calls(module, node, nn.Softmax):
+        if isinstance(called_module(module, node), nn.Softmax):
             home = home.rpartition(".")[0]
         path = f"{home}.attention".lstrip(".")
         number = 0
@@ -148,8 +149,8 @@ def attention_maps(module: fx.GraphModule) -> int:
 
 def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Add a node for the attention weights that ``node`` computes; return None if it computes none."""
-    graph = module.graph
-    if _calls(module, node, nn.MultiheadAttention):
+    graph, layer = module.graph, called_module(module, node)
+    if isinstance(layer, nn.MultiheadAttention):
         with graph.inserting_after(node):
             options = dict(zip(_OPTIONS, node.args[4:], strict=False)) | node.kwargs
             both = graph.call_module(
@@ -166,9 +167,8 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         with graph.inserting_after(node):
             return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
     # Attention whose steps are nodes: MaxViT's and MViT's weights already exist under other names.
-    layer = module.get_submodule(str(node.target)) if _calls(module, node, nn.Softmax) else None
     called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
-    if (called or layer is not None) and is_over_last(node, layer) and _mixes(module, node):
+    if (called or isinstance(layer, nn.Softmax)) and is_over_last(node, layer) and _mixes(module, node):
         with graph.inserting_after(node):
             return graph.call_function(attention_weights, (node,))
     return None
@@ -184,18 +184,14 @@ def is_over_last(softmax: fx.Node, layer: nn.Module | None) -> bool:
     return bool(dim == -1 or (isinstance(value, Tensor) and dim == value.ndim - 1))
 
 
-def _calls(module: fx.GraphModule, node: fx.Node, *kinds: type[nn.Module]) -> bool:
-    return node.op == "call_module" and isinstance(module.get_submodule(str(node.target)), kinds)
-
-
 def _mixes(module: fx.GraphModule, weights: fx.Node) -> bool:
     """Return whether ``weights``, the result of a softmax, are multiplied with values.
 
     Between the two there may be dropout, or a linear layer over the heads after a permute to the last dimension.
     """
-    permuted = _permutes(weights)
+    passing = (nn.Dropout, nn.Identity, *([nn.Linear] if _permutes(weights) else []))
     for user in weights.users:
-        if _permutes(user) or _calls(module, user, nn.Dropout, nn.Identity, *([nn.Linear] if permuted else [])):
+        if _permutes(user) or isinstance(called_module(module, user), passing):
             if _mixes(module, user):
                 return True
         elif operation_name(user) in _MIXES:

@@ -326,11 +326,6 @@ def erase_dead(module: fx.GraphModule, *nodes: fx.Node) -> None:
         waiting += inputs
 
 
-def source_of(node: fx.Node) -> Any:
-    """Return a node's first argument."""
-    return node.args[0] if node.args else node.kwargs.get("input")
-
-
 def _output_structure(module: fx.GraphModule) -> Any:
     """Return the keys and nesting of the graph's return value."""
     [output] = module.graph.find_nodes(op="output")

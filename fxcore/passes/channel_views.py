@@ -6,29 +6,30 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxcore.passes.base import hooked, source_of
+from fxcore.passes.base import hooked
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import operation_name
-from fxcore.tracing.writes import reads_shape
+from fxcore.tracing.writes import first_input, reads_shape
 
 
 def may_pass_channels(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether ``node`` reshapes its input in a way that may keep channels separate, or returns it unchanged."""
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
+    if (called := called_module(module, node)) is not None:
         return type(called) in (nn.Identity, nn.Dropout, nn.Flatten, nn.Unflatten) and not hooked(called)
-    name = operation_name(node)
-    return name in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
+    return operation_name(node) in ("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous")
 
 
 def views_keep_channels(module: fx.GraphModule, path: list[fx.Node], channels: int) -> bool:
     """Return whether the views between a convolution and a batch norm keep dimensions 0 and 1."""
-    convolution = path[-1]
-    return all(_keeps_channels(module, node, convolution, channels) for node in path[:-1])
+    *views, convolution = path
+    return all(_keeps_channels(module, node, convolution, channels) for node in views)
 
 
 def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node, channels: int) -> bool:
-    if node.op == "call_module":
-        return _module_keeps_channels(module.get_submodule(str(node.target)))
+    if (called := called_module(module, node)) is not None:
+        if isinstance(called, nn.Flatten):
+            return called.start_dim >= 2
+        return not isinstance(called, nn.Unflatten) or (isinstance(called.dim, int) and called.dim >= 2)
     name = operation_name(node)
     rest = list(node.args[1:])
     if name == "contiguous":
@@ -42,12 +43,6 @@ def _keeps_channels(module: fx.GraphModule, node: fx.Node, convolution: fx.Node,
     return _is_size(sizes[0], 0, convolution) and bool(sizes[1] == channels or _is_size(sizes[1], 1, convolution))
 
 
-def _module_keeps_channels(called: nn.Module) -> bool:
-    if isinstance(called, nn.Flatten):
-        return called.start_dim >= 2
-    return not isinstance(called, nn.Unflatten) or (isinstance(called.dim, int) and called.dim >= 2)
-
-
 def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
     """Return whether ``size`` is a node for the convolution's output size in ``dim``.
 
@@ -55,7 +50,7 @@ def _is_size(size: Any, dim: int, convolution: fx.Node) -> bool:
     """
     if not isinstance(size, fx.Node):
         return False
-    sources = {convolution, source_of(convolution)} if dim == 0 else {convolution}
+    sources = {convolution, first_input(convolution)} if dim == 0 else {convolution}
     if size.op == "call_method" and size.target == "size":
         return size.args[0] in sources and bool(list(size.args[1:]) == [dim])
     if operation_name(size) == "getitem":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import IN_PLACE_OPERATORS, overwritten
 
@@ -91,8 +92,10 @@ def is_random(module: nn.Module, node: fx.Node) -> bool:
     >>> [node.name for node in model.graph.nodes if is_random(model, node)]
     ['rand_like', 'bernoulli']
     """
-    if node.op == "call_module":
-        return any(m.training or _is_random_module(m) for m in called_module(module, node).modules())
+    if (called := called_module(module, node)) is not None:
+        return any(
+            m.training or (isinstance(m, _RANDOM_MODULES) and m._random_samples is None) for m in called.modules()
+        )
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node)
@@ -111,10 +114,6 @@ def _draws_nothing(module: nn.Module, node: fx.Node) -> bool:
     mode, or gets its random numbers as an argument."""
     given = _named_arguments(module, node) if node.op == "call_function" else {}
     return any(given.get(name) is not None for name in (*_MODES, "_random_samples"))
-
-
-def _is_random_module(module: nn.Module) -> bool:
-    return isinstance(module, _RANDOM_MODULES) and module._random_samples is None
 
 
 @functools.cache
@@ -144,8 +143,8 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
         return False
     if train_mode(module, node) is not None:  # batch normalisation, which updates its statistics
         return False
-    if node.op == "call_module":
-        return _is_pure_module(called_module(module, node))
+    if (called := called_module(module, node)) is not None:
+        return _is_pure_module(called)
     name = _name(node)
     if name in _EFFECTS or (name.endswith("_") and not name.endswith("__")):
         return False
@@ -179,23 +178,18 @@ def may_branch(module: nn.Module, node: fx.Node) -> bool:
     >>> [node.name for node in model.graph.nodes if may_branch(model, node)]
     ['max_1']
     """
-    if node.op == "call_module":
+    if (called := called_module(module, node)) is not None:
         return any(
             isinstance(part, torch.jit.ScriptModule)
             or "forward" in vars(part)
             or not all(map(_is_known, (part, *part._forward_hooks.values(), *part._forward_pre_hooks.values())))
-            for part in called_module(module, node).modules()
+            for part in called.modules()
         )
     return node.op == "call_function" and (not _is_known(node.target) or node.target in (max, min))
 
 
 def _is_known(code: Any) -> bool:
     return (getattr(code, "__module__", None) or "torch").split(".")[0] in _KNOWN
-
-
-def called_module(module: nn.Module, node: fx.Node) -> nn.Module:
-    """Return the module that a ``call_module`` node calls."""
-    return module.get_submodule(str(node.target))
 
 
 def _name(node: fx.Node) -> str:

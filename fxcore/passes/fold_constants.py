@@ -19,7 +19,7 @@ from fxcore.nesting import storage_ids
 from fxcore.passes.base import add, erase_dead, transform
 from fxcore.passes.effects import UNINITIALIZED
 from fxcore.tracing.dispatch_modes import DispatchMode, written_arguments
-from fxcore.tracing.graph_module import attribute
+from fxcore.tracing.graph_module import attribute, called_module
 from fxcore.tracing.interpreter import Interpreter
 from fxcore.tracing.names import operation_name
 from fxcore.tracing.writes import mutated_argument
@@ -117,11 +117,9 @@ def _tainted(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _repeatable(module: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
+    if (called := called_module(module, node)) is not None:
         return bool(node.all_input_nodes) and not any(m.training for m in called.modules())
-    name = operation_name(node)
-    return name not in UNINITIALIZED and not node.is_impure()
+    return operation_name(node) not in UNINITIALIZED and not node.is_impure()
 
 
 def _fold(module: fx.GraphModule, node: fx.Node, value: Any) -> bool:

@@ -21,10 +21,11 @@ from torchvision import ops
 
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
-from fxcore.passes.base import add, constant, erase_dead, hooked, source_of, transform
+from fxcore.passes.base import add, constant, erase_dead, hooked, transform
 from fxcore.passes.channel_views import may_pass_channels, views_keep_channels
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import PATH, public_name
-from fxcore.tracing.writes import reads_shape
+from fxcore.tracing.writes import first_input, reads_shape
 
 _NORMS = (*BATCH_NORMS, ops.FrozenBatchNorm2d)
 _FUNCTIONS = {F.conv1d: False, F.conv2d: False, F.conv3d: False} | {
@@ -82,8 +83,7 @@ def fuse_conv_bn(module: fx.GraphModule) -> int:
 
 def affine_of(module: fx.GraphModule, node: fx.Node) -> Affine | None:
     """Return the scale and shift of ``node`` if it is a batch norm with fixed statistics, else None."""
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
+    if (called := called_module(module, node)) is not None:
         return affine_of_module(called) if len(node.all_input_nodes) == 1 else None
     if node.op == "call_function" and node.target is F.batch_norm:
         given = _arguments(node)
@@ -169,11 +169,7 @@ def _fuse_inside_leaves(module: fx.GraphModule) -> int:
 
 def fused_sequence(module: nn.Module) -> tuple[nn.Module, int]:
     """Copy ``module`` with the pairs in it folded if it is sequential; return the copy and the number of pairs."""
-    if (
-        not isinstance(module, nn.Sequential)
-        or type(module).forward is not nn.Sequential.forward
-        or isinstance(module, fx.GraphModule)
-    ):
+    if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return module, 0
     children: dict[str, nn.Module] = {}
     count = 0
@@ -211,8 +207,8 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
     """Return the nodes from the one before ``norm`` back to a convolution with ``channels`` output channels, in that
     order; None if there is no such convolution, or a node on the way has other readers."""
     path: list[fx.Node] = []
-    node = source_of(norm)
-    while isinstance(node, fx.Node):
+    node = first_input(norm)
+    while node is not None:
         path.append(node)
         readers = [user for user in node.users if not reads_shape(user)]
         if len(readers) != 1:
@@ -223,7 +219,7 @@ def _path_to_convolution(module: fx.GraphModule, norm: fx.Node, channels: int) -
             return path if fits and views_keep_channels(module, path, channels) else None
         if not may_pass_channels(module, node):
             return None
-        node = node.args[0] if node.args else None
+        node = first_input(node)
     return None
 
 
@@ -239,15 +235,14 @@ def _is_batched(module: fx.GraphModule, path: Sequence[fx.Node], norm: fx.Node) 
     if shape is not None:
         return len(shape) == weight.ndim
     nodes = (norm, *path[:-1])
-    called, *between = (type(module.get_submodule(str(n.target))) if n.op == "call_module" else None for n in nodes)
+    called, *between = (type(called_module(module, n)) for n in nodes)
     reshaped = any(kind not in (nn.Identity, *DROPOUTS) for kind in between)
     return reshaped or _NORM_AXES.get(called, weight.ndim - 2) == weight.ndim - 2
 
 
 def _out_channels(module: fx.GraphModule, node: fx.Node) -> int | None:
     """Return the output channels of ``node`` if it is a convolution with fixed weights, else None."""
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
+    if (called := called_module(module, node)) is not None:
         return _channels(called) if is_convolution(called) else None
     if node.op == "call_function" and node.target in _FUNCTIONS:
         given = _arguments(node)

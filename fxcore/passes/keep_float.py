@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fxcore.passes.base import CannotTransform, transform
+from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import public_name
 
 #: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.int8.quantize.quantize` leaves in float
@@ -45,8 +46,5 @@ def named(node: fx.Node, name: str) -> bool:
 
 def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
     """Return whether ``name`` is the path of a module inside the one that the node calls."""
-    path = public_name(node) + "."
-    if node.op != "call_module" or not name.startswith(path):
-        return False
-    inside = name.removeprefix(path)
-    return any(inner == inside for inner, _ in module.get_submodule(str(node.target)).named_modules())
+    called = called_module(module, node)
+    return called is not None and any(name == f"{public_name(node)}.{inner}" for inner, _ in called.named_modules())

@@ -8,6 +8,7 @@ from torchvision import ops
 
 from fxcore.layer_types import DROPOUTS
 from fxcore.passes.base import BadParameter, erase_dead, hooked, transform
+from fxcore.tracing.graph_module import called_module
 
 _DROPOUT_MODULES = {*DROPOUTS, ops.StochasticDepth, ops.DropBlock2d, ops.DropBlock3d}
 _DROPOUT_FUNCTIONS = {
@@ -53,8 +54,7 @@ def remove(module: fx.GraphModule, *, dropout: bool = True, identity: bool = Tru
 
 
 def _does_nothing(module: fx.GraphModule, node: fx.Node, dropout: bool, identity: bool) -> bool:
-    if node.op == "call_module":
-        called = module.get_submodule(str(node.target))
+    if (called := called_module(module, node)) is not None:
         # Compare exact types: a subclass may do more.
         nothing = (dropout and type(called) in _DROPOUT_MODULES) or (identity and type(called) is nn.Identity)
         return nothing and not hooked(called)

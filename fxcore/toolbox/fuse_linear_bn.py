@@ -9,9 +9,10 @@ from __future__ import annotations
 from torch import fx, nn
 
 from fxcore.copies import shallow_copy
-from fxcore.passes.base import add, hooked, source_of, transform
+from fxcore.passes.base import add, hooked, transform
 from fxcore.passes.fuse_conv_bn import Affine, affine_of, operation_of, replace_norm, scaled
 from fxcore.tracing.names import operation_name
+from fxcore.tracing.writes import first_input
 
 # Modules whose output is [N, C] for an input [N, C].
 _KEEP_RANK = (
@@ -47,8 +48,8 @@ def fuse_linear_bn(module: fx.GraphModule, *, assume_2d: bool = False) -> int:
     count = 0
     for node in list(module.graph.nodes):
         affine = affine_of(module, node)
-        linear = source_of(node)
-        if affine is None or not isinstance(linear, fx.Node) or linear.op != "call_module" or len(linear.users) != 1:
+        linear = first_input(node)
+        if affine is None or linear is None or linear.op != "call_module" or len(linear.users) != 1:
             continue
         called = module.get_submodule(str(linear.target))
         if type(called) is not nn.Linear or hooked(called):

@@ -17,10 +17,9 @@ from fxcore.passes.base import (
     add,
     erase_dead,
     hooked,
-    source_of,
     transform,
 )
-from fxcore.tracing.writes import is_number, overwritten, possible_memory
+from fxcore.tracing.writes import first_input, is_number, overwritten, possible_memory
 
 
 def identity(x: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ def replace_activation(module: fx.GraphModule, *, old: str, new: str) -> int:
             continue
         redirect_readers(module, node)
         with module.graph.inserting_before(node):
-            made = module.graph.call_function(function, (source_of(node),))
+            made = module.graph.call_function(function, (first_input(node),))
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made, propagate_meta=False)
         erase_dead(module, node)
@@ -280,7 +279,7 @@ def alias_readers(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
 def is_activation(module: fx.GraphModule, node: fx.Node, name: str) -> bool:
     """Return whether ``node`` applies the activation function ``name``, as a function, a method or a module."""
     named_function(name)
-    if not isinstance(source_of(node), fx.Node):
+    if first_input(node) is None:
         return False
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))

@@ -116,6 +116,11 @@ def set_mode(module: fx.GraphModule, training: bool) -> None:
             part.training = training
 
 
+def called_module(module: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Return the part of ``module`` that ``node`` calls; None for nodes that call no module."""
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
 def attribute(module: nn.Module, target: str) -> Any:
     """Return the attribute that a ``get_attr`` node reads, by its target.
 

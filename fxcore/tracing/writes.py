@@ -99,7 +99,7 @@ def overwritten(module: nn.Module, node: fx.Node) -> fx.Node | None:
 def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | None:
     """Return the node whose value ``node`` overwrites, judging by name and arguments (``add_``, ``inplace=True``), or
     None."""
-    first = _first(node)
+    first = first_input(node)
     if first is None:
         return None
     if node.op == "call_module":
@@ -184,7 +184,7 @@ def settle_writes(graph: fx.Graph, root: nn.Module) -> None:
 
 def viewed(node: fx.Node) -> fx.Node:
     """Return the node that ``node`` is a view of, judging by the names of operations; ``node`` if it is not a view."""
-    while is_view(node, {}) and (first := _first(node)) is not None:
+    while is_view(node, {}) and (first := first_input(node)) is not None:
         node = first
     return node
 
@@ -226,7 +226,7 @@ def memory_of(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.Node, f
     found: dict[fx.Node, frozenset[int]] = {}
     attributes: dict[str, frozenset[int]] = {}
     for number, node in enumerate(graph.nodes, 1):
-        first, known = _first(node), node.meta.get("memory")
+        first, known = first_input(node), node.meta.get("memory")
         if known is None and first is not None and (is_view(node, modules) or mutated_argument(node, modules)):
             known = found[first]
         elif known is None and node.op == "get_attr":
@@ -254,7 +254,7 @@ def possible_memory(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[fx.N
         elif _allocates(node, modules):
             found[node] = own
         else:
-            indexed = _first(node) if node.target is operator.getitem else None  # an index is never returned
+            indexed = first_input(node) if node.target is operator.getitem else None  # an index is never returned
             sources = node.all_input_nodes if indexed is None else [indexed]
             found[node] = frozenset().union(*(found[m] for m in sources)) or own
     return found
@@ -278,8 +278,7 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if name == "unfold":
         return node.op == "call_function"  # the method returns a view
     if node.target is operator.getitem:
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        return any(isinstance(item, list) for item in index)
+        return any(isinstance(item, list) for item in indices(node))
     if name == "einsum" and len(node.all_input_nodes) > 1:  # of one operand it may be a view
         return True
     if name not in _ALLOCATING or "out" in node.kwargs:
@@ -347,9 +346,16 @@ def is_number(node: fx.Node) -> bool:
     return True
 
 
-def _first(node: fx.Node) -> fx.Node | None:
+def first_input(node: fx.Node) -> fx.Node | None:
+    """Return the node that is the first argument of ``node``; None if that is no node."""
     first = node.args[0] if node.args else node.kwargs.get("input")
     return first if isinstance(first, fx.Node) else None
+
+
+def indices(node: fx.Node) -> tuple[Any, ...]:
+    """Return the indices of a node that reads or sets items, as in ``x[:, 0]``."""
+    index = node.args[1]
+    return index if isinstance(index, tuple) else (index,)
 
 
 def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
@@ -359,10 +365,9 @@ def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.target is getattr:
         return node.args[1] in _VIEW_ATTRIBUTES
     if node.target is operator.getitem:
-        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         # Indexing with a tensor, a list or a bool makes a copy.
         numbers = all(is_number(item) for item in node.all_input_nodes if item is not node.args[0])
-        return numbers and not any(isinstance(item, (list, bool)) for item in index)
+        return numbers and not any(isinstance(item, (list, bool)) for item in indices(node))
     name = operation_name(node)
     if name == "unfold":
         return node.op == "call_method"  # the function copies patches of images

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fxcore.graph.operations import PERMUTES, PERMUTING_ATTRIBUTES, PRODUCTS, UNCLEAR, axes_of, computed
+from fxcore.tracing.writes import indices
 
 _MARK = 2048
 """The size that stands for a tensor's first axis; one more for each further axis. Above any index along an axis, and
@@ -44,15 +45,14 @@ def _reorders(node: fx.Node, name: str) -> bool:
     """Return whether ``node`` indexes a tensor in a way that may move axes, such as ``x[:, 0, None]``."""
     if name != "getitem" or not isinstance(node.args[0], fx.Node):
         return False
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    others = [one for one in index if not isinstance(one, slice) and one is not Ellipsis]
+    others = [one for one in indices(node) if not isinstance(one, slice) and one is not Ellipsis]
     return len(others) > 1 and isinstance(node.args[0].meta.get("value"), Tensor)
 
 
 def _indexed(node: fx.Node) -> str | None:
     """Return the axes that integers and slices leave, as in ``x[:, :, 0, 0]``."""
     axes = axes_of(node.args[0])
-    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    index = indices(node)
     if axes is None or not all(isinstance(one, (int, slice)) or one is Ellipsis for one in index):
         return None
     whole: Any = tuple(0 if isinstance(one, int) else slice(None) if isinstance(one, slice) else one for one in index)

@@ -185,6 +185,7 @@ class Viewed(nn.Module):
 
 KEEP = {
     "flatten": (lambda y: y.flatten(2), nn.BatchNorm1d(4)),
+    "by name": (lambda y: torch.flatten(input=y, start_dim=2), nn.BatchNorm1d(4)),
     "view": (lambda y: y.view(y.shape[0], y.shape[1], -1), nn.BatchNorm1d(4)),
     "reshape": (lambda y: y.reshape(y.size(0), 4, -1), nn.BatchNorm1d(4)),
     "unsqueeze": (lambda y: y.unsqueeze(-1), nn.BatchNorm3d(4)),
