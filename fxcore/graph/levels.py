@@ -25,7 +25,7 @@ from fxcore.graph.strides import Strides
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.models.entry import FeatureMap
 from fxcore.tracing.graph_module import called_module
-from fxcore.tracing.names import MODULE, PATH
+from fxcore.tracing.names import MODULE, PATH, is_under, paths_to
 
 _C_STRIDES = (2, 4, 8, 16, 32)
 _DEEPEST = 7  # P7, the coarsest level of RetinaNet's pyramid
@@ -105,11 +105,11 @@ def _declared(graph: fx.Graph, maps: Sequence[FeatureMap], strides: Strides) -> 
     found: dict[str, Level] = {}
     ends = _module_ends(graph)
     for declared in maps:
-        inside = [n for n in graph.nodes if _inside(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
+        inside = [n for n in graph.nodes if is_under(n.meta.get(PATH, ""), declared.module) and n.meta.get("rows") == 1]
         fitting = [
             n for n in inside if channels_of(n) in (declared.channels, None) and strides.may_be(n, declared.stride)
         ]
-        left = [n for n in fitting if not all(_inside(user.meta.get(PATH, ""), declared.module) for user in n.users)]
+        left = [n for n in fitting if not all(is_under(user.meta.get(PATH, ""), declared.module) for user in n.users)]
         if fitting and declared.stride in _C_STRIDES:
             node = left[-1] if left else _outermost_end(fitting, ends, set()) or fitting[-1]
             found[f"C{int(math.log2(declared.stride))}"] = Level(node.meta[PATH], declared.channels, declared.stride)
@@ -124,14 +124,10 @@ def _backbone_end(graph: fx.Graph) -> fx.Node | None:
     """Return the last tensor of the module ``backbone`` if the model has one, else of the graph."""
     tensors: list[fx.Node] = [n for n in graph.nodes if n.op != "output" and isinstance(n.meta.get("value"), Tensor)]
     for part in ("backbone.body", "backbone"):
-        inside = [n for n in tensors if _inside(n.meta.get(PATH, ""), part)]
+        inside = [n for n in tensors if is_under(n.meta.get(PATH, ""), part)]
         if inside:
             return inside[-1]
     return tensors[-1] if tensors else None
-
-
-def _inside(path: str, module: str) -> bool:
-    return path == module or path.startswith(module + ".")
 
 
 def _dominators(graph: fx.Graph, sink: fx.Node) -> list[fx.Node]:
@@ -156,7 +152,7 @@ def _module_ends(graph: fx.Graph) -> dict[fx.Node, list[str]]:
     for node in graph.nodes:
         if node.op in ("output", "placeholder") or not node.meta.get("carries"):
             continue
-        for path in _outer_modules(node.meta.get(MODULE, "")):
+        for path in paths_to(node.meta.get(MODULE, "")):
             last[path] = node
     ends: dict[fx.Node, list[str]] = {}
     for path, node in last.items():
@@ -169,15 +165,9 @@ def _trunks(by_stride: dict[int, list[fx.Node]]) -> set[str]:
     strides: dict[str, set[int]] = {}
     for stride, nodes in by_stride.items():
         for node in nodes:
-            for outer in _outer_modules(node.meta.get(MODULE, "")):
+            for outer in paths_to(node.meta.get(MODULE, "")):
                 strides.setdefault(outer, set()).add(stride)
     return {path for path, passed in strides.items() if len(passed) >= 3}
-
-
-def _outer_modules(path: str) -> list[str]:
-    """Return the path and its prefixes: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
 
 
 def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks: set[str]) -> fx.Node | None:
@@ -185,7 +175,7 @@ def _outermost_end(nodes: list[fx.Node], ends: dict[fx.Node, list[str]], trunks:
 
     def rank(node: fx.Node, path: str) -> tuple[bool, int]:
         leaf = node.op == "call_module" and path == node.target
-        return leaf, sum(outer not in trunks for outer in _outer_modules(path))
+        return leaf, sum(outer not in trunks for outer in paths_to(path))
 
     ranked = {n: min(rank(n, p) for p in ends[n]) for n in reversed(nodes) if n in ends}
     # Of equals, min returns the first, which is the last in the graph.

@@ -17,6 +17,7 @@ from fxcore.errors import BadArgument, DuplicateKey, UnknownNode
 from fxcore.graph.levels import Level
 from fxcore.graph.node_info import is_extractable
 from fxcore.tensors import dtype_name
+from fxcore.tracing.names import is_under, paths_to
 from fxcore.tracing.parts import UntraceablePart
 
 #: key in ``node.meta`` for values whose rows, as a run has shown, mix images
@@ -90,8 +91,8 @@ class Names:
                 found[".".join(path)] = None
         paths = [path for path in found if self.extractable(self.by_name[str(self._lookup(path))])]
         if not paths:
-            above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
-            near = [f"{path}.*" for path in reversed(above) if "*" not in path and self._lookup(path)][:1]
+            above = reversed(paths_to(name)[:-1])
+            near = [f"{path}.*" for path in above if "*" not in path and self._lookup(path)][:1]
             near = [one for one in near if one != name] or self._suggest(name.replace(".*", ""))
             hint = f"; did you mean {', '.join(near)}?" if near else "; see the list of nodes"
             raise UnknownNode(
@@ -115,7 +116,7 @@ class Names:
                 suggestions=self._group(name)[:5],
             )
         if exact is None:
-            if part := next((p for p in self.untraceable if name == p.path or name.startswith(p.path + ".")), None):
+            if part := next((p for p in self.untraceable if is_under(name, p.path)), None):
                 raise UnknownNode(
                     f"{name!r} is in {part.path}, which cannot be traced: {part.reason}",
                     name=name,
@@ -161,15 +162,11 @@ class Names:
 
         Nodes are found by their targets too, which may differ: ViT's node ``…encoder_layer_0.ln`` calls ``ln_1``.
         """
-        candidates: dict[str, str] = {}
-        for level in self.levels:
-            candidates[level] = level
+        candidates = {level: level for level in self.levels}
         for exact, node in self.by_name.items():
             if self.extractable(node):
                 candidates[exact] = exact
-                parts = exact.split(".")
-                for depth in range(1, len(parts)):
-                    path = ".".join(parts[:depth])
+                for path in paths_to(exact)[:-1]:
                     candidates.setdefault(path, path)
                 if node.op == "call_module":
                     candidates.setdefault(str(node.target), exact)

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxcore.passes.base import CannotTransform, transform
 from fxcore.tracing.graph_module import called_module
-from fxcore.tracing.names import public_name
+from fxcore.tracing.names import is_under, public_name
 
 #: key in ``GraphModule.meta`` of the names of nodes that :func:`fxcore.int8.quantize.quantize` leaves in float
 KEPT = "keep_float"
@@ -40,8 +40,7 @@ def keep_float(module: fx.GraphModule, *, nodes: Sequence[str]) -> int:
 
 def named(node: fx.Node, name: str) -> bool:
     """Return whether ``name`` is the node's name or a path above it."""
-    path = public_name(node)
-    return path == name or path.startswith(name + ".")
+    return is_under(public_name(node), name)
 
 
 def _holds(module: fx.GraphModule, node: fx.Node, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,20 @@ def name_nodes(graph: fx.Graph) -> None:
 def public_name(node: fx.Node) -> str:
     """Return torchvision's name for the node, or its fx name if it has none."""
     return str(node.meta.get(PATH, node.name))
+
+
+def is_under(path: str, module: str) -> bool:
+    """Return whether ``path`` is that of ``module`` or of something in it."""
+    return path == module or path.startswith(f"{module}.")
+
+
+def paths_to(path: str) -> list[str]:
+    """Return a path and those above it, the outermost first.
+
+    >>> paths_to("layer1.0.conv1")
+    ['layer1', 'layer1.0', 'layer1.0.conv1']
+    """
+    return list(itertools.accumulate(path.split("."), "{}.{}".format)) if path else []
 
 
 def operation_name(node: fx.Node) -> str:
