@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import operation_name
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, overwritten
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, LIBRARIES, home, overwritten
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
@@ -32,7 +32,6 @@ UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new"
 
 # Modules whose functions have no side effects; torch's builtins have no module name.
 _TRUSTED = ("", "torch", "torch.functional", "torch.nn.functional", "torch._C", "math", "_operator", "_collections_abc")
-_KNOWN = {"torch", "torchvision", "timm", "fxcore", "math", "_operator", "builtins"}
 _TRUSTED_PACKAGES = ("torch._C.", "torchvision.ops.", "fxcore.")
 _TRUSTED_BUILTINS = {"abs", "bool", "divmod", "float", "getattr", "int", "isinstance", "len", "max", "min", "pow",
                      "round", "slice", "sum", "tuple"}  # fmt: skip
@@ -152,11 +151,11 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
         return hasattr(Tensor, name)
     if node.is_impure():
         return False
-    home = getattr(node.target, "__module__", None) or ""
-    if home == "builtins":
+    origin = getattr(node.target, "__module__", None) or ""
+    if origin == "builtins":
         return name in _TRUSTED_BUILTINS
     overload = isinstance(node.target, (_OVERLOAD, _OVERLOAD_PACKET))
-    return overload or home in _TRUSTED or home.startswith(_TRUSTED_PACKAGES)
+    return overload or origin in _TRUSTED or origin.startswith(_TRUSTED_PACKAGES)
 
 
 def _is_pure_module(module: nn.Module) -> bool:
@@ -182,14 +181,12 @@ def may_branch(module: nn.Module, node: fx.Node) -> bool:
         return any(
             isinstance(part, torch.jit.ScriptModule)
             or "forward" in vars(part)
-            or not all(map(_is_known, (part, *part._forward_hooks.values(), *part._forward_pre_hooks.values())))
+            or not LIBRARIES.issuperset(
+                map(home, (part, *part._forward_hooks.values(), *part._forward_pre_hooks.values()))
+            )
             for part in called.modules()
         )
-    return node.op == "call_function" and (not _is_known(node.target) or node.target in (max, min))
-
-
-def _is_known(code: Any) -> bool:
-    return (getattr(code, "__module__", None) or "torch").split(".")[0] in _KNOWN
+    return node.op == "call_function" and (home(node.target) not in LIBRARIES or node.target in (max, min))
 
 
 def _name(node: fx.Node) -> str:

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxcore.tracing.names import operation_name
-from fxcore.tracing.writes import ON_COPY, is_view, mutated_argument, viewed
+from fxcore.tracing.writes import LIBRARIES, ON_COPY, home, is_view, mutated_argument, viewed
 
 # Operations whose result depends on strides.
 _STRIDED = {"as_strided", "is_contiguous", "storage_offset", "stride", "view_as_complex"}
 _RESHAPED = {"view": "reshape", "view_as": "reshape_as"}
-# Packages whose modules and functions support any memory format.
-_ANY_FORMAT = ("torch", "torchvision", "timm", "fxcore", "builtins", "math", "_operator")
 
 
 def ignore_memory_formats(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
@@ -69,11 +67,9 @@ def _is_written(node: fx.Node) -> bool:
 def _is_foreign(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether ``node`` calls code outside the libraries that support any memory format."""
     if node.op == "call_function":
-        homes = [str(getattr(node.target, "__module__", None) or "torch")]
-    else:
-        called = modules.get(str(node.target)) if node.op == "call_module" else None
-        homes = [type(part).__module__ for part in called.modules()] if called is not None else []
-    return any(home.split(".")[0] not in _ANY_FORMAT for home in homes)
+        return home(node.target) not in LIBRARIES
+    called = modules.get(str(node.target)) if node.op == "call_module" else None
+    return called is not None and not LIBRARIES.issuperset(map(home, called.modules()))
 
 
 def _stride_base(graph: fx.Graph, node: fx.Node) -> None:

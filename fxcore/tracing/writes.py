@@ -30,6 +30,9 @@ IN_PLACE_OPERATORS: dict[Any, Any] = {
     operator.imatmul: operator.matmul,
 }
 
+LIBRARIES = frozenset(("torch", "torchvision", "timm", "fxcore", "builtins", "math", "_operator"))
+"""Packages whose code supports any memory format and does not branch on sizes, where it is not traced."""
+
 #: key in ``node.meta`` of a node that writes to a copy made only for it
 ON_COPY = "on_copy"
 
@@ -287,13 +290,13 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     return package == "torch" or (package == "_operator" and not any(map(_is_list, node.args)))
 
 
-def home(function: Any) -> str:
-    """Return the top-level package of a function; torch's builtins do not name theirs.
+def home(code: Any) -> str:
+    """Return the top-level package of a function or module; torch's builtins do not name theirs.
 
     >>> home(torch.add), home(nn.functional.relu), home(operator.add)
     ('torch', 'torch', '_operator')
     """
-    return str(getattr(function, "__module__", None) or "torch").split(".")[0]
+    return str(getattr(code, "__module__", None) or "torch").split(".")[0]
 
 
 def _is_list(value: Any) -> bool:
