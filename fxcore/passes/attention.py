@@ -92,6 +92,14 @@ def scaled_dot_product_weights(
     return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
 
 
+# Functions that return the attention weights for the arguments of others.
+_WEIGHTS_OF: dict[Any, Any] = {
+    shifted_window_attention: window_attention,
+    shifted_window_attention_3d: window_attention_3d,
+    F.scaled_dot_product_attention: scaled_dot_product_weights,
+}
+
+
 def _captured(function: Any, images: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     with _Softmax() as softmax:
         function(images, *args, **kwargs)
@@ -159,13 +167,9 @@ def _weights_of(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         both.meta = {MODULE: str(node.target)}
         with graph.inserting_after(both):
             return graph.call_function(operator.getitem, (both, 1))
-    windows = {shifted_window_attention: window_attention, shifted_window_attention_3d: window_attention_3d}
-    if node.op == "call_function" and node.target in windows:
+    if node.op == "call_function" and node.target in _WEIGHTS_OF:
         with graph.inserting_after(node):
-            return graph.call_function(windows[node.target], node.args, dict(node.kwargs))
-    if node.op == "call_function" and node.target is F.scaled_dot_product_attention:
-        with graph.inserting_after(node):
-            return graph.call_function(scaled_dot_product_weights, node.args, dict(node.kwargs))
+            return graph.call_function(_WEIGHTS_OF[node.target], node.args, dict(node.kwargs))
     # Attention whose steps are nodes: MaxViT's and MViT's weights already exist under other names.
     called = node.op in ("call_function", "call_method") and node.target in _SOFTMAX
     if (called or isinstance(layer, nn.Softmax)) and is_over_last(node, layer) and _mixes(module, node):

@@ -213,7 +213,7 @@ class _Functionalizer:
             return
         if others:
             self._check_not_reshaped(node, storage)
-            views = self._views_of([base, *others], storage, node)
+            views = {m: self._views_from_root(m, storage, node) for m in (base, *others)}
             with self.graph.inserting_before(node.next):
                 if views[base]:  # the write goes through a view, so only a part of the storage changes
                     copy = self._clone_storage(storage)
@@ -271,16 +271,15 @@ class _Functionalizer:
         arguments = [m for m in self.inputs[node] if storage in aliases.storages[m]]
         readers = self._read_after(node, storage)
         values = {aliases.current(m) for m in (*arguments, *readers)}
-        views: Mapping[fx.Node, list[fx.Node]]
         if len(values) == 1:  # no other node reads the rest of the storage: copy only this value
             root = values.pop()
-            views = {m: [] for m in (*arguments, *readers)}
+            views: dict[fx.Node, list[fx.Node]] = {m: [] for m in (*arguments, *readers)}
             with self.graph.inserting_before(node):
                 copy = self.graph.call_method("clone", (root,))
         else:
             self._check_not_reshaped(node, storage)
             root = aliases.roots[storage]
-            views = self._views_of([*arguments, *readers], storage, node)
+            views = {m: self._views_from_root(m, storage, node) for m in (*arguments, *readers)}
             with self.graph.inserting_before(node):
                 copy = self._clone_storage(storage)
         copies = []
@@ -308,9 +307,6 @@ class _Functionalizer:
             if any(user.meta.get("carries") is not False or user in self.writes for user in readers):
                 found.setdefault(current, m)
         return list(found.values())
-
-    def _views_of(self, nodes: Iterable[fx.Node], storage: int, writer: fx.Node) -> dict[fx.Node, list[fx.Node]]:
-        return {node: self._views_from_root(node, storage, writer) for node in nodes}
 
     def _views_from_root(self, node: fx.Node, storage: int, writer: fx.Node) -> list[fx.Node]:
         """Return the view operations that lead from the root of ``storage`` to ``node``, in order.

@@ -5,7 +5,7 @@ Operations that join, cut, reorder or reshape tokens are applied to the numbers 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def _orders(source: fx.Node, area: int) -> dict[str, Tensor]:
 def _reshaped(node: fx.Node, orders: _Orders, reshaped: Mapping[fx.Node, Tensor], area: int) -> Tensor | None:
     """Return the position that each element of ``node``'s value stands for; None if it is no reshaped map or tokens."""
     above, value = node.args[0] if node.args else None, node.meta.get("value")
-    if not _calls(node, RESHAPES | PERMUTES) or not isinstance(above, fx.Node) or above not in orders:
+    if operation_name(node) not in RESHAPES | PERMUTES or not isinstance(above, fx.Node) or above not in orders:
         return None
     if not isinstance(value, Tensor) or value.numel() > _MAX_PLACES:
         return None
@@ -94,18 +94,18 @@ def _order_in(places: Tensor, node: fx.Node, orders: _Orders) -> Tensor | None:
 
 def _order(node: fx.Node, orders: _Orders, area: int) -> Any:
     if any(_orders_tokens(n, orders) for n in node.all_input_nodes):
-        if _calls(node, JOINS | MOVES):
+        if operation_name(node) in JOINS | MOVES:
             values = {n: _spread(n.meta["value"], orders.get(n), _dim(n)) for n in node.all_input_nodes}
             result = computed(node, values.__getitem__)
             return _lost(node.meta["value"], node) if result is None else _read(result, _dim(node))
-        if _calls(node, SHUFFLES):
+        if operation_name(node) in SHUFFLES:
             return _lost(node.meta["value"], node)
     given = [orders[n] for n in node.all_input_nodes if orders.get(n) is not None]
     length = _length(node)
     if length is None:
         return given[0] if given else None
     fitting = [order for order in given if isinstance(order, Tensor) and len(order) == length]
-    if _calls(node, SUMS):  # values mixed from all positions change those that they are added to
+    if operation_name(node) in SUMS:  # values mixed from all positions change those that they are added to
         fitting = [order for order in fitting if (order != ELSEWHERE).any()] or fitting
     if any(not torch.equal(fitting[0], other) for other in fitting[1:]):
         return _lost(node.meta["value"], node)
@@ -118,7 +118,7 @@ def _is_torchs(node: fx.Node) -> bool:
     """Return whether ``node`` calls an operation or layer of torch, none of which adds tokens before others; an element
     of a tuple counts as the call that returned it."""
     above = node.all_input_nodes[0]
-    if _calls(node, ("getitem",)) and not isinstance(above.meta["value"], Tensor):
+    if operation_name(node) == "getitem" and not isinstance(above.meta["value"], Tensor):
         return _is_torchs(above)
     called = type(own_module(node)) if node.op == "call_module" else node.target
     origin = getattr(called, "__module__", None) or "torch"  # methods have none
@@ -131,11 +131,6 @@ def _first(node: fx.Node, length: int, area: int) -> Tensor | None:
     if prefix and not (node.meta.get("patches") and 0 < prefix <= MAX_PREFIX):
         return None
     return torch.cat([torch.full((prefix,), ELSEWHERE), torch.arange(area)])
-
-
-def _calls(node: fx.Node, names: Collection[str]) -> bool:
-    """Return whether ``node`` calls a function or method with one of ``names``."""
-    return operation_name(node) in names
 
 
 def _spread(value: Any, order: Any, dim: int) -> Any:

@@ -24,10 +24,10 @@ from fxcore.tracing.proxies import TracedAutocast, TracedKey, TracedWrite
 
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _FXCORE = Path(__file__).parents[1]
-_CONSTRUCTORS = (
-    "zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "tensor",
-    "as_tensor", "from_numpy", "Tensor", "FloatTensor", "LongTensor",
-)  # fmt: skip
+_CONSTRUCTOR = re.compile(
+    r"(torch\.)?(zeros|ones|full|empty|rand|randn|randint|randperm|arange|linspace|eye|tensor|as_tensor|from_numpy|"
+    r"Tensor|FloatTensor|LongTensor)\("
+)
 _FIXED = " or fix it in __init__"
 
 
@@ -110,7 +110,7 @@ def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
         )
     if "cannot be iterated" in message:
         return _iteration(shown, code, statement, spot)
-    if _calls(code, _CONSTRUCTORS):
+    if _CONSTRUCTOR.match(code):
         return _Reason(
             "constructor",
             f"{shown} makes a tensor whose size or content is only known when the model runs",
@@ -168,7 +168,8 @@ def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
             f"{shown} needs a dtype and got a traced value",
             f"take that of a parameter, as in torch.{match[1]}(next(self.parameters()).dtype), or a fixed one",
         )
-    if (hooked := _hooked_layer(model)) and _misses(error):
+    missing = isinstance(error, LookupError | AttributeError) or "'NoneType'" in message
+    if missing and (hooked := _hooked_layer(model)):
         return _Reason(
             "hook",
             f"{shown} fails ({type(error).__name__}: {message}), perhaps for lack of what the forward hook of {hooked} "
@@ -230,16 +231,6 @@ def _keyword_dicts(spot: _Spot | None) -> list[str]:
     return [
         name for name, value in scope.items() if isinstance(value, fx.Proxy) and str(value.node.target).startswith("**")
     ]
-
-
-def _calls(code: str, names: tuple[str, ...]) -> bool:
-    match = re.match(r"(?:torch\.)?(\w+)\(", code)
-    return match is not None and match[1] in names
-
-
-def _misses(error: Exception) -> bool:
-    """Return whether something is read that is not there."""
-    return isinstance(error, LookupError | AttributeError) or "'NoneType'" in str(error)
 
 
 def _hooked_layer(model: Any) -> str | None:
