@@ -32,39 +32,29 @@ class Stacked(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "joined",
+    ("joined", "rows"),
     [
-        lambda x: torch.cat([x, x.flip(-1)]),
-        lambda x: torch.cat((x, x), dim=0),
-        lambda x: x.repeat(2, 1, 1, 1),
-        lambda x: torch.stack([x, x.flip(-1)]).flatten(0, 1),
-        lambda x: x.unsqueeze(0).expand(2, -1, -1, -1, -1).reshape(-1, 3, 8, 8),
-        lambda x: x[:, None].transpose(0, 1).expand(2, -1, -1, -1, -1).contiguous().view(-1, 3, 8, 8),
-        nn.Sequential(Stacked(), nn.Flatten(0, 1)),
+        # All images, then all again: no rows of one image.
+        (lambda x: torch.cat([x, x.flip(-1)]), 0),
+        (lambda x: torch.cat((x, x), dim=0), 0),
+        (lambda x: x.repeat(2, 1, 1, 1), 0),
+        (lambda x: torch.stack([x, x.flip(-1)]).flatten(0, 1), 0),
+        (lambda x: x.unsqueeze(0).expand(2, -1, -1, -1, -1).reshape(-1, 3, 8, 8), 0),
+        (lambda x: x[:, None].transpose(0, 1).expand(2, -1, -1, -1, -1).contiguous().view(-1, 3, 8, 8), 0),
+        (nn.Sequential(Stacked(), nn.Flatten(0, 1)), 0),
+        # Each image beside itself.
+        (lambda x: torch.cat([x[:, None], x[:, None]], dim=1).flatten(0, 1), 2),
+        (lambda x: x.repeat_interleave(2, 0), 2),
+        (lambda x: torch.stack([x, x], 1).reshape(-1, 3, 8, 8), 2),
+        (lambda x: torch.cat([x, x], 1)[None].view(-1, 3, 8, 8), 2),
+        (lambda x: torch.cat([x, x], dim=-1).unflatten(-1, (2, 8)).movedim(3, 1).flatten(0, 1).repeat(1, 1, 1, 1), 2),
     ],
 )
-def test_images_after_all_others_are_no_rows_of_one(joined: Callable[[Tensor], Tensor]) -> None:
+def test_rows_of_an_image_that_stands_twice(joined: Callable[[Tensor], Tensor], rows: int) -> None:
     module = fx.symbolic_trace(Doubled(joined).eval()).to("meta")
     annotate(module, [(3, 8, 8)], torch.device("meta"))
-    rows = {node.name: node.meta.get("rows") for node in module.graph.nodes}
-    assert (rows["x"], rows["conv"], rows["mean"]) == (1, 0, 1)
-
-
-@pytest.mark.parametrize(
-    "joined",
-    [
-        lambda x: torch.cat([x[:, None], x[:, None]], dim=1).flatten(0, 1),
-        lambda x: x.repeat_interleave(2, 0),
-        lambda x: torch.stack([x, x], 1).reshape(-1, 3, 8, 8),
-        lambda x: torch.cat([x, x], 1)[None].view(-1, 3, 8, 8),
-        lambda x: torch.cat([x, x], dim=-1).unflatten(-1, (2, 8)).movedim(3, 1).flatten(0, 1).repeat(1, 1, 1, 1),
-    ],
-)
-def test_images_beside_each_other_are(joined: Callable[[Tensor], Tensor]) -> None:
-    module = fx.symbolic_trace(Doubled(joined).eval()).to("meta")
-    annotate(module, [(3, 8, 8)], torch.device("meta"))
-    [conv] = [node for node in module.graph.nodes if node.name == "conv"]
-    assert conv.meta["rows"] == 2
+    found = {node.name: node.meta.get("rows") for node in module.graph.nodes}
+    assert (found["x"], found["conv"], found["mean"]) == (1, rows, 1)
 
 
 def test_values_that_are_computed_for_their_shapes_are_not_kept() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,8 @@ from torchvision.models.swin_transformer import shifted_window_attention
 from fxcore import trace
 from fxcore.graph.annotate import observe
 from fxcore.passes.attention import scaled_dot_product_weights
+from fxcore.tracing.interpreter import Watcher
+from fxcore.tracing.names import public_name
 from fxcore.transforms import applied, attention_maps
 from tests.fxcore.model_list import each, filled, small_input
 
@@ -63,16 +67,9 @@ def test_multi_head_attention_made_of_its_weights() -> None:
     vit = VisionTransformer(32, 16, num_layers=1, num_heads=2, hidden_dim=8, mlp_dim=8).eval()
     module = attention_maps(trace(vit))
     attention = vit.encoder.layers[0].self_attention
-    seen: dict[str, Tensor] = {}
-
-    class Watch(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> object:
-            value = super().run_node(n)
-            seen[n.meta.get("path", n.name)] = value
-            return value
-
+    seen: dict[str, Any] = {}
     with torch.no_grad():
-        Watch(module).run(torch.randn(3, 3, 32, 32))
+        Watcher(module, lambda node, value: seen.update({public_name(node): value})).run(torch.randn(3, 3, 32, 32))
         x = seen["encoder.layers.encoder_layer_0.ln"]
         weights = seen["encoder.layers.encoder_layer_0.self_attention.attention"]
         values = (x @ attention.in_proj_weight[16:].T + attention.in_proj_bias[16:]).view(3, 5, 2, 4).transpose(1, 2)

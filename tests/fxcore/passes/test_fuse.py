@@ -13,6 +13,7 @@ from torchvision.ops import Conv2dNormActivation, FrozenBatchNorm2d
 
 from fxcore import create_extractor, trace
 from fxcore.analysis.verify import verify
+from fxcore.tracing.interpreter import Watcher
 from fxcore.transforms import CannotTransform, applied, apply_transforms, fuse_conv_bn, fuse_linear_bn, split_at
 
 
@@ -142,34 +143,29 @@ class SharedTensors(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("way", ["eps", "names", "order", "weights"])
-def test_pairs_that_share_tensors_are_different_pairs(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "linear"),
+    [*((way, linear) for way in ("eps", "names", "order") for linear in (False, True)), ("weights", False)],
+)
+def test_pairs_that_share_tensors_are_different_pairs(way: str, linear: bool) -> None:
     """Also where the input is not the first argument."""
-    fused = check(SharedTensors(way, False), torch.randn(2, 3, 4, 4), changes=2)
-    assert all(node.users for node in fused.graph.nodes if node.op == "get_attr")
-
-
-@pytest.mark.parametrize("way", ["eps", "names", "order"])
-def test_linear_pairs_that_share_tensors_are_different_pairs(way: str) -> None:
-    original = traced(SharedTensors(way, True))
-    fused = fuse_linear_bn(original, assume_2d=True)
+    original = traced(SharedTensors(way, linear))
+    fused = fuse_linear_bn(original, assume_2d=True) if linear else fuse_conv_bn(original)
     assert applied(fused)[-1].changes == 2
-    assert verify(original, fused, torch.randn(2, 3)).relative < 1e-5
+    assert verify(original, fused, torch.randn(2, 3) if linear else torch.randn(2, 3, 4, 4)).relative < 1e-5
+    assert all(node.users for node in fused.graph.nodes if node.op == "get_attr")
 
 
 def values(module: fx.GraphModule, x: Tensor) -> dict[str, Tensor]:
     """What every node of the graph makes, by both of its names."""
     found: dict[str, Tensor] = {}
 
-    class Watch(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            value = super().run_node(n)
-            if isinstance(value, Tensor) and n.op != "output":
-                found.update({n.name: value, n.meta["path"]: value})
-            return value
+    def note(node: fx.Node, value: Any) -> None:
+        if isinstance(value, Tensor) and node.op != "output":
+            found.update({node.name: value, node.meta["path"]: value})
 
     with torch.no_grad():
-        Watch(module).run(x)
+        Watcher(module, note).run(x)
     return found
 
 

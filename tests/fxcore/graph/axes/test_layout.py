@@ -167,33 +167,6 @@ def test_layers_of_turned_maps_leave_them_turned(own_entry: OwnEntry) -> None:
         assert left.mean() > values[name].mean() + 1
 
 
-def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
-    for turn, last, axes in ((lambda h: h[:, :, 0, 0], 6, "NC"), (lambda h: h[:, 1, 2], 4, "NW")):
-        graph = trace_graph(turned(turn, last))
-        assert graph.by_name["getitem"].meta["axes"] == axes
-
-
-@pytest.mark.parametrize(
-    ("turn", "last"),
-    [
-        (lambda h: torch.cdist(h.flatten(2).mT, h.flatten(2).mT), 16),
-        (lambda h: h.flatten(2).mT @ h.flatten(2), 16),
-        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT), 16),
-        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT[:, ::2]), 8),
-        (lambda h: h[:, None, :, 0], 4),
-        (lambda h: h.flatten(2).mT.mean(-1), 16),
-        (lambda h: h.flatten(2).mT[..., :1].squeeze(-1), 16),
-        (lambda h: h.flatten(2).mT[..., 0], 16),
-        (lambda h: h[:, :, ::2].rot90(1, (1, 3)), 6),
-    ],
-)
-def test_operations_whose_axes_are_not_known_have_no_layout(turn: Callable[[Tensor], Tensor], last: int) -> None:
-    """Distances and products between positions, an index that inserts an axis and takes another, and a number for each
-    position."""
-    (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")
-    assert info.layout is None
-
-
 @pytest.mark.parametrize(
     ("left", "layout"),
     [
@@ -227,6 +200,12 @@ def test_what_has_no_channels_left_has_no_layout(left: Callable[[Tensor], Tensor
     assert {node.name: node for node in graph.nodes}["sin"].layout == layout
 
 
+def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
+    for turn, last, axes in ((lambda h: h[:, :, 0, 0], 6, "NC"), (lambda h: h[:, 1, 2], 4, "NW")):
+        graph = trace_graph(turned(turn, last))
+        assert graph.by_name["getitem"].meta["axes"] == axes
+
+
 @fx.wrap
 def turned_leaf(h: Tensor) -> Tensor:
     return h.transpose(1, 2)[:, ::2]
@@ -239,9 +218,25 @@ def halved_leaf(h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("turn", "last", "layout"),
-    [(lambda h: turned_leaf(h.flatten(2)), 6, None), (lambda h: halved_leaf(h.flatten(2)), 8, "NCL")],
+    [
+        # Distances and products between positions.
+        (lambda h: torch.cdist(h.flatten(2).mT, h.flatten(2).mT), 16, None),
+        (lambda h: h.flatten(2).mT @ h.flatten(2), 16, None),
+        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT), 16, None),
+        (lambda h: torch.einsum("nlc,nmc->nlm", h.flatten(2).mT, h.flatten(2).mT[:, ::2]), 8, None),
+        # An index that inserts an axis and takes another.
+        (lambda h: h[:, None, :, 0], 4, None),
+        # A number for each position.
+        (lambda h: h.flatten(2).mT.mean(-1), 16, None),
+        (lambda h: h.flatten(2).mT[..., :1].squeeze(-1), 16, None),
+        (lambda h: h.flatten(2).mT[..., 0], 16, None),
+        (lambda h: h[:, :, ::2].rot90(1, (1, 3)), 6, None),
+        # Leaves, of which one seems to permute.
+        (lambda h: turned_leaf(h.flatten(2)), 6, None),
+        (lambda h: halved_leaf(h.flatten(2)), 8, "NCL"),
+    ],
 )
-def test_leaves_keep_the_layout_unless_they_seem_to_permute(
+def test_operations_have_the_axes_that_are_known(
     turn: Callable[[Tensor], Tensor], last: int, layout: str | None
 ) -> None:
     (info,) = (node for node in trace_graph(turned(turn, last)).nodes if node.name == "norm")

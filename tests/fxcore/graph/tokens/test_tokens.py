@@ -135,12 +135,6 @@ def test_patches_keep_their_places_when_a_residual_mixes_all_of_them(name):
     assert torch.allclose(pool(tokens, info.layout, "avg", info.prefix), expected, atol=1e-6)
 
 
-def test_torchvisions():
-    found = token_grid(model_graph("vit_b_32").by_name["encoder.ln"])
-    assert (found.height, found.width, found.prefix, found.class_token) == (7, 7, 1, True)
-    assert {n.name: n.tokens for n in model_graph("vit_b_32").nodes}["encoder.ln"] == found
-
-
 @pytest.mark.parametrize(("side", "cells"), [(100, 7), (224, 14)])
 def test_a_grid_at_its_own_size_is_itself(side, cells):
     """Also where its positions do not divide the image."""
