@@ -24,7 +24,7 @@ class NodeInfo:
         name: torchvision's name of the node; the fx name of a parameter that the graph reads itself.
         fx_name, op: name and op in torch.fx.
         target: see :func:`target_name`.
-        module_type: class of the called module, with its package; None for other nodes.
+        module_type: class of the called module, such as ``torch.nn.modules.conv.Conv2d``; None for other nodes.
         args, users: names of the nodes that it reads, and of those that read it.
         shape: shape of the value, with None for the batch; None if the value is not a tensor.
         dtype: dtype such as ``float32``; None if the value is not a tensor.
@@ -91,7 +91,7 @@ def describe(
         fx_name=node.name,
         op=node.op,
         target=target_name(node),
-        module_type=type_name(module) if module is not None else None,
+        module_type=None if module is None else f"{type(module).__module__}.{type(module).__qualname__}",
         args=[public_name(n) for n in node.all_input_nodes],
         users=["output" if n.op == "output" else public_name(n) for n in node.users],
         shape=shape,
@@ -138,8 +138,3 @@ def definition(node: fx.Node, root: nn.Module) -> list[str]:
     called = called_module(root, node)
     settings = "" if called is None else str(called)
     return [node.op, target_name(node), *(re.sub(r" at 0x\w+", "", text) for text in (f"{args} {kwargs}", settings))]
-
-
-def type_name(module: nn.Module) -> str:
-    """Return a module's class with its package, such as ``torch.nn.modules.conv.Conv2d``."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"

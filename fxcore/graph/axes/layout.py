@@ -81,7 +81,7 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
         return _restored(node, value)
     axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")
     if isinstance(module, ops.Permute):
-        return _reordered(axes, [*module.dims])
+        return "".join(axes[d] for d in module.dims) if len(module.dims) == len(axes) else None
     return (
         _of_equal_input(inputs, value)
         or (_with_kept_rank(axes, before, value, name) if _may_keep_axes(node, inputs, value, name, module) else None)
@@ -225,7 +225,3 @@ def _merges_patches(before: torch.Size, after: torch.Size) -> bool:
         return False
     sides = before[1] // after[1], before[2] // after[2]
     return sides[0] == sides[1] > 1 and after[3] == before[3] * sides[0] ** 2
-
-
-def _reordered(axes: str, dims: list[int]) -> str | None:
-    return "".join(axes[d] for d in dims) if len(dims) == len(axes) else None
