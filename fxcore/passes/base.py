@@ -163,14 +163,10 @@ def applied(module: nn.Module) -> tuple[Applied, ...]:
 def fork(module: fx.GraphModule) -> fx.GraphModule:
     """Copy the graph of ``module`` into a new module with the same submodules, parameters and buffers.
 
-    ``copy.deepcopy`` would copy every parameter, and set torchvision's DualGraphModule to train mode. For a
+    ``copy.deepcopy(module)`` would copy every parameter, and set torchvision's DualGraphModule to train mode. For a
     DualGraphModule, the graph of the current mode is copied, and its module calls get torchvision's names.
     """
-    graph = fx.Graph(tracer_cls=module.graph._tracer_cls)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-    graph._codegen = copy.deepcopy(module.graph._codegen)
+    graph = copy.deepcopy(module.graph)
     made = GraphModule(module, graph, class_name=type(module).__name__)
     made.meta.update(getattr(module, "meta", {}))
     if isinstance(module, DualGraphModule):
