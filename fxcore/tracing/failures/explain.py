@@ -10,9 +10,9 @@ import ast
 import re
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -32,13 +32,14 @@ _FIXED = " or fix it in __init__"
 
 
 class _Spot(NamedTuple):
-    """The place in the model's source at which tracing failed."""
+    """The place in the model's source at which tracing failed; empty if it is not in the model's source."""
 
-    file: str
-    line: int
-    statement: str  # the whole line
-    expression: str  # the part of it that raised the error
-    frame: FrameType
+    source: str = ""  # ``file:line: statement``
+    statement: str = ""  # the whole line
+    expression: str = ""  # the part of it that raised the error
+    code: CodeType | None = None
+    variables: Mapping[str, Any] = MappingProxyType({})  # the local ones
+    globals: Mapping[str, Any] = MappingProxyType({})
 
 
 class _Reason(NamedTuple):
@@ -65,9 +66,8 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
     name = shown_name(model)
     if not isinstance(model, nn.Module):
         reason = reason._replace(advice=reason.advice.removesuffix(_FIXED))
-    source = f"{_short(spot.file)}:{spot.line}: {spot.statement}" if spot else ""
     inside = f" in {path} ({type(model.get_submodule(path)).__name__})" if path and isinstance(model, nn.Module) else ""
-    at = f" (at {source})" if source else ""
+    at = f" (at {spot.source})" if spot.source else ""
     whole = f', or keep the module whole with leaf_modules=("{path}",)' if path else ""
     if not path and (function := _own_function(spot, model)) and reason.kind != "function":
         whole = f", or keep the function whole with leaf_functions=({function},)"
@@ -78,15 +78,13 @@ def explain(error: Exception, model: nn.Module | Callable[..., Any], path: str) 
         f"{reason.advice}{whole}",
         kind=reason.kind,
         module=path or name,
-        source=source,
-        expression=spot.expression if spot else "",
+        source=spot.source,
+        expression=spot.expression,
     )
 
 
-def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
-    message = str(error)
-    code = spot.expression if spot else ""
-    statement = spot.statement if spot else ""
+def _reason(error: Exception, spot: _Spot, model: Any) -> _Reason:
+    message, code = str(error), spot.expression
     shown = f"`{code}`" if code else "it"
     if isinstance(error, StateWrite):
         return _Reason(
@@ -101,7 +99,7 @@ def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
             "turn autocast on around the calls of the graph instead",
         )
     if "cannot be used as inputs to control flow" in message:
-        return _control_flow(shown, code, statement, spot)
+        return _control_flow(shown, spot)
     if "'len' is not supported" in message:
         return _Reason(
             "len",
@@ -109,7 +107,7 @@ def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
             "use .shape[0] or .size(0), or leaf_functions=(len,)",
         )
     if "cannot be iterated" in message:
-        return _iteration(shown, code, statement, spot)
+        return _iteration(shown, spot)
     if _CONSTRUCTOR.match(code):
         return _Reason(
             "constructor",
@@ -180,7 +178,8 @@ def _reason(error: Exception, spot: _Spot | None, model: Any) -> _Reason:
     return _Reason("other", first, "change that line")
 
 
-def _control_flow(shown: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
+def _control_flow(shown: str, spot: _Spot) -> _Reason:
+    code, statement = spot.expression, spot.statement
     decided = (
         "pass what decides it in concrete_args if it is the same for every input, choose with torch.where if it is not"
     )
@@ -208,9 +207,9 @@ def _control_flow(shown: str, code: str, statement: str, spot: _Spot | None) -> 
     return _Reason("control_flow", f"{branch} branches on a value that is only known when the model runs", decided)
 
 
-def _iteration(shown: str, code: str, statement: str, spot: _Spot | None) -> _Reason:
-    names = _keyword_dicts(spot)
-    if "**" in code or any(re.search(rf"\b{name}\b", statement) for name in names):
+def _iteration(shown: str, spot: _Spot) -> _Reason:
+    statement, names = spot.statement, _keyword_dicts(spot)
+    if "**" in spot.expression or any(re.search(rf"\b{name}\b", statement) for name in names):
         return _Reason(
             "kwargs",
             f"`{statement}` reads **kwargs, whose names are not known while the model is traced",
@@ -225,12 +224,10 @@ def _iteration(shown: str, code: str, statement: str, spot: _Spot | None) -> _Re
     )
 
 
-def _keyword_dicts(spot: _Spot | None) -> list[str]:
+def _keyword_dicts(spot: _Spot) -> list[str]:
     """Return the names of variables that refer to the ``**`` parameter of the traced function."""
-    scope = spot.frame.f_locals if spot else {}
-    return [
-        name for name, value in scope.items() if isinstance(value, fx.Proxy) and str(value.node.target).startswith("**")
-    ]
+    proxies = ((name, value) for name, value in spot.variables.items() if isinstance(value, fx.Proxy))
+    return [name for name, proxy in proxies if str(proxy.node.target).startswith("**")]
 
 
 def _hooked_layer(model: Any) -> str | None:
@@ -240,27 +237,25 @@ def _hooked_layer(model: Any) -> str | None:
     return next((path for path, part in layers if path and part._forward_hooks and not [*part.children()]), None)
 
 
-def _outside(spot: _Spot | None) -> str | None:
+def _outside(spot: _Spot) -> str | None:
     """Return the name of the called function, unless it belongs to torch, Python or the model's source."""
     called, home = _function(spot) or ("", "")
-    own = spot is not None and home == spot.frame.f_globals.get("__name__")
-    return None if own or home.split(".")[0] in ("", "torch", "builtins", "_operator") else called
+    own = spot.globals.get("__name__")
+    return None if home == own or home.split(".")[0] in ("", "torch", "builtins", "_operator") else called
 
 
-def _kept_by_torch(spot: _Spot | None) -> str | None:
+def _kept_by_torch(spot: _Spot) -> str | None:
     """Return the name of the called function, if it is one of torch's in Python that can be kept whole."""
     called, home = _function(spot) or ("", "")
     return called if home.startswith(("torch.nn.utils.", "torch.nested")) else None
 
 
-def _function(spot: _Spot | None) -> tuple[str, str] | None:
+def _function(spot: _Spot) -> tuple[str, str] | None:
     """Return the name of the called function, as it is written, and its module."""
-    called = _called(spot.expression) if spot else None
-    if spot is None or called is None:
-        return None
-    first, *rest = called.split(".")
-    scope = {**spot.frame.f_globals, **spot.frame.f_locals}
-    if first not in scope:
+    called = _called(spot.expression)
+    first, *rest = (called or "").split(".")
+    scope = {**spot.globals, **spot.variables}
+    if called is None or first not in scope:
         return None
     value = scope[first]
     for part in rest:
@@ -272,11 +267,11 @@ def _function(spot: _Spot | None) -> tuple[str, str] | None:
     return called, str(getattr(value, "__module__", None) or type(getattr(value, "__self__", value)).__module__)
 
 
-def _own_function(spot: _Spot | None, model: Any) -> str | None:
+def _own_function(spot: _Spot, model: Any) -> str | None:
     """Return the name of the function that contains the spot, if it is a top-level function of the model's source."""
-    name = spot.frame.f_code.co_name if spot else ""
-    found = spot.frame.f_globals.get(name) if spot else None
-    own = isinstance(found, FunctionType) and spot is not None and found.__code__ is spot.frame.f_code
+    name = spot.code.co_name if spot.code else ""
+    found = spot.globals.get(name)
+    own = isinstance(found, FunctionType) and found.__code__ is spot.code
     return name if own and found is not model else None
 
 
@@ -291,7 +286,7 @@ def _called(expression: str) -> str | None:
     return name if re.fullmatch(r"[A-Za-z_][\w.]*", name) else None
 
 
-def _spot(error: BaseException, model: Any) -> _Spot | None:
+def _spot(error: BaseException, model: Any) -> _Spot:
     """Return the innermost frame in the model's source, skipping torch, Python and libraries that the model calls."""
     parts = model.modules() if isinstance(model, nn.Module) else [model]
     packages = {str(getattr(type(m) if isinstance(m, nn.Module) else m, "__module__", "")).split(".")[0] for m in parts}
@@ -299,10 +294,11 @@ def _spot(error: BaseException, model: Any) -> _Spot | None:
     summaries = traceback.extract_tb(error.__traceback__)
     for (frame, _), summary in reversed([*zip(walked, summaries, strict=True)]):
         if _is_models(summary.filename, packages):
-            line = summary.lineno or 0
             statement = (summary.line or "").strip()
-            return _Spot(summary.filename, line, statement, _expression(summary) or statement, frame)
-    return None
+            source = f"{_short(summary.filename)}:{summary.lineno or 0}: {statement}"
+            expression = _expression(summary) or statement
+            return _Spot(source, statement, expression, frame.f_code, frame.f_locals, frame.f_globals)
+    return _Spot()
 
 
 def _is_models(file: str, packages: set[str]) -> bool:

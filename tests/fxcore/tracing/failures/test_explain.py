@@ -39,6 +39,37 @@ def test_functions_of_torch_that_need_values_are_kept_whole() -> None:
     assert torch.equal(extractor(x, lengths)["getitem_2"], module(x, lengths))
 
 
+class _Lazy:
+    """As global settings that are not configured yet."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        raise RuntimeError("not configured")
+
+
+LAZY = _Lazy()
+
+
+def positive(x: Tensor) -> Tensor:
+    positive = x.sum() > 0  # as the function itself is called
+    return x if positive else -x
+
+
+class Flips(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return positive(x)
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return list(x)
+
+
+def test_variables_of_the_models_code_do_not_disturb_the_advice() -> None:
+    assert "leaf_functions=(positive,)" in refused(Flips(), "control_flow")
+    refused(Listed(), "iteration")
+
+
 class Masked(nn.Module):
     def __init__(self, advised: bool) -> None:
         super().__init__()
