@@ -249,9 +249,7 @@ class _Numbers:
         dtypes: see :func:`cut`.
     """
 
-    def __init__(
-        self, part: Part, given: Iterable[fx.Node], dtypes: tuple[torch.dtype, torch.dtype] | None = None
-    ) -> None:
+    def __init__(self, part: Part, given: Iterable[fx.Node], dtypes: tuple[torch.dtype, torch.dtype] | None) -> None:
         self._part = part
         self._dtypes = dtypes
         self._inputs = {node: part.kept[node] for node in given}

@@ -57,7 +57,7 @@ def channels_of(node: fx.Node) -> int | None:
 
 
 def find_levels(
-    name: str, graph: fx.Graph, root: nn.Module, strides: Strides, maps: Sequence[FeatureMap] = ()
+    name: str, graph: fx.Graph, root: nn.Module, strides: Strides, maps: Sequence[FeatureMap]
 ) -> dict[str, Level]:
     """Return the levels of an annotated graph.
 
