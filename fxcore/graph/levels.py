@@ -82,18 +82,14 @@ def find_levels(
         if stride is not None and node.meta.get("rows") == 1 and node.op != "placeholder":
             by_stride.setdefault(stride, []).append(node)
     trunks = _trunks(by_stride)
-    chosen: dict[int, fx.Node] = {}
-    for stride, nodes in by_stride.items():
-        if stride in _C_STRIDES:
-            if stride == max(by_stride) and _HEAD_CONVOLUTION_KEPT not in name:
-                nodes = _without_head(nodes, root)
-            picked = _outermost_end(nodes, ends, trunks)
-            if picked is not None:
-                chosen[stride] = picked
-    levels = {f"C{int(math.log2(s))}": _level(chosen[s], s) for s in sorted(chosen)}
-    if len(levels) < 2:
-        levels = {}
-    return levels | _pyramid(graph, strides)
+    levels: dict[str, Level] = {}
+    for stride in _C_STRIDES:
+        nodes = by_stride.get(stride, [])
+        if stride == max(by_stride, default=0) and _HEAD_CONVOLUTION_KEPT not in name:
+            nodes = _without_head(nodes, root)
+        if (picked := _outermost_end(nodes, ends, trunks)) is not None:
+            levels[f"C{int(math.log2(stride))}"] = _level(picked, stride)
+    return (levels if len(levels) > 1 else {}) | _pyramid(graph, strides)
 
 
 def _declared(graph: fx.Graph, maps: Sequence[FeatureMap], strides: Strides) -> dict[str, Level]:
