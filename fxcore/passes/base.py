@@ -19,7 +19,7 @@ from torchvision.models.feature_extraction import DualGraphModule
 
 from fxcore.errors import FxError
 from fxcore.passes.effects import train_mode
-from fxcore.tracing.graph_module import GraphModule, attribute, set_mode
+from fxcore.tracing.graph_module import GraphModule, attribute, called_module, set_mode
 from fxcore.tracing.names import name_nodes, public_name
 from fxcore.tracing.writes import overwritten
 from fxcore.wrappers import check_python
@@ -230,6 +230,21 @@ def require_eval(module: fx.GraphModule, name: str) -> None:
 def called_modules(module: fx.GraphModule) -> dict[str, nn.Module]:
     """Return the modules that the graph calls, by target."""
     return {str(n.target): module.get_submodule(str(n.target)) for n in module.graph.nodes if n.op == "call_module"}
+
+
+def replace_modules(module: fx.GraphModule, change: Callable[[nn.Module], nn.Module]) -> None:
+    """Make the graph call ``change(called)`` in place of each module that it calls, where that is another module.
+
+    ``change`` is called once for each module, however often the graph calls it.
+    """
+    targets: dict[nn.Module, str | None] = {}
+    for node in module.graph.nodes:
+        called = called_module(module, node)
+        if called is not None:
+            if called not in targets:
+                made = change(called)
+                targets[called] = None if made is called else add(module, str(node.target), made)
+            node.target = targets[called] or node.target
 
 
 def constant(module: fx.GraphModule, argument: Any) -> Any:

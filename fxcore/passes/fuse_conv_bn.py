@@ -21,7 +21,7 @@ from torchvision import ops
 
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import ALL_CONVOLUTIONS, BATCH_NORMS, DROPOUTS
-from fxcore.passes.base import add, constant, erase_dead, hooked, transform
+from fxcore.passes.base import add, constant, erase_dead, hooked, replace_modules, transform
 from fxcore.passes.channel_views import may_pass_channels, views_keep_channels
 from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import PATH, public_name
@@ -153,17 +153,14 @@ def is_convolution(module: nn.Module) -> bool:
 def _fuse_inside_leaves(module: fx.GraphModule) -> int:
     """Fold pairs inside sequential modules that the graph calls as leaves; return the number of pairs."""
     count = 0
-    targets: dict[int, str] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_module":
-            continue
-        leaf = module.get_submodule(str(node.target))
+
+    def fused(leaf: nn.Module) -> nn.Module:
+        nonlocal count
         made, pairs = fused_sequence(leaf)
-        if pairs:
-            if id(leaf) not in targets:
-                targets[id(leaf)] = add(module, str(node.target), made)
-                count += pairs
-            node.target = targets[id(leaf)]
+        count += pairs
+        return made
+
+    replace_modules(module, fused)
     return count
 
 

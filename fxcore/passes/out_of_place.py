@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxcore.copies import shallow_copy
 from fxcore.layer_types import has_inplace_setting
-from fxcore.passes.base import add, transform
+from fxcore.passes.base import replace_modules, transform
 from fxcore.passes.functionalize import functionalize
 
 
@@ -29,16 +29,7 @@ def out_of_place(module: fx.GraphModule) -> int:
     ReLU()
     """
     count = functionalize(module.graph, dict(module.named_modules()))
-    added: dict[nn.Module, str] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_module":
-            continue
-        called = module.get_submodule(str(node.target))
-        pure = _pure_module(called)
-        if pure is not called:
-            if called not in added:
-                added[called] = add(module, str(node.target), pure)
-            node.target = added[called]
+    replace_modules(module, _pure_module)
     return count
 
 

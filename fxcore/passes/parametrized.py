@@ -11,7 +11,7 @@ from collections import OrderedDict
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from fxcore.passes.base import add, called_modules, finish, fork
+from fxcore.passes.base import called_modules, finish, fork, replace_modules
 
 
 def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
@@ -25,19 +25,15 @@ def with_plain_weights(module: fx.GraphModule) -> fx.GraphModule:
     >>> type(plain.get_submodule("0")).__name__, sorted(plain.state_dict())
     ('Linear', ['0.bias', '0.weight'])
     """
-    parametrized = [
-        target
-        for target, called in called_modules(module).items()
-        if any(parametrize.is_parametrized(part) for part in called.modules())
-    ]
-    if not parametrized:
+    if not any(map(_is_parametrized, called_modules(module).values())):
         return module
     private = fork(module)
-    made = {target: add(private, target, _plain(private.get_submodule(target))) for target in parametrized}
-    for node in private.graph.nodes:
-        if node.op == "call_module":
-            node.target = made.get(str(node.target), node.target)
+    replace_modules(private, lambda called: _plain(called) if _is_parametrized(called) else called)
     return finish(private)
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    return any(map(parametrize.is_parametrized, module.modules()))
 
 
 def _plain(module: nn.Module) -> nn.Module:
