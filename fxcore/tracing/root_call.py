@@ -99,8 +99,10 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
         taken.append(stars.get(kind, "") + name + given)
         passed.append(f"{name}={name}" if kind is kinds.KEYWORD_ONLY else stars.get(kind, "") + name)
     scope: dict[str, Any] = {**names, "_fxcore_defaults": defaults}
-    # torch.fx reads the names of the inputs from the code object.
-    exec(f"def forward({', '.join(taken)}): return {called}({', '.join(passed)})", scope)
+    # torch.fx reads the names of the inputs from the code object. Its file is in fxcore, so that explanations of
+    # failures do not name it as the model's.
+    source = f"def forward({', '.join(taken)}): return {called}({', '.join(passed)})"
+    exec(compile(source, f"{__file__}/forward", "exec"), scope)
     made: Callable[..., Any] = scope["forward"]
     return made
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fxcore import create_extractor, trace
+from fxcore.errors import NotTraceable
 from fxcore.tracing.names import names
 
 
@@ -110,6 +111,18 @@ class Static(nn.Module):
 def test_a_static_forward_does_not_get_its_module(model: nn.Module) -> None:
     x = torch.randn(2, 6)
     assert torch.equal(trace(model)(x), model(x))
+
+
+class Several(nn.Module):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0] * 2
+
+
+def test_a_failure_outside_the_model_names_no_line() -> None:
+    with pytest.raises(NotTraceable, match="iterates over a traced value") as caught:
+        trace(hook(Several()))
+    assert caught.value.extra["source"] == ""
+    assert "<string>" not in caught.value.detail
 
 
 def test_a_hook_that_is_added_or_removed_later_does_not_change_the_graph() -> None:
