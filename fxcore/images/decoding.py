@@ -333,19 +333,8 @@ def _tensor(pixels: Pixels) -> Tensor:
 
 def _turned(pixels: Pixels, turn: int) -> Pixels:
     """Apply an EXIF orientation to ``[H, W, 3]``; return a view."""
-    match turn:
-        case 2:
-            return pixels[:, ::-1]
-        case 3:
-            return pixels[::-1, ::-1]
-        case 4:
-            return pixels[::-1]
-        case 5:
-            return pixels.transpose(1, 0, 2)
-        case 6:
-            return pixels[::-1].transpose(1, 0, 2)
-        case 7:
-            return pixels[::-1, ::-1].transpose(1, 0, 2)
-        case 8:
-            return pixels.transpose(1, 0, 2)[::-1]
-    return pixels
+    if turn >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if turn in (3, 4, 7, 8) else 1
+    across = -1 if turn in (2, 3, 6, 7) else 1
+    return pixels[::down, ::across]
