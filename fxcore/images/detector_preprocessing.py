@@ -64,13 +64,9 @@ class DetectorPreprocessing(Preprocessing):
         return int(height * scale), int(width * scale)
 
     def nominal_size(self) -> tuple[int, int]:
-        fixed = self._transform.fixed_size
-        return self.output_size(*((fixed[1], fixed[0]) if fixed else (self._transform.min_size[-1],) * 2))
+        side = self._transform.min_size[-1]
+        return self.output_size(side, side)
 
     def batch(self, images: Sequence[Tensor]) -> Tensor:
-        # Each is already padded to the multiple, so the detector would pad to the largest of them.
-        height, width = (max(image.shape[axis] for image in images) for axis in (-2, -1))
-        batch = images[0].new_zeros(len(images), 3, height, width)
-        for row, image in zip(batch, images, strict=True):
-            row[:, : image.shape[-2], : image.shape[-1]] = image
+        batch: Tensor = self._transform.batch_images(list(images), self._transform.size_divisible)
         return batch
