@@ -18,6 +18,9 @@ _TOLERANCE = 1.0
 """Pixels by which a box or a point may exceed its image, since annotations and detectors round."""
 
 
+_UNSEEN = "lies outside of the part of its image that the model sees: leave it out"
+
+
 class Grid(Protocol):
     """The positions of a map over the model's input, such as :class:`fxcore.pooling.MapGrid`."""
 
@@ -74,22 +77,19 @@ class Placement:
             if len(box) != 4:
                 raise BadBox(f"box {index} has {len(box)} values: write [x1, y1, x2, y2]", box=index)
         given = torch.tensor(boxes, dtype=torch.float64)
-        carried = given * torch.tensor([self.scale_x, self.scale_y] * 2, dtype=torch.float64)
-        carried -= torch.tensor([self.left, self.top] * 2, dtype=torch.float64)
-        height, width = self.image
-        seen = torch.tensor([self.seen[1], self.seen[0]])
         low, high = given[:, :2], given[:, 2:]
+        top_left, bottom_right = self._moved(low), self._moved(high)
+        height, width = self.image
         faults = {
             "is not four finite numbers": ~given.isfinite().all(dim=1),
             "is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2": (low >= high).any(dim=1),
             f"reaches out of its image, which is {width} x {height} pixels": (low < -_TOLERANCE).any(dim=1)
             | (high > torch.tensor([width, height]) + _TOLERANCE).any(dim=1),
-            "lies outside of the part of its image that the model sees: leave it out": (carried[:, 2:] <= 0).any(dim=1)
-            | (carried[:, :2] >= seen).any(dim=1),
+            _UNSEEN: (bottom_right <= 0).any(dim=1) | (top_left >= torch.tensor(self.seen[::-1])).any(dim=1),
         }
         if fault := _first(faults, boxes):
             raise BadBox(f"box {fault[1]}", box=fault[0])
-        return carried.float()
+        return torch.cat([top_left, bottom_right], dim=1).float()
 
     def carry_points(self, points: Sequence[Sequence[float]]) -> Tensor:
         """Convert points from pixels of the image to pixels of the input, float32 ``[n, 2]``.
@@ -110,19 +110,12 @@ class Placement:
             if len(point) != 2:
                 raise BadPoint(f"point {index} has {len(point)} values: write [x, y]", point=index)
         given = torch.tensor(points, dtype=torch.float64)
-        carried = given * torch.tensor([self.scale_x, self.scale_y], dtype=torch.float64)
-        carried -= torch.tensor([self.left, self.top], dtype=torch.float64)
+        carried = self._moved(given)
         height, width = self.image
-        seen = torch.tensor([self.seen[1], self.seen[0]])
-        beyond = torch.tensor([width, height]) + _TOLERANCE
         faults = {
             "is not two finite numbers": ~given.isfinite().all(dim=1),
-            f"lies outside of its image, which is {width} x {height} pixels": (
-                (given < -_TOLERANCE) | (given > beyond)
-            ).any(dim=1),
-            "lies outside of the part of its image that the model sees: leave it out": (
-                (carried < -_TOLERANCE) | (carried > seen + _TOLERANCE)
-            ).any(dim=1),
+            f"lies outside of its image, which is {width} x {height} pixels": _exceeds(given, self.image),
+            _UNSEEN: _exceeds(carried, self.seen),
         }
         if fault := _first(faults, points):
             raise BadPoint(f"point {fault[1]}", point=fault[0])
@@ -154,11 +147,16 @@ class Placement:
                 for shared, (ys, xs) in zip(carried, edges, strict=True):
                     areas = shares(pixels, ys, xs)
                     if not (whole := areas.sum()):
-                        raise BadMask("lies outside of the part of its image that the model sees: leave it out")
+                        raise BadMask(_UNSEEN)
                     shared[index] = torch.from_numpy(areas / whole).flatten()
             except BadMask as error:
                 raise BadMask(f"mask {first + index} {error.detail}", mask=first + index) from None
         return carried
+
+    def _moved(self, points: Tensor) -> Tensor:
+        """Convert points ``[n, 2]``, x first, from pixels of the image to pixels of the input."""
+        scale = torch.tensor([self.scale_x, self.scale_y], dtype=torch.float64)
+        return points * scale - torch.tensor([self.left, self.top], dtype=torch.float64)
 
     def _edges(self, axis: int, count: int, stride: float) -> NDArray[np.float64]:
         """Return the edges of ``count`` positions in pixels of the image, clipped to the part that the model sees."""
@@ -177,6 +175,11 @@ def cropped(image: tuple[int, int], resized: tuple[int, int], crop: tuple[int, i
     (height, width), (resized_height, resized_width) = image, resized
     top, left = (_before(have, want) for have, want in zip(resized, crop, strict=True))
     return Placement(image, resized_height / height, resized_width / width, top, left, crop)
+
+
+def _exceeds(points: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return whether each of ``points`` ``[n, 2]``, x first, lies outside of ``size`` (height, width), bool ``[n]``."""
+    return ((points < -_TOLERANCE) | (points > torch.tensor(size[::-1]) + _TOLERANCE)).any(dim=1)
 
 
 def _first(faults: Mapping[str, Tensor], given: Sequence[Sequence[float]]) -> tuple[int, str] | None:
