@@ -23,8 +23,7 @@ from fxcore.images.preprocessing import Preprocessing
 from fxcore.images.sizes import ImageSize
 from fxcore.models.downloads import download
 from fxcore.models.state_dicts import FILE_PREFIX, StateDict, filled
-from fxcore.models.weightless import BUILD_LOCK, weightless
-from fxcore.quiet import quiet
+from fxcore.models.weightless import building, weightless
 
 Task = Literal["classification", "quantization", "segmentation", "detection", "video", "optical_flow"]
 
@@ -289,13 +288,13 @@ class ModelEntry(ABC):
         Args:
             weights: a canonical name; the weights themselves are not loaded.
         """
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+        with building():
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the accelerators' generators too
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def build_weightless(self, weights: str = RANDOM) -> nn.Module:
         """Build like :meth:`build`, but with parameters and batch statistics uninitialised on the meta device."""
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
+        with building(), weightless():
             return self.builder(weights=None, **self._structure(weights)).eval()
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:

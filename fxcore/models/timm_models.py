@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from torch import nn
 
 from fxcore.copies import narrowed
@@ -27,8 +26,7 @@ from fxcore.images.timm_preprocessing import TimmPreprocessing
 from fxcore.models.entry import RANDOM, FeatureMap, ModelEntry, WeightsInfo
 from fxcore.models.hub import HubWeights
 from fxcore.models.state_dicts import damaged, misfit
-from fxcore.models.weightless import BUILD_LOCK, assigning, weightless
-from fxcore.quiet import quiet
+from fxcore.models.weightless import assigning, building, weightless
 
 PREFIX = "timm."
 """Prefix of the names of timm's models."""
@@ -61,14 +59,14 @@ class TimmEntry(ModelEntry):
     def sized(self, model: nn.Module, structure: str) -> nn.Module:
         """Build the model as timm does with ``img_size``; timm's checkpoint filter resamples the weights."""
         try:
-            with BUILD_LOCK, weightless():
+            with building(), weightless():
                 return self._sized(model, structure)
         except RuntimeError:  # see build_weightless
             return self._sized(model, structure)
 
     def _sized(self, model: nn.Module, structure: str) -> nn.Module:
         state = dict(model.state_dict())
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), assigning(state), quiet():
+        with building(), assigning(state):
             built = _traceable(
                 _timm().create_model(
                     self._variant(structure),
@@ -112,7 +110,7 @@ class TimmEntry(ModelEntry):
         Raises:
             Exception: whatever timm raises for a file that is damaged or belongs to another model.
         """
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+        with building():
             overlay = {"file": str(file)}
             model: nn.Module = _timm().create_model(
                 self._variant(weights), pretrained=True, pretrained_cfg_overlay=overlay

@@ -9,7 +9,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, get_args
 
-import torch
 import torchvision.models as tv
 from torch import nn
 from torchvision.models import WeightsEnum
@@ -27,8 +26,7 @@ from fxcore.models import torch_ao
 from fxcore.models.entry import RANDOM, ModelEntry, Task, WeightsInfo
 from fxcore.models.sized_vit import resampled, sized
 from fxcore.models.state_dicts import StateDict, misfit, read_cached
-from fxcore.models.weightless import BUILD_LOCK, weightless
-from fxcore.quiet import quiet
+from fxcore.models.weightless import building, weightless
 
 # torchvision's builders change these arguments when they load weights (`_ovewrite_named_param`); a model that is built
 # first and loads the same weights later needs the same arguments. A test compares each model's parameter count with the
@@ -118,7 +116,7 @@ class TorchvisionEntry(ModelEntry):
 
         torchvision's builder loads them, because order matters: MobileNetV3's weights are loaded before conversion.
         """
-        with torch_ao.same_engine(), BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+        with torch_ao.same_engine(), building():
             return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
 
     def build(self, weights: str = RANDOM) -> nn.Module:
@@ -135,7 +133,7 @@ class TorchvisionEntry(ModelEntry):
         structure = self._structure(weights)
         if self.name in _AUXILIARY_HEADS:
             structure["init_weights"] = False  # initialisation imports scipy, which takes seconds
-        with BUILD_LOCK, torch.random.fork_rng(devices=[]), weightless(), quiet():
+        with building(), weightless():
             built = self.builder(weights=None, **structure).eval()
             if self.input_size is not None and isinstance(built, tv.VisionTransformer):
                 built = sized(built, *self.input_size)

@@ -15,12 +15,20 @@ from torch import nn
 
 from fxcore.layer_types import BATCH_NORMS, INSTANCE_NORMS
 from fxcore.models.state_dicts import StateDict
+from fxcore.quiet import quiet
 
 _assigning = threading.local()
 """``on`` is True in a thread while that thread registers loaded parameters."""
 
 BUILD_LOCK = threading.RLock()
 """Held while ``nn.Module`` is patched or the global random generator is seeded."""
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Let no other thread build a model within the block, restore the global random generator, and silence warnings."""
+    with BUILD_LOCK, torch.random.fork_rng(devices=[]), quiet():
+        yield
 
 
 @contextlib.contextmanager
