@@ -134,8 +134,6 @@ class ModelEntry(ABC):
         builder: ``builder(weights=None, **kwargs) -> nn.Module``.
         published: published weights by name, in their library's order.
         default_weights: the name that ``DEFAULT`` stands for; None if there are no published weights.
-        transforms: by weights name, a callable that returns the preprocessing.
-        meta: by weights name, torchvision's ``meta``.
         channels: number of input channels.
         dtype: dtype of the parameters as built.
         batch: whether several images may be computed at once; False if values depend on the other images in a batch.
@@ -157,8 +155,6 @@ class ModelEntry(ABC):
     builder: Callable[..., nn.Module]
     published: Mapping[str, WeightsInfo] = field(default_factory=dict)
     default_weights: str | None = None
-    transforms: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    meta: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     channels: int = 3
     dtype: torch.dtype = torch.float32
     batch: bool = True

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torchvision.models as tv
@@ -55,7 +56,15 @@ _POSITIONS = "encoder.pos_embedding"
 
 @dataclass(frozen=True)
 class TorchvisionEntry(ModelEntry):
-    """A model of torchvision."""
+    """A model of torchvision.
+
+    Attributes:
+        transforms: by weights name, a callable that returns the preprocessing.
+        meta: by weights name, torchvision's ``meta``.
+    """
+
+    transforms: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    meta: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def is_quantized(self, weights: str) -> bool:
         """Return whether ``weights`` are int8 weights, for which the model has different modules than in float."""

@@ -59,6 +59,8 @@ def own_entry() -> OwnEntry:
 
         info = WeightsInfo("V1", "http://127.0.0.1:9/own-00000000.pth", 0, {}, ())
         preset = partial(ImageClassification, crop_size=32, resize_size=32)
-        return TorchvisionEntry("own", "classification", builder, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
+        return TorchvisionEntry(
+            "own", "classification", builder, {"V1": info}, "V1", transforms={"V1": preset}, meta={"V1": {}}
+        )
 
     return make

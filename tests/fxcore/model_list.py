@@ -63,7 +63,7 @@ def entry_of(name: str) -> ModelEntry:
         return get_model(name)
     info = WeightsInfo("V1", "http://127.0.0.1:9/mvit-00000000.pth", 0, {}, ())
     preset = partial(VideoClassification, crop_size=(32, 32), resize_size=(32, 32))
-    return TorchvisionEntry("mvit", "video", _mvit, {"V1": info}, "V1", {"V1": preset}, {"V1": {}})
+    return TorchvisionEntry("mvit", "video", _mvit, {"V1": info}, "V1", transforms={"V1": preset}, meta={"V1": {}})
 
 
 def small_swin() -> nn.Module:

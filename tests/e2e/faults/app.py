@@ -78,7 +78,13 @@ def _entry(name: str) -> ModelEntry:
     url = f"{os.environ['FAULTS_URL']}/{name}-{os.environ['FAULTS_HASH']}.pth"
     preset = partial(ImageClassification, crop_size=32, resize_size=32)
     return TorchvisionEntry(
-        name, "classification", builder, {"V1": WeightsInfo("V1", url, 0, {}, ())}, "V1", {"V1": preset}, {"V1": {}}
+        name,
+        "classification",
+        builder,
+        {"V1": WeightsInfo("V1", url, 0, {}, ())},
+        "V1",
+        transforms={"V1": preset},
+        meta={"V1": {}},
     )
 
 
