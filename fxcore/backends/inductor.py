@@ -2,17 +2,22 @@
 
 CPU only, with frozen weights; needs a C++ compiler. On CUDA, CUDA graphs bring most of the gain in a second instead of
 minutes.
+
+torch's functions for this are documented, but in a private module, which only this file uses.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxcore.backends import aoti
 from fxcore.backends.artifacts import compiled
 from fxcore.backends.backend import Options, by_key, distinct_outputs
 from fxcore.backends.processor import instructions
@@ -30,8 +35,8 @@ class Inductor:
             return f"inductor compiles for CPUs here, not for {device}"
         if precision == "int8":
             return "inductor serves float precisions, not int8"
-        if not aoti.available():
-            return aoti.MISSING
+        if not _has_compiler():
+            return "inductor needs torch._inductor with aoti_compile_and_package, which this torch does not have"
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
             return f"inductor needs a C++ compiler and there is no {compiler!r}; install g++ or set CXX"
@@ -66,7 +71,7 @@ class InductorModule:
     grown = 0
 
     def __init__(self, path: str, places: dict[str, int], row_shapes: list[torch.Size]) -> None:
-        self._run = aoti.load_package(path)
+        self._run: Any = torch._inductor.aoti_load_package(path)
         self._places = places
         self._row_shapes = row_shapes
         self._bytes = os.path.getsize(path)
@@ -82,6 +87,20 @@ class InductorModule:
 
     def storages(self) -> dict[int, int]:
         return {id(self): self._bytes}
+
+
+def compile_package(program: Any, path: Path, options: Mapping[str, Any]) -> None:
+    """Compile an exported program to a package at ``path``."""
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=dict(options))
+
+
+def _has_compiler() -> bool:
+    try:
+        if importlib.util.find_spec("torch._inductor") is None:
+            return False
+        return all(hasattr(torch._inductor, f"aoti_{verb}_package") for verb in ("compile_and", "load"))
+    except (ImportError, ValueError, AttributeError):
+        return False
 
 
 def _laid_out(x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcore.backends import aoti, process
+from fxcore.backends import process
+from fxcore.backends.inductor import compile_package
 from fxcore.backends.ir import converted, quantized
 from fxcore.tensors import Tensors
 
@@ -94,7 +95,7 @@ def _to_inductor(module: nn.Module, example: Tensors, settings: dict[str, Any], 
     with torch.no_grad():
         # Headers compiled in advance take longer than they save: this process compiles one package.
         ahead = {"cpp_cache_precompile_headers": False, "aot_inductor.precompile_headers": False}
-        aoti.compile_package(program, folder / "model.pt2", {"freezing": True, **ahead})
+        compile_package(program, folder / "model.pt2", {"freezing": True, **ahead})
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ WORKERS = {"uvicorn's transport and supervisor": 2}
 PRIVATE = {
     # Documented as "torch._assert", a traceable assertion.
     "torch._assert": {"fxcore/models/sized_vit.py"},
-    "torch._inductor": {"fxcore/backends/aoti.py"},
+    "torch._inductor": {"fxcore/backends/inductor.py"},
     "torch._subclasses": {"fxcore/tracing/failures/fake_tensors.py"},
     "torch.ops.mkldnn": {"fxcore/backends/packed.py"},
     # torch.fx cannot be imported without it.
