@@ -17,7 +17,8 @@ from fxcore.exports.description import description_json
 from fxcore.exports.subject import CannotExport, Subject
 from fxcore.passes.base import erase_dead, fork
 
-_RESULT, _REFUSAL = "export", "refusal.json"
+RESULT, REFUSAL = "export", "refusal.json"
+"""Names of the files that the child process writes: the exported file, or the error that says why there is none."""
 
 
 @dataclass(frozen=True)
@@ -77,27 +78,11 @@ def written(
         try:
             process.run("fxcore.exports.export_child", folder, {}, cancelled)
         except process.ProcessFailed as error:
-            if (folder / _REFUSAL).exists():
-                refusal = json.loads((folder / _REFUSAL).read_text())
+            if (folder / REFUSAL).exists():
+                refusal = json.loads((folder / REFUSAL).read_text())
                 raise CannotExport(refusal["detail"], **refusal["extra"]) from None
             raise CannotExport(f"{subject.name} cannot be exported to {format}: it {error}", format=format) from None
-        return (folder / _RESULT).read_bytes()
-
-
-def load(folder: Path) -> tuple[str, Captured]:
-    """Load the format and the extractor that :func:`written` saved in ``folder``. Called in the child process."""
-    module, beside = process.load_module(folder)
-    return beside.pop("format"), Captured(module=module, **beside)
-
-
-def finish(folder: Path, result: bytes) -> None:
-    """Save the exported file for the parent process. Called in the child process."""
-    (folder / _RESULT).write_bytes(result)
-
-
-def refuse(folder: Path, error: CannotExport) -> None:
-    """Save the error for the parent process. Called in the child process."""
-    (folder / _REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
+        return (folder / RESULT).read_bytes()
 
 
 def rows_of(inputs: tuple[Tensor, ...]) -> list[bool]:

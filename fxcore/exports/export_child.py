@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from fxcore.backends import process
-from fxcore.exports import captured
+from fxcore.exports.captured import REFUSAL, RESULT, Captured
 from fxcore.exports.onnx import export_onnx
 from fxcore.exports.openvino import export_openvino
 from fxcore.exports.program import export_program
@@ -22,11 +23,12 @@ WRITERS = {
 
 
 def work(folder: Path) -> None:
-    format, extractor = captured.load(folder)
+    module, beside = process.load_module(folder)
+    write = WRITERS[beside.pop("format")]
     try:
-        captured.finish(folder, WRITERS[format](extractor))
+        (folder / RESULT).write_bytes(write(Captured(module=module, **beside)))
     except CannotExport as error:
-        captured.refuse(folder, error)
+        (folder / REFUSAL).write_text(json.dumps({"detail": error.detail, "extra": error.extra}))
         raise
 
 
