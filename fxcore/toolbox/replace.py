@@ -27,40 +27,27 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+#: functions and modules that apply activation functions, by name
+_BY_NAME: dict[str, tuple[Callable[[Tensor], Tensor], type[nn.Module]]] = {
+    "elu": (F.elu, nn.ELU),
+    "gelu": (F.gelu, nn.GELU),
+    "hardsigmoid": (F.hardsigmoid, nn.Hardsigmoid),
+    "hardswish": (F.hardswish, nn.Hardswish),
+    "identity": (identity, nn.Identity),
+    "leaky_relu": (F.leaky_relu, nn.LeakyReLU),
+    "mish": (F.mish, nn.Mish),
+    "relu": (F.relu, nn.ReLU),
+    "relu6": (F.relu6, nn.ReLU6),
+    "selu": (F.selu, nn.SELU),
+    "sigmoid": (torch.sigmoid, nn.Sigmoid),
+    "silu": (F.silu, nn.SiLU),
+    "softplus": (F.softplus, nn.Softplus),
+    "tanh": (torch.tanh, nn.Tanh),
+}
 #: activation functions that passes accept by name
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": F.elu,
-    "gelu": F.gelu,
-    "hardsigmoid": F.hardsigmoid,
-    "hardswish": F.hardswish,
-    "identity": identity,
-    "leaky_relu": F.leaky_relu,
-    "mish": F.mish,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "selu": F.selu,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "softplus": F.softplus,
-    "tanh": torch.tanh,
-}
+ACTIVATIONS = {name: function for name, (function, _) in _BY_NAME.items()}
 #: modules that apply these functions, by the same names
-MODULES: dict[str, type[nn.Module]] = {
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "hardsigmoid": nn.Hardsigmoid,
-    "hardswish": nn.Hardswish,
-    "identity": nn.Identity,
-    "leaky_relu": nn.LeakyReLU,
-    "mish": nn.Mish,
-    "relu": nn.ReLU,
-    "relu6": nn.ReLU6,
-    "selu": nn.SELU,
-    "sigmoid": nn.Sigmoid,
-    "silu": nn.SiLU,
-    "softplus": nn.Softplus,
-    "tanh": nn.Tanh,
-}
+MODULES = {name: kind for name, (_, kind) in _BY_NAME.items()}
 
 
 def named_function(function: str | Callable[..., Any]) -> Callable[..., Any]:
