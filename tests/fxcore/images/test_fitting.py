@@ -15,6 +15,7 @@ from fxcore.graph.multiples import multiple_of
 from fxcore.images.channels import OtherChannels
 from fxcore.images.decoding import Decoder
 from fxcore.images.fitting import fitted
+from tests.fxcore.images.test_placement import check
 
 MODELS = ["resnet18", "timm.vit_tiny_patch16_224"]
 PHOTO = (300, 451)
@@ -116,25 +117,8 @@ def test_timm_crops_rectangles_itself(photo):
 @pytest.mark.parametrize("fit", ["stretch", "pad", "native"])
 def test_boxes_follow(fit):
     """A white box is at the place that its corners are carried to: by its centre of mass and its area."""
-    x1, y1, x2, y2 = box = (120, 60, 260, 180)
-    pixels = torch.zeros(3, *PHOTO, dtype=torch.uint8)
-    pixels[:, y1:y2, x1:x2] = 255
     own = get_model("resnet18").preprocessing()
-    preprocessing = fitted(own, fit, 192 if fit == "native" else (160, 256), 32)
-    dark, white = (
-        fitted(own, "stretch", 8).pixels(torch.full((3, 9, 9), v, dtype=torch.uint8))[0, 0, 0] for v in (0, 255)
-    )
-    seen = ((preprocessing.pixels(pixels)[0] - dark) / (white - dark)).clamp(0, 1)
-    if fit == "pad":
-        left, top, right, bottom = preprocessing.valid_box(*PHOTO)
-        seen[:top], seen[bottom:], seen[:, :left], seen[:, right:] = 0, 0, 0, 0
-    [carried] = preprocessing.placement(*PHOTO).carry([box]).tolist()
-    rows, columns = torch.arange(seen.shape[0]) + 0.5, torch.arange(seen.shape[1]) + 0.5
-    centre = [(seen * columns).sum() / seen.sum(), (seen * rows[:, None]).sum() / seen.sum()]
-    expected = [(carried[0] + carried[2]) / 2, (carried[1] + carried[3]) / 2]
-    torch.testing.assert_close(torch.tensor(centre), torch.tensor(expected), atol=0.05, rtol=0)
-    area = (carried[2] - carried[0]) * (carried[3] - carried[1])
-    assert float(seen.sum()) == pytest.approx(area, rel=0.01)
+    check(fitted(own, fit, 192 if fit == "native" else (160, 256), 32), *PHOTO, (120, 60, 260, 180))
 
 
 def test_padding_stays_zero_where_the_model_normalises(photo):

@@ -56,9 +56,9 @@ def check(preprocessing, height, width, box):
     white = (pixels - empty)[0].clamp(0, 1)
     x1, y1, x2, y2 = placement.carry([box])[0].tolist()
     ys, xs = (torch.arange(side) + 0.5 for side in white.shape)
-    assert white.sum() == pytest.approx((x2 - x1) * (y2 - y1), rel=0.02)
-    assert (white.sum(0) * xs).sum() / white.sum() == pytest.approx((x1 + x2) / 2, abs=0.3)
-    assert (white.sum(1) * ys).sum() / white.sum() == pytest.approx((y1 + y2) / 2, abs=0.3)
+    assert white.sum() == pytest.approx((x2 - x1) * (y2 - y1), rel=0.01)
+    assert (white.sum(0) * xs).sum() / white.sum() == pytest.approx((x1 + x2) / 2, abs=0.05)
+    assert (white.sum(1) * ys).sum() / white.sum() == pytest.approx((y1 + y2) / 2, abs=0.05)
 
 
 @pytest.mark.parametrize(
