@@ -50,7 +50,6 @@ def test_batch_norms_are_folded(extractor: Build) -> None:
 
 def test_what_is_folded_is_shared(extractor: Build) -> None:
     """Thirty extractors hold the folded weights once."""
-    gc.collect()  # else what other tests ran, in formats for their shapes, would be shared too
     many = [EagerModule(extractor("resnet18", node).module) for node in ("layer4", "layer3", "C5", "layer4.0")]
     together: dict[int, int] = {}
     for one in many:

@@ -90,27 +90,6 @@ def test_nan_stays(activation: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(EagerModule(fx.symbolic_trace(model))(x), model(x), equal_nan=True)
 
 
-def test_weights_are_held_once(extractor: Build, batch: Tensor) -> None:
-    """Packed, and by all extractors together, whatever shapes they have seen."""
-    many = [EagerModule(extractor("resnet18", node).module) for node in ("layer4", "C5", "layer3")]
-    plain = sum(many[0].storages().values())
-    for rows in (batch, batch[:1]):
-        for one in many:
-            one(rows)
-    assert 0.99 * plain < held(many) < 1.3 * plain  # some formats pad the channels, and a few weights have two
-    for one in many:
-        one(torch.zeros(2, 3, 64, 96))  # for another size, oneDNN may choose others
-    assert held(many) == held(many[:1])
-
-
-def held(modules: list[EagerModule]) -> int:
-    """Bytes of the weights of all."""
-    together: dict[int, int] = {}
-    for module in modules:
-        together |= module.storages()
-    return sum(together.values())
-
-
 class Residual(nn.Module):
     """What may and may not be fused or overwritten, by the keys it returns."""
 
