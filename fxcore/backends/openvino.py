@@ -167,10 +167,9 @@ class OpenVINOModule:
         given = self._arrays(inputs)  # keep a reference: OpenVINO does not keep this memory alive
         shapes = tuple(x.shape for x in inputs)
         parts = self._parts(shapes)
-        known = self._seen.get(shapes)
-        if parts:
+        if len(parts) > 1:
             arrays = self._run_parts(parts, given)
-        elif known is not None:
+        elif (known := parts[0][1] if parts else self._seen.get(shapes)) is not None:
             arrays = known.empty_outputs()
             self._run_known(known, given, arrays)
         else:
@@ -207,11 +206,8 @@ class OpenVINOModule:
         return parts
 
     def _run_parts(self, parts: list[tuple[range, _Compiled]], given: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Run the fixed-shape models of a split batch; each writes its rows of the outputs."""
         part, fixed = parts[0]
-        if len(parts) == 1:
-            arrays = fixed.empty_outputs()
-            self._run_known(fixed, given, arrays)
-            return arrays
         rows = len(given[0])
         arrays = [np.empty((count * rows // len(part), *row), dtype) for (count, *row), dtype in fixed.outputs]
         for part, fixed in parts:
