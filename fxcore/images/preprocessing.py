@@ -191,15 +191,7 @@ class ImagePreprocessing(Preprocessing):
         return made
 
     def describe(self) -> dict[str, Any]:
-        preset = self.preset
-        return {
-            "resize_size": preset.resize_size,
-            "crop_size": getattr(preset, "crop_size", None),
-            "mean": preset.mean,
-            "std": preset.std,
-            "interpolation": preset.interpolation.value,
-            "antialias": preset.antialias,
-        }
+        return _described(self.preset, self.preset.antialias)
 
     def image(self, image: PIL.Image.Image) -> Tensor:
         return self._applied(image, image.height, image.width)
@@ -287,15 +279,7 @@ class VideoPreprocessing(Preprocessing):
             preset.crop_size = [height, width]
 
     def describe(self) -> dict[str, Any]:
-        preset = self._preset
-        return {
-            "resize_size": preset.resize_size,
-            "crop_size": preset.crop_size,
-            "mean": preset.mean,
-            "std": preset.std,
-            "interpolation": preset.interpolation.value,
-            "antialias": False,  # fixed in torchvision's preset, as in training
-        }
+        return _described(self._preset, antialias=False)  # fixed in torchvision's preset, as in training
 
     def image(self, image: PIL.Image.Image) -> Tensor:
         raise BadTensor(
@@ -331,6 +315,17 @@ class VideoPreprocessing(Preprocessing):
 def resizing_bytes(size: tuple[int, int], resized: tuple[int, int], kept: tuple[int, int]) -> int:
     """Return the peak bytes when PIL resizes in two passes, and the crop of size ``kept`` is normalised as floats."""
     return _PIL_BYTES * resized[1] * (size[0] + resized[0]) + _NORMALIZING_BYTES * math.prod(kept)
+
+
+def _described(preset: Any, antialias: bool) -> dict[str, Any]:
+    return {
+        "resize_size": preset.resize_size,
+        "crop_size": getattr(preset, "crop_size", None),
+        "mean": preset.mean,
+        "std": preset.std,
+        "interpolation": preset.interpolation.value,
+        "antialias": antialias,
+    }
 
 
 def _not_normalizing(preset: Any) -> Any:
