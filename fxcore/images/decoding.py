@@ -18,7 +18,7 @@ This module uses NumPy views, because each call into torch releases the GIL and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -93,11 +93,10 @@ class Decoder:
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         self._preprocessing = preprocessing
-        self.plain = isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset)
-        self.scales = False
-        self.dtype = torch.uint8 if self.plain else torch.float32
-        if self.plain:
-            assert isinstance(preprocessing, ImagePreprocessing)
+        self.plain = self.scales = False
+        self.dtype = torch.float32
+        if isinstance(preprocessing, ImagePreprocessing) and _is_plain(preprocessing.preset):
+            self.plain, self.dtype = True, torch.uint8
             self._preset = preprocessing.preset
             self._crop: list[int] | None = getattr(self._preset, "crop_size", None)
             self._mode: str = self._preset.interpolation.value
@@ -209,11 +208,10 @@ class Decoder:
         return torch.from_numpy(resizing.resize(pixels, size, (lines, columns), self._mode))
 
 
-def _is_plain(preset: object) -> bool:
+def _is_plain(preset: Any) -> bool:
     """Return whether ``preset`` only resizes, crops and normalises, in a mode of :mod:`fxcore.images.resizing`."""
     if type(preset) not in (ImageClassification, SemanticSegmentation):
         return False
-    assert isinstance(preset, (ImageClassification, SemanticSegmentation))
     crop = getattr(preset, "crop_size", None)
     resize = preset.resize_size
     # A smaller image is padded to the crop.
