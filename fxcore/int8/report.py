@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.analysis.verify import OutputErrors, output_errors
 from fxcore.copies import shallow_copy
-from fxcore.int8.calls import pass_positionally
+from fxcore.int8.calls import CONVOLUTION_FUNCTIONS, pass_positionally
 from fxcore.int8.kernels import TRANSPOSED, kind_of
 from fxcore.int8.layers import WEIGHTED, computed_by, inline_leaves
 from fxcore.passes.base import fork
@@ -27,10 +27,7 @@ from fxcore.tracing.interpreter import Interpreter, Watcher
 from fxcore.tracing.names import public_name
 
 _SMALLEST_SCALE = float(torch.finfo(torch.float32).eps)
-_WEIGHTED_FUNCTIONS = (
-    *(nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d, nn.functional.linear),
-    *TRANSPOSED,
-)
+_WEIGHTED_FUNCTIONS = (*CONVOLUTION_FUNCTIONS, nn.functional.linear, *TRANSPOSED)
 _SUMS = (operator.add, operator.iadd, operator.sub, operator.mul, operator.imul, torch.add, torch.sub, torch.mul)
 _PRODUCTS = (operator.matmul, torch.matmul, torch.bmm, torch.cat)
 

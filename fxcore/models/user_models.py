@@ -123,13 +123,9 @@ class UserEntry(ModelEntry):
         return images if self.channels == 3 else OtherChannels(images, self.channels)
 
     def load_published(self, weights: str) -> nn.Module:
-        file = self.file(weights)
-        return self.build() if file is None else self.filled(weights, read_file(file.name, file.parent), file)
-
-    def file(self, weights: str) -> Path | None:
-        """Return the file of ``weights``; None for the builder's own."""
         info = self.published[weights]
-        return info.path if isinstance(info, FileWeights) else None
+        file = info.path if isinstance(info, FileWeights) else None  # None for the builder's own weights
+        return self.build() if file is None else self.filled(weights, read_file(file.name, file.parent), file)
 
     def filled(self, structure: str, state: StateDict, file: Path) -> nn.Module:
         model = self.build_weightless(structure)
