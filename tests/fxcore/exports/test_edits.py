@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fxcore import Edit, Extractor, ModelEntry, build_extractor, load_model, model_graph
 from fxcore.analysis.verify import verify
-from fxcore.exports import FORMATS, export, export_folder
+from fxcore.exports import FORMATS, export_folder
 from fxcore.exports.subject import subject_of
 from tests.fxcore.conftest import OwnEntry
-from tests.fxcore.exports.test_export import run
+from tests.fxcore.exports.test_export import computed
 from tests.fxcore.model_list import small_swin
 
 
@@ -61,21 +60,8 @@ def test_files_run_elsewhere_and_take_edits(format: str, own_entry: OwnEntry, tm
         edited("resnet18", "layer3", ["layer2.1.conv2"], begin),
         edited(own_entry(small_swin), "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
     ]
-    asked, batches = [], []
-    for place, extractor in enumerate(extractors):
-        folder = tmp_path / str(place)
-        folder.mkdir()
-        file = folder / f"download{FORMATS[format].suffix}"
-        file.write_bytes(export(extractor, format))
-        for rows in (1, 3):
-            inputs = given(extractor, rows)
-            save_file({str(i): x.contiguous() for i, x in enumerate(inputs)}, folder / f"inputs{rows}.safetensors")
-            asked.append(f"{place}:{file.name}:{rows}")
-            batches.append((extractor, inputs, folder / f"outputs{rows}.safetensors"))
-    for (extractor, inputs, made), found_keys in zip(batches, run(format, asked, tmp_path), strict=True):
-        assert found_keys == [output.key for output in extractor.outputs]
-        stored = load_file(made)
-        values = {key: stored[key] for key in found_keys}
+    cases = [(extractor, [given(extractor, rows) for rows in (1, 3)]) for extractor in extractors]
+    for extractor, inputs, values in computed(cases, format, tmp_path):
         found = verify(extractor.module, lambda *x, v=values: v, inputs)
         assert found.relative < 1e-4, found
         kept = (*inputs[: len(extractor.inputs)], *extractor.factors([], *inputs[: len(extractor.inputs)]))

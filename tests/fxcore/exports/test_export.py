@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from fxcore.exports.subject import subject_of
 from fxcore.int8.quantize import quantize
 from fxcore.models.user_models import UserModel, user_entry
 from fxcore.photos import calibration_rows, input_rows, photos
+from fxcore.tensors import Tensors
 from fxcore.transforms import apply_transforms
 
 # What each format needs to be loaded; ``inputs`` is a tuple of tensors and ``file`` what was downloaded.
@@ -56,14 +57,14 @@ from safetensors.torch import load_file, save_file
 torch.set_num_threads(1)
 begun = os.getcwd()
 for name in sys.argv[1:]:
-    folder, file, rows = name.split(":")
+    folder, file, number = name.split(":")
     os.chdir(os.path.join(begun, folder))
     sys.path.insert(0, os.getcwd())
-    given = load_file(f"inputs{{rows}}.safetensors")
+    given = load_file(f"inputs{{number}}.safetensors")
     inputs = tuple(given[key] for key in sorted(given))
     with torch.no_grad():
         {load}
-    save_file({{k: v.contiguous().clone() for k, v in out.items()}}, f"outputs{{rows}}.safetensors")
+    save_file({{k: v.contiguous().clone() for k, v in out.items()}}, f"outputs{{number}}.safetensors")
     print(*out)
 assert not any(name.split(".")[0] in ("fxcore", "service") for name in sys.modules)
 """
@@ -81,27 +82,35 @@ def photograph(extractor: Extractor, rows: int = 1) -> tuple[torch.Tensor, ...]:
 
 
 def check(extractors: Sequence[Extractor], format: str, folder: Path) -> None:
-    """In a fresh process exports give what the extractors do for a photograph, keys in their order."""
-    asked, batches = [], []
-    for extractor in extractors:
-        place = folder / f"of{len(asked)}"
-        place.mkdir()
-        file = place / f"download{FORMATS[format].suffix}"
-        file.write_bytes(export(extractor, format))
-        assert not any(m.training for m in extractor.module.modules())
-        inputs = photograph(extractor)
-        save_file({str(i): x for i, x in enumerate(inputs)}, place / "inputs1.safetensors")
-        asked.append(f"{place.name}:{file.name}:1")
-        batches.append((extractor, inputs, place / "outputs1.safetensors"))
-    for (extractor, inputs, made), keys in zip(batches, run(format, asked, folder), strict=True):
-        assert keys == [output.key for output in extractor.outputs]
-        values = load_file(made)
-        found = verify(extractor.module, lambda *x, k=keys, v=values: {key: v[key] for key in k}, inputs)
+    """Exports give what the extractors do for a photograph."""
+    for extractor, inputs, values in computed([(one, [photograph(one)]) for one in extractors], format, folder):
+        found = verify(extractor.module, lambda *x, v=values: v, inputs)
         assert found.relative < 1e-4, found
 
 
+def computed(
+    cases: Sequence[tuple[Extractor, Sequence[Tensors]]], format: str, folder: Path
+) -> Iterator[tuple[Extractor, Tensors, dict[str, Tensor]]]:
+    """Export each extractor, and run the file on its inputs in a fresh process; yield what it returns."""
+    asked, batches = [], []
+    for place, (extractor, several) in enumerate(cases):
+        here = folder / str(place)
+        here.mkdir()
+        file = here / f"download{FORMATS[format].suffix}"
+        file.write_bytes(export(extractor, format))
+        assert not any(m.training for m in extractor.module.modules())
+        for number, inputs in enumerate(several):
+            save_file({str(i): x.contiguous() for i, x in enumerate(inputs)}, here / f"inputs{number}.safetensors")
+            asked.append(f"{place}:{file.name}:{number}")
+            batches.append((extractor, inputs, here / f"outputs{number}.safetensors"))
+    for (extractor, inputs, made), keys in zip(batches, run(format, asked, folder), strict=True):
+        assert keys == [output.key for output in extractor.outputs]
+        stored = load_file(made)
+        yield extractor, inputs, {key: stored[key] for key in keys}
+
+
 def run(format: str, asked: list[str], folder: Path) -> list[list[str]]:
-    """Load and run exports in a fresh process, each ``folder:file:rows``; the keys of each."""
+    """Load and run exports in a fresh process, each ``folder:file:number of its inputs``; the keys of each."""
     program = PROGRAM.format(load=LOADERS[format].replace("\n", "\n        "))
     # -I: neither the working folder nor the environment brings this package onto the path.
     command = [sys.executable, "-I", "-c", program, *asked]

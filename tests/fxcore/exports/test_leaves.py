@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +21,31 @@ from fxcore import build_extractor, create_extractor, load_model, model_graph
 from fxcore.exports import CannotExport, export_folder
 from fxcore.toolbox.replace import identity
 
+Reload = Callable[..., Any]
 
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch, net: Net, x: Tensor) -> nn.Module:
+
+@pytest.fixture
+def reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reload:
+    """Export a module to a package, and load it from there; packages of all tests are imported into one process."""
+    numbers = itertools.count()
+
+    def exported(source: Any, *example_inputs: Tensor) -> Any:
+        name = f"package{next(numbers)}_of_{tmp_path.name}"
+        export_folder(source, tmp_path / name, example_inputs=example_inputs or None)
+        monkeypatch.syspath_prepend(tmp_path)
+        return importlib.import_module(name).load()
+
+    return exported
+
+
+def check(reload: Reload, net: Net, x: Tensor) -> Any:
     """Export a leaf and load it again, and compare the values; return the loaded leaf."""
     module = create_extractor(net.eval(), ["leaf"], x, leaf_modules=[type(net.leaf)])
     assert [node.target for node in module.graph.find_nodes(op="call_module", target="leaf")] == ["leaf"]
-    # Packages of several tests are imported into one process.
-    name = f"package_of_{folder.name}"
-    export_folder(module, folder / name, example_inputs=(x,))
-    monkeypatch.syspath_prepend(folder)
-    again = importlib.import_module(name).load()
+    again = reload(module, x)
     with torch.no_grad():
         torch.testing.assert_close(again(x)["leaf"], net(x))
-    made: nn.Module = again.leaf
-    return made
+    return again.leaf
 
 
 class Net(nn.Module):
@@ -120,15 +133,11 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_writes_into_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_into_slices(reload: Reload) -> None:
     net, x = Assigning().eval(), torch.rand(2, 3, 8, 8)
-    module = create_extractor(net, ["conv", "head"], x)
-    export_folder(module, tmp_path / "package_with_writes", example_inputs=(x,))
-    monkeypatch.syspath_prepend(tmp_path)
-    again = importlib.import_module("package_with_writes").load()
+    again = reload(create_extractor(net, ["conv", "head"], x), x)
     with torch.no_grad():
-        values = again(x)
-        torch.testing.assert_close(values, {"conv": net.conv(x), "head": net(x)})
+        torch.testing.assert_close(again(x), {"conv": net.conv(x), "head": net(x)})
 
 
 class Flattening(nn.Module):
@@ -143,41 +152,38 @@ class Flattening(nn.Module):
         return out
 
 
-def test_parts_of_one_size_refuse_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_one_size_refuse_others(reload: Reload) -> None:
     net, x, inner = Flattening().eval(), torch.rand(2, 3, 8, 8), torch.rand(2, 4, 8, 8)
-    module = create_extractor(net, ["reshape"], x, inputs=["conv"])
-    export_folder(module, tmp_path / "package_of_a_part", example_inputs=(inner,))
-    monkeypatch.syspath_prepend(tmp_path)
-    again = importlib.import_module("package_of_a_part").load()
+    again = reload(create_extractor(net, ["reshape"], x, inputs=["conv"]), inner)
     torch.testing.assert_close(again(inner)["reshape"], inner.relu().flatten(1))
     with pytest.raises(Exception, match=r"conv must have the sizes \[any, 4, 8, 8\]") as caught:
         again(torch.rand(2, 4, 4, 4))
-    assert (type(caught.value).__name__, type(caught.value).__module__) == ("BadTensor", "package_of_a_part.module")
+    assert (type(caught.value).__name__, type(caught.value).__module__) == ("BadTensor", type(again).__module__)
 
 
-def test_parameters_buffers_and_layers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = check(tmp_path, monkeypatch, Net(Absent()), torch.rand(2, 3))
+def test_parameters_buffers_and_layers_that_are_none(reload: Reload) -> None:
+    made = check(reload, Net(Absent()), torch.rand(2, 3))
     assert dict(made.named_parameters()).keys() == {"scale"}
 
 
-def test_a_layer_of_torchvision_without_a_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(tmp_path, monkeypatch, Deformed(DeformConv2d(3, 4, 3, bias=False)), torch.rand(2, 3, 8, 8))
+def test_a_layer_of_torchvision_without_a_bias(reload: Reload) -> None:
+    check(reload, Deformed(DeformConv2d(3, 4, 3, bias=False)), torch.rand(2, 3, 8, 8))
 
 
-def test_tensors_that_a_state_dict_leaves_out_or_has_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(tmp_path, monkeypatch, Net(Hidden()), torch.rand(2, 4))
+def test_tensors_that_a_state_dict_leaves_out_or_has_twice(reload: Reload) -> None:
+    check(reload, Net(Hidden()), torch.rand(2, 4))
 
 
-def test_functions_that_a_leaf_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_that_a_leaf_calls(reload: Reload) -> None:
     """Functions of Python, of torch itself, whose qualified name differs, and of C++."""
-    made = check(tmp_path, monkeypatch, Net(Calling(doubled, torch.tanh, F.gelu)), torch.rand(2, 4))
+    made = check(reload, Net(Calling(doubled, torch.tanh, F.gelu)), torch.rand(2, 4))
     assert (made.first, made.second, made.third) == (doubled, torch.tanh, F.gelu)
 
 
 @pytest.mark.parametrize("activation", [F.silu, "relu"])
-def test_a_transformer_calls_its_activation(activation: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformer_calls_its_activation(activation: Any, reload: Reload) -> None:
     leaf = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, activation=activation)
-    made = check(tmp_path, monkeypatch, Net(leaf), torch.rand(2, 5, 8))
+    made = check(reload, Net(leaf), torch.rand(2, 5, 8))
     assert made.activation is (F.relu if activation == "relu" else activation)
 
 
@@ -190,12 +196,9 @@ def test_a_transformer_calls_its_activation(activation: Any, tmp_path: Path, mon
     ],
     ids=lambda leaf: type(leaf).__name__,
 )
-def test_recurrent_layers(leaf: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers(leaf: nn.Module, reload: Reload) -> None:
     net, x = Recurrent(leaf).eval(), torch.rand(2, 5, 4)
-    module = create_extractor(net, {"getitem": "out"}, x)
-    export_folder(module, tmp_path / f"package_with_{type(leaf).__name__}", example_inputs=(x,))
-    monkeypatch.syspath_prepend(tmp_path)
-    again = importlib.import_module(f"package_with_{type(leaf).__name__}").load()
+    again = reload(create_extractor(net, {"getitem": "out"}, x), x)
     with torch.no_grad():
         torch.testing.assert_close(again(x)["out"], net(x))
 
@@ -210,17 +213,13 @@ def test_functions_that_cannot_be_imported_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "node"), [("timm.tf_efficientnet_b0", "blocks.1"), ("timm.convit_tiny", "blocks.1")])
-def test_models_of_timm(name: str, node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_timm(name: str, node: str, reload: Reload) -> None:
     """Convolutions without a bias, and attention with indices that are not in its state dict."""
     graph = model_graph(name)
     extractor = build_extractor(graph, load_model(graph.entry, "random"), graph.resolve({node: "out"}))
-    package = f"package_of_{name.replace('.', '_')}"
-    export_folder(extractor, tmp_path / package)
-    monkeypatch.syspath_prepend(tmp_path)
     x = torch.rand(2, 3, *graph.input_size)
     with torch.no_grad():
-        values = importlib.import_module(package).load()(x)["out"]
-        torch.testing.assert_close(values, extractor.module(x)["out"])
+        torch.testing.assert_close(reload(extractor)(x)["out"], extractor.module(x)["out"])
 
 
 class Size(NamedTuple):
@@ -239,10 +238,10 @@ class Sized(nn.Module):
         return x.reshape(-1, *self.size)
 
 
-def test_named_tuples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_tuples_are_refused(tmp_path: Path, reload: Reload) -> None:
     x = torch.rand(2, 12)
     for size in ((3, 4), [3, 4], torch.Size([3, 4])):
-        check(tmp_path / type(size).__name__, monkeypatch, Net(Sized(size)), x)
+        check(reload, Net(Sized(size)), x)
     module = create_extractor(Net(Sized(Size(3, 4))), ["leaf"], x, leaf_modules=[Sized])
     with pytest.raises(CannotExport, match="has 'size', which is neither a plain value nor"):
         export_folder(module, tmp_path / "refused", example_inputs=(x,))
