@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def folder_files(subject: Subject, package: str) -> dict[str, bytes]:
         outputs=repr(outputs),
         inputs=", ".join(f"{i.name} {i.layout}".strip() for i in subject.inputs),
         layers="\n".join(f"        {line}" for line in layers) or "        pass",
-        forward=_indented(forward),
+        forward=textwrap.indent(forward.strip(), "    ") + "\n",
         assemble=ASSEMBLE,
     )
     scales = {edit["scale"] for edit in about["edits"]}
@@ -231,11 +232,6 @@ def _packages(source: str) -> list[str]:
 
 def _dtype(dtype: torch.dtype) -> str:
     return "" if dtype == torch.float32 else f", dtype={dtype}"
-
-
-def _indented(forward: str) -> str:
-    lines = forward.strip().splitlines()
-    return "\n".join(f"    {line}" if line else "" for line in lines) + "\n"
 
 
 def _tensors(module: fx.GraphModule) -> dict[str, Tensor]:

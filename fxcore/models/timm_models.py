@@ -119,10 +119,10 @@ class TimmEntry(ModelEntry):
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
         """Return timm's own leaf modules, which replace torchvision's, and modules that cannot be traced."""
-        return (*importlib.import_module("timm.models").get_notrace_modules(), "auto")
+        return (*_timm().models.get_notrace_modules(), "auto")
 
     def leaf_functions(self) -> Sequence[Callable[..., Any]]:
-        found = importlib.import_module("timm.models").get_notrace_functions()
+        found = _timm().models.get_notrace_functions()
         return [function for function in found if callable(function)]
 
     def feature_maps(self, model: nn.Module) -> Sequence[FeatureMap]:

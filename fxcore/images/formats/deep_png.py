@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fxcore.images.formats.opening import opened
-from fxcore.images.formats.png import check_complete
+from fxcore.images.formats.png import SIGNATURE, check_complete
 from fxcore.quiet import quiet
 
-_SIGNATURE = b"\x89PNG"
 _DEPTH_AT, _COLOR_AT = 24, 25
 _GREY, _GREY_ALPHA, _RGB, _RGBA = 0, 4, 2, 6  # colour types of 16 bits (PNG specification, table 11.1)
 
@@ -26,7 +25,7 @@ _LOWER = {_RGB: "RGB;16L", _RGBA: "RGBA;16L"}
 
 def is_deep(data: bytes) -> bool:
     """Return whether ``data`` is a PNG file with 16 bits per sample."""
-    return data[:4] == _SIGNATURE and data[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
+    return data[: len(SIGNATURE)] == SIGNATURE and data[_DEPTH_AT : _DEPTH_AT + 1] == b"\x10"
 
 
 def decode(data: bytes) -> NDArray[np.uint16]:
