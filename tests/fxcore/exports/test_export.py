@@ -345,6 +345,7 @@ class Centred(nn.Module):
 
 @pytest.mark.usefixtures("in_this_process")
 def test_files_of_models_that_compute_one_image_at_a_time_take_one_row() -> None:
+    """And folders of models whose names begin with a digit can be imported."""
     entry = user_entry("3d", UserModel(Centred, preprocessing={"resize_size": 32, "crop_size": 32}, batch=False))
     graph = model_graph(entry)
     extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(["sub"]))
@@ -356,12 +357,6 @@ def test_files_of_models_that_compute_one_image_at_a_time_take_one_row() -> None
     torch.testing.assert_close(program(image), extractor.module(image))
     with pytest.raises((AssertionError, RuntimeError)):
         program(torch.rand(2, 3, 32, 32))
-
-
-def test_folders_of_models_whose_names_begin_with_a_digit_can_be_imported() -> None:
-    entry = user_entry("3d", UserModel(Centred, preprocessing={"resize_size": 32, "crop_size": 32}, batch=False))
-    graph = model_graph(entry)
-    extractor = build_extractor(graph, load_model(entry, "random"), graph.resolve(["sub"]))
     files = zipfile.ZipFile(io.BytesIO(export(extractor, "fx"))).namelist()
     assert files[0].partition("/")[0].isidentifier()
 

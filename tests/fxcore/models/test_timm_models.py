@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from fxcore import build_extractor, get_model, list_models, load_model, model_gr
 from fxcore.errors import BadTensor, UnknownModel, UnknownNode, UnknownWeights, WeightsUnavailable
 from fxcore.models.hub import HubWeights
 from fxcore.photos import photos
+from tests.fxcore.hooks import hooked
 from tests.fxcore.model_list import SWEPT
 from tests.seeded import seeded
 
@@ -54,16 +55,6 @@ def without_mask(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def hooked(model: torch.nn.Module, modules: Sequence[str], x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What ``modules`` return in timm's own forward, and what that returns itself under ``""``."""
-    seen: dict[str, torch.Tensor] = {}
-    for path in modules:
-        model.get_submodule(path).register_forward_hook(lambda m, i, out, path=path: seen.update({path: out.clone()}))
-    with torch.no_grad():
-        seen[""] = model(x)
-    return seen
-
-
 @pytest.mark.parametrize("architecture", [*QUICK, *(pytest.param(f, marks=SWEPT) for f in FAMILIES)])
 def test_names_values_levels_and_preprocessing_are_timms(architecture: str) -> None:
     entry = get_model(f"timm.{architecture}")
@@ -75,7 +66,9 @@ def test_names_values_levels_and_preprocessing_are_timms(architecture: str) -> N
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), model.eval().parameters(), strict=True))
     x = torch.rand(1, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
     maps = [(info["module"], info["num_chs"], info["reduction"]) for info in model.feature_info]
-    expected = hooked(model, [maps[0][0], maps[-1][0]], x)
+    expected = {path: hooked(model, path, x) for path in (maps[0][0], maps[-1][0])}
+    with torch.no_grad():
+        expected[""] = model(x)
     extractor = build_extractor(graph, ours, graph.resolve({path or graph.eval_nodes[-1]: path for path in expected}))
     with torch.no_grad():
         found = extractor.module(x)

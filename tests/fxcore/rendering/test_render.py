@@ -112,6 +112,12 @@ def drawn(svg: str) -> tuple[ET.Element, list[ET.Element]]:
     return root, root.findall(f"{SVG}g")
 
 
+def marks(groups: list[ET.Element]) -> dict[str | None, str | None]:
+    """The texts beside the highlighted boxes, by name."""
+    marked = [group.findall(f"{SVG}text") for group in groups if "marked" in group.attrib["class"]]
+    return {texts[0].text: texts[-1].text for texts in marked}
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_svg_shows_each_node_with_what_it_runs_and_its_shape(model: str) -> None:
     graph = model_graph(model)
@@ -167,9 +173,7 @@ def test_svg_arrows_lead_downwards_and_long_ones_pass_no_box() -> None:
 def test_levels_are_highlighted() -> None:
     graph = model_graph("resnet18")
     _, groups = drawn(render(graph, "svg"))
-    marked = {
-        g.findall(f"{SVG}text")[-1].text: g.findtext(f"{SVG}text") for g in groups if "marked" in g.attrib["class"]
-    }
+    marked = {mark: name for name, mark in marks(groups).items()}
     assert marked == {name: level.node for name, level in graph.levels.items()}
     assert marked["C4"] == "layer3.1.relu_1"
     dot = [line for line in render(graph, "dot").splitlines() if "penwidth=2" in line]
@@ -181,10 +185,7 @@ def test_levels_are_highlighted() -> None:
 
 def test_an_extractors_graph_shows_its_keys(extractor_graph: fx.Graph) -> None:
     _, groups = drawn(render(extractor_graph, "svg"))
-    marked = {
-        g.findtext(f"{SVG}text"): g.findall(f"{SVG}text")[-1].text for g in groups if "marked" in g.attrib["class"]
-    }
-    assert marked == {"layer1.1.relu_1": "first, again", "layer3.1.relu_1": "C4"}
+    assert marks(groups) == {"layer1.1.relu_1": "first, again", "layer3.1.relu_1": "C4"}
     assert "C4: layer3.1.relu_1" in render(extractor_graph, "dot")
     assert "return {'first': layer1_1_relu_1, 'again': layer1_1_relu_1, 'C4':" in render(extractor_graph, "code")
     assert "layer4" not in render(extractor_graph, "table")
