@@ -62,7 +62,7 @@ def preset_factory(input: Literal["image", "video"], parameters: Mapping[str, An
     if not isinstance(rest.get("antialias", True), bool):
         raise BadArgument(f"preprocessing: antialias is true or false, not {rest['antialias']!r}")
     if "interpolation" in rest:
-        if rest["interpolation"] not in _INTERPOLATIONS:
+        if rest["interpolation"] not in tuple(_INTERPOLATIONS):  # it may have no hash
             raise BadArgument(f"preprocessing: interpolation is one of {', '.join(_INTERPOLATIONS)}")
         rest["interpolation"] = _INTERPOLATIONS[rest["interpolation"]]
         if input == "video" and rest["interpolation"] in PIL_MODES:  # clips are tensors

@@ -179,7 +179,7 @@ def user_entry(name: str, model: UserModel) -> UserEntry:
         raise BadUserModel("there is already a model of this name; choose another")
     if name.startswith(PREFIX):
         raise BadUserModel(f"names that begin with {PREFIX!r} are timm's; choose another")
-    if model.input not in _INPUTS:
+    if model.input not in tuple(_INPUTS):  # it may have no hash
         raise BadUserModel(f"input is {' or '.join(_INPUTS)}, not {model.input!r}")
     tasks = _INPUTS[model.input]
     task = next((t for t in tasks if t == (model.task or tasks[0])), None)

@@ -67,7 +67,7 @@ def decompose(
             raise BadParameter(f"decompose: the rule for {key} is not a function but {given!r}", parameter="rules")
     if not wanted and not rules:
         raise BadParameter("decompose: neither operations nor rules are given", parameter="operations")
-    unknown = [name for name in wanted if name not in RULES]
+    unknown = [name for name in wanted if name not in tuple(RULES)]  # it may have no hash
     if unknown:
         raise BadParameter(
             f"there is no rule for {unknown[0]!r}; there are rules for {', '.join(RULES)}", parameter="operations"

@@ -299,6 +299,11 @@ def test_descriptions_of_another_type(attributes: dict[str, Any], said: str) -> 
     assert said in raised.value.detail
 
 
+def test_an_input_of_another_type() -> None:
+    with pytest.raises(BadUserModel, match=r"input is image or video, not \['image'\]"):
+        user_entry("mine", UserModel(nn.ReLU, input=["image"]))  # type: ignore[arg-type]
+
+
 def test_packages_describe_models_too(module: str, tmp_path: Path) -> None:
     info = tmp_path / "packages/mine-1.0.dist-info"
     info.mkdir()
@@ -352,6 +357,10 @@ WRONG = {
     "nineteen": (
         "builder = 'MODULE:Tiny'\npreprocessing = { mean = [nan] }",
         "list of three numbers or of one, not [nan]",
+    ),
+    "twenty": (
+        "builder = 'MODULE:Tiny'\npreprocessing = { interpolation = ['bilinear'] }",
+        "interpolation is one of nearest, ",
     ),
     "resnet50": ("builder = 'MODULE:Tiny'", "there is already a model of this name"),
     "'with space'": ("builder = 'MODULE:Tiny'", "a name is at most 128 letters, digits"),

@@ -332,6 +332,7 @@ class Activated(nn.Module):
         (lambda m: decompose(m, []), "operations"),
         (lambda m: decompose(m, rules=3), "rules"),
         (lambda m: decompose(m, 3), "operations"),
+        (lambda m: decompose(m, [["relu"]]), "operations"),
         (lambda m: fold_normalization(m, mean="abc", std=3), "mean"),
         (lambda m: fold_normalization(m, mean=[0, 0, 0], std=None), "std"),
         (lambda m: remove(m, dropout=False, identity=False), "dropout"),
