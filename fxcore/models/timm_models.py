@@ -13,7 +13,6 @@ import importlib.util
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -98,24 +97,15 @@ class TimmEntry(ModelEntry):
         try:
             with safetensors.safe_open(file, "pt") if file.suffix == ".safetensors" else contextlib.nullcontext():
                 pass  # raise SafetensorError for a damaged file, rather than a misfit below
-            return self._build_with(weights, file)
+            with building():
+                model: nn.Module = _timm().create_model(
+                    self._variant(weights), pretrained=True, pretrained_cfg_overlay={"file": str(file)}
+                )
+                return model.eval()
         except (safetensors.SafetensorError, pickle.UnpicklingError, OSError, EOFError) as error:
             raise damaged(file, error) from error
         except (RuntimeError, KeyError, ValueError, AttributeError) as error:
             raise misfit(self.name, file, str(error)) from error
-
-    def _build_with(self, weights: str, file: Path) -> nn.Module:
-        """Build the model in eval mode and have timm load published ``weights`` from ``file``.
-
-        Raises:
-            Exception: whatever timm raises for a file that is damaged or belongs to another model.
-        """
-        with building():
-            overlay = {"file": str(file)}
-            model: nn.Module = _timm().create_model(
-                self._variant(weights), pretrained=True, pretrained_cfg_overlay=overlay
-            )
-            return model.eval()
 
     def leaf_modules(self) -> Sequence[type[nn.Module] | str]:
         """Return timm's own leaf modules, which replace torchvision's, and modules that cannot be traced."""

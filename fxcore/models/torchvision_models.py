@@ -67,7 +67,6 @@ class TorchvisionEntry(ModelEntry):
     meta: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def is_quantized(self, weights: str) -> bool:
-        """Return whether ``weights`` are int8 weights, for which the model has different modules than in float."""
         return self.task == "quantization" and weights in self.published
 
     @property
@@ -109,8 +108,10 @@ class TorchvisionEntry(ModelEntry):
             info.download()
         state = read_cached(info.file)
         if self.is_quantized(weights):
+            # torchvision's builder loads them, because order matters: MobileNetV3's are loaded before conversion.
             try:
-                return self._build_int8(weights)
+                with torch_ao.same_engine(), building():
+                    return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
             except (RuntimeError, KeyError) as error:
                 raise misfit(self.name, info.file, str(error)) from error
         model = self.filled(weights, state, info.file)
@@ -119,14 +120,6 @@ class TorchvisionEntry(ModelEntry):
                 if isinstance(module, nn.BatchNorm2d):
                     module.eps = 0.0
         return model
-
-    def _build_int8(self, weights: str) -> nn.Module:
-        """Build an int8 model and load ``weights``, whose file must be in torch.hub's cache.
-
-        torchvision's builder loads them, because order matters: MobileNetV3's weights are loaded before conversion.
-        """
-        with torch_ao.same_engine(), building():
-            return self.builder(weights=tv.get_model_weights(self.name)[weights], quantize=True).eval()
 
     def build(self, weights: str = RANDOM) -> nn.Module:
         with torch_ao.same_engine() if self.is_quantized(weights) else contextlib.nullcontext():
@@ -149,7 +142,6 @@ class TorchvisionEntry(ModelEntry):
             return built
 
     def _structure(self, weights: str) -> dict[str, Any]:
-        """Return the builder arguments for the structure of ``weights``."""
         arguments: dict[str, Any] = {}
         if "weights_backbone" in inspect.signature(self.builder).parameters:
             arguments["weights_backbone"] = None  # the default would be downloaded
