@@ -37,10 +37,7 @@ windows (Swin, MaxViT) do so much arithmetic on their sizes that SymPy takes man
 
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after ``seconds`` of CPU time of this process, if the system supports that."""
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
+    """Raise TimeoutError in the block after ``seconds`` of CPU time of this process."""
 
     def expire(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {seconds:g} s of CPU time")

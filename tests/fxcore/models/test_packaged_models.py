@@ -71,8 +71,6 @@ def test_inner_features_are_those_of_the_package(entry, reference):
 
 
 def test_it_is_in_the_catalog_with_levels(entry):
-    from fxcore.graph.model_graph import model_graph
-
     assert source_of(entry) == "packaged"
     assert entry in list_models()
     assert entry in list_models("packaged")
