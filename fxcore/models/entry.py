@@ -79,12 +79,13 @@ class WeightsInfo:
         return None
 
     def download(self) -> None:
-        """Download the file to :attr:`file`.
+        """Download the file to :attr:`file` unless it is cached.
 
         Raises:
             WeightsUnavailable: the file cannot be downloaded.
         """
-        download(self.url, self.file)
+        if not self.cached:
+            download(self.url, self.file)
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,13 @@ class HubWeights(WeightsInfo):
         return cached.relative_to(self._folder() / "snapshots").parts[0] if cached is not None else None
 
     def download(self) -> None:
-        """Download the file into the cache unless it is already there.
+        """Download the file into the shared cache unless it is already there.
 
         Raises:
             WeightsUnavailable: the file cannot be downloaded.
         """
+        if self.cached:
+            return
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
         from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
 

@@ -91,8 +91,7 @@ class TimmEntry(ModelEntry):
 
     def load_published(self, weights: str) -> nn.Module:
         info = self.published[weights]
-        if not info.cached:
-            info.download()
+        info.download()
         file = info.file
         try:
             with safetensors.safe_open(file, "pt") if file.suffix == ".safetensors" else contextlib.nullcontext():

@@ -104,8 +104,7 @@ class TorchvisionEntry(ModelEntry):
 
     def load_published(self, weights: str) -> nn.Module:
         info = self.published[weights]
-        if not info.cached:
-            info.download()
+        info.download()
         state = read_cached(info.file)
         if self.is_quantized(weights):
             # torchvision's builder loads them, because order matters: MobileNetV3's are loaded before conversion.

@@ -97,7 +97,7 @@ def download_weights(entry: ModelEntry, weights: str) -> None:
     Raises:
         WeightsUnavailable: the file cannot be downloaded.
     """
-    info = missing_weights(entry, weights)
+    info = entry.published.get(weights)
     if info is not None:
         info.download()
 
