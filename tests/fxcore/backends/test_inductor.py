@@ -38,21 +38,18 @@ def test_values(batch: torch.Tensor, tmp_path: Path) -> None:
     assert len(made) == 1
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    inductor = BACKENDS["inductor"]
+    assert "for CPUs" in str(inductor.unavailable(torch.device("cuda"), "float32"))
+    assert "float precisions" in str(inductor.unavailable(CPU, "int8"))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "needs a C++ compiler and there is no 'no-such-compiler'" in str(
-        BACKENDS["inductor"].unavailable(CPU, "float32")
-    )
+    assert "needs a C++ compiler and there is no 'no-such-compiler'" in str(inductor.unavailable(CPU, "float32"))
 
 
 def test_what_is_tried_on_cpu() -> None:
     names = [backend.name for backend in faster_than_eager(CPU, "float32")]
     assert names == (["openvino"] if BACKENDS["openvino"].unavailable(CPU, "float32") is None else [])
     assert "CUDA device" in str(BACKENDS["cudagraphs"].unavailable(CPU, "float32"))
-
-
-def test_not_on_a_gpu() -> None:
-    assert "for CPUs" in str(BACKENDS["inductor"].unavailable(torch.device("cuda"), "float32"))
 
 
 def test_memory_that_graphs_share() -> None:

@@ -137,7 +137,8 @@ def test_plain_webp_files_cut_short_are_refused(lossless: bool, cat: PIL.Image.I
 
 @pytest.mark.parametrize(
     ("mode", "format"),
-    [("L", "JPEG"), ("LA", "PNG"), ("P", "GIF"), ("RGBA", "WEBP"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "BMP")],
+    [("L", "JPEG"), ("LA", "PNG"), ("P", "GIF"), ("RGBA", "WEBP"), ("CMYK", "TIFF"), ("YCbCr", "TIFF"), ("1", "BMP"),
+     ("L", "PPM"), ("L", "JPEG2000"), ("RGBA", "JPEG2000"), ("L", "AVIF"), ("RGBA", "AVIF")],
 )  # fmt: skip
 def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
     data = saved(cat.convert(mode), format)

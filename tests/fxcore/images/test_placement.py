@@ -62,7 +62,7 @@ def check(preprocessing, height, width, box):
 
 
 @pytest.mark.parametrize(
-    ("box", "said"),
+    ("wrong", "said"),
     [
         ([10, 10, 20], "has 3 values"),
         ([10, 10, float("nan"), 20], "finite"),
@@ -71,19 +71,6 @@ def check(preprocessing, height, width, box):
         ([10, 10, 20, 482], "640 x 480 pixels"),
         ([-2, 10, 20, 20], "640 x 480 pixels"),
         ([0, 0, 70, 480], "the model sees"),
-    ],
-)
-def test_boxes_that_are_none(box, said):
-    """Of a landscape picture whose square middle is seen."""
-    placement = Placement((480, 640), 1.0, 1.0, 0, 80, (480, 480))
-    with pytest.raises(BadBox, match=said) as error:
-        placement.carry([[100, 100, 200, 200], box])
-    assert error.value.extra["box"] == 1
-
-
-@pytest.mark.parametrize(
-    ("point", "said"),
-    [
         ([10], "has 1 values"),
         ([10, float("inf")], "finite"),
         ([10, 482], "640 x 480 pixels"),
@@ -91,11 +78,16 @@ def test_boxes_that_are_none(box, said):
         ([70, 480], "the model sees"),
     ],
 )
-def test_points_that_are_none(point, said):
+def test_boxes_and_points_that_are_none(wrong, said):
+    """Of a landscape picture whose square middle is seen."""
     placement = Placement((480, 640), 1.0, 1.0, 0, 80, (480, 480))
-    with pytest.raises(BadPoint, match=said) as error:
-        placement.carry_points([[100, 100], point])
-    assert error.value.extra["point"] == 1
+    if len(wrong) > 2:
+        carry, right, refused, kind = placement.carry, [100, 100, 200, 200], BadBox, "box"
+    else:
+        carry, right, refused, kind = placement.carry_points, [100, 100], BadPoint, "point"
+    with pytest.raises(refused, match=said) as error:
+        carry([right, wrong])
+    assert error.value.extra[kind] == 1
 
 
 def test_points_are_carried_as_the_corners_of_boxes():

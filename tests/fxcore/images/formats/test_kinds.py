@@ -68,15 +68,6 @@ def test_grey_levels_of_12_and_16_bits_keep_the_upper_eight():
     assert np.array_equal(np.asarray(open_image(tiff(levels * 16)))[:, :, 0], levels >> 4)
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-@pytest.mark.parametrize("format", ["PPM", "JPEG2000", "AVIF"])
-def test_formats_that_only_pil_decodes(format, mode):
-    if format == "PPM" and mode == "RGBA":
-        mode = "RGB"  # it has no alpha
-    data = saved(photo(mode), format)
-    assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
-
-
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_an_avif_is_turned_as_by_pil(turn):
     exif = PIL.Image.Exif()
