@@ -7,12 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxcore.errors import FxError, finite
+from fxcore.errors import BadArgument, FxError, finite
 from fxcore.nesting import clones, members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
 from fxcore.tracing.interpreter import Inputs, Watcher, positional
@@ -116,6 +117,7 @@ def verify(
         Incomparable: they return different keys or shapes, only one returns a tensor, or values of a class that defines
             no equality.
         BadTensor: one of the modules does not accept the inputs.
+        BadArgument: ``runs`` is below 0.
 
     >>> from torch import nn
     >>> found = verify(nn.ReLU(), lambda x: (x > 0) * x, torch.tensor([-1.0, 2.0]))
@@ -130,6 +132,8 @@ def verify(
     >>> verify(model, replace_op(model, torch.relu, torch.sigmoid), torch.ones(2)).first_divergence
     'relu'
     """
+    if not isinstance(runs, Integral) or runs < 0:
+        raise BadArgument(f"runs must be at least 0, not {runs!r:.100}")
     arguments = positional(original, inputs)
     positional(transformed, arguments)
     with torch.no_grad():

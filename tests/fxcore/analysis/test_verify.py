@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fxcore import trace
 from fxcore.analysis.verify import Incomparable, verify
+from fxcore.errors import BadArgument
 from fxcore.transforms import fuse_conv_bn, insert_after, out_of_place, replace_activation, wrap
 from tests.fxcore.model_list import filled
 
@@ -153,6 +155,9 @@ def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("fxcore.analysis.verify"), "time", SimpleNamespace(perf_counter=lambda: now))
     assert verify(lasting(4, 9, 4), lasting(1, 1, 7), torch.ones(1), runs=3).speedup == 4.0
     assert verify(lasting(), lasting(), torch.ones(1)).speedup is None
+    assert verify(lasting(4), lasting(2), torch.ones(1), runs=np.int64(1)).speedup == 2.0
+    with pytest.raises(BadArgument, match="runs must be at least 0, not -1"):
+        verify(lasting(), lasting(), torch.ones(1), runs=-1)
 
 
 class InPlace(nn.Module):
