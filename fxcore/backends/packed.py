@@ -90,12 +90,7 @@ class PackedConv2d(nn.Module):
             overwrite: write the result into the memory of ``other``.
         """
         ready = self._prepare(x)
-        if ready is None:
-            return self._unfused(x, other, activation)
-        # oneDNN adds neither numbers nor what needs broadcasting or another dtype.
-        if other is not None and not (
-            isinstance(other, Tensor) and other.dtype == x.dtype and other.shape == ready.shape
-        ):
+        if ready is None or (other is not None and not _is_alike(other, x.dtype, ready.shape)):
             return self._unfused(x, other, activation)
         convolution = (ready.weight, self.bias, *self._geometry)
         made: Tensor
@@ -157,6 +152,12 @@ class PackedConv2d(nn.Module):
         plain = self._plain
         dense = next(iter(self._formats.values())).to_dense() if plain is None else plain
         return dense.contiguous(memory_format=torch.channels_last)
+
+
+def _is_alike(other: object, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Return whether ``other`` is a tensor of this dtype and shape, so that adding it needs no broadcasting or
+    conversion."""
+    return isinstance(other, Tensor) and other.dtype == dtype and other.shape == shape
 
 
 def fuse_post_ops(module: fx.GraphModule) -> None:

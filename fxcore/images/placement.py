@@ -17,7 +17,6 @@ from fxcore.images.masks import Mask, read_mask, shares
 _TOLERANCE = 1.0
 """Pixels by which a box or a point may exceed its image, since annotations and detectors round."""
 
-
 _UNSEEN = "lies outside of the part of its image that the model sees: leave it out"
 
 
