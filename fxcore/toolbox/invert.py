@@ -61,6 +61,7 @@ _ALIASES = {
     "true_divide": "div",
     "truediv": "div",
     "swapaxes": "transpose",
+    "swapdims": "transpose",
 }
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze")
 
@@ -312,7 +313,7 @@ def _undo_reshape(node: fx.Node, source: fx.Node, value: Any, shapes: Mapping[fx
 def _undo_power(node: fx.Node, other: Any, first: bool, value: Any) -> Any:
     if not first:  # c ** x
         return torch.log(value) / (math.log(other) if isinstance(other, (int, float)) else torch.log(other))
-    if isinstance(other, int) and other % 2 == 1:
+    if isinstance(other, (int, float)) and other % 2 == 1:
         return torch.sign(value) * torch.abs(value) ** (1 / other)
     raise _no_inverse(node.name, f"{node.name}: an even or fractional power has two roots or none")
 

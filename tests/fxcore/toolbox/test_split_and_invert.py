@@ -74,6 +74,7 @@ def test_a_graph_without_inputs() -> None:
         lambda x: 3 - x / 4,
         lambda x: 5 / (x.exp() + 1),
         lambda x: (x.permute(1, 0).flip(0) ** 3).roll(1, 0),
+        lambda x: x.swapdims(0, 1) ** 3.0,
         lambda x: 2.0**x,
         lambda x: torch.sigmoid(x.neg()),
         lambda x: x * torch.tensor([2.0, 3.0, 4.0]) - torch.arange(3),
