@@ -23,7 +23,7 @@ def near(expected: Tensor, found: Tensor, tolerance: float) -> bool:
     if expected.dtype.is_floating_point:
         tolerance = max(tolerance, 16 * torch.finfo(expected.dtype).eps)
     kind = torch.complex128 if expected.is_complex() else torch.float64
-    x, y = (_plain(t).to(kind) for t in (expected, found))
+    x, y = (plain(t).to(kind) for t in (expected, found))
     same = (x == y) | (x.isnan() & y.isnan())
     scale = x.abs().masked_fill(~x.abs().isfinite(), 0).max()
     return bool((same | ((x - y).abs() <= tolerance * scale)).all())
@@ -47,12 +47,12 @@ class Sample:
 
 def sampled(value: Tensor) -> Tensor:
     """Return evenly spaced elements; an odd step visits all channels in turn."""
-    elements = _plain(value).flatten()
+    elements = plain(value).flatten()
     return elements[:: max(1, elements.numel() // _SAMPLED) | 1]
 
 
-def _plain(value: Tensor) -> Tensor:
+def plain(value: Tensor) -> Tensor:
     """Return the values of a quantized or sparse tensor as a plain one."""
     if value.is_quantized:
         return value.dequantize()
-    return value if value.layout is torch.strided else value.to_dense()
+    return value if value.layout in (torch.strided, torch.jagged) else value.to_dense()

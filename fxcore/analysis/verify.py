@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.analysis.samples import plain
 from fxcore.errors import BadArgument, FxError, finite
 from fxcore.nesting import clones, members
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
@@ -296,8 +297,8 @@ def output_errors(
 
 def _numbers(tensor: Tensor, complex_: bool) -> Tensor:
     """Return the elements of ``tensor`` in float64; for complex numbers, both parts."""
-    plain = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
-    return torch.view_as_real(plain.to(torch.complex128)).flatten() if complex_ else plain.double().flatten()
+    dense = plain(tensor.detach())
+    return torch.view_as_real(dense.to(torch.complex128)).flatten() if complex_ else dense.double().flatten()
 
 
 def _speedup(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from fxcore.analysis.samples import plain
 from fxcore.nesting import clones, tensors_in
 from fxcore.tracing.constants import frozen
 from fxcore.tracing.failures.input_mismatch import explain_mismatch
@@ -110,7 +111,7 @@ def check_health(module: fx.GraphModule, inputs: Inputs, *, limit: float | None 
     found: dict[fx.Node, NodeHealth] = {}
 
     def look(node: fx.Node, value: Any) -> None:
-        tensors = [t for t in tensors_in(value) if t.is_floating_point() and t.numel()]
+        tensors = [plain(t) for t in tensors_in(value) if t.is_floating_point() and t.numel()]
         if tensors and node.op != "output":
             found[node] = _health(module, node, tensors, limit)
 

@@ -123,6 +123,12 @@ def test_both_parts_of_complex_numbers_count() -> None:
     assert verify(lambda x: a, lambda x: a.conj(), torch.zeros(1)).max_abs == 8
 
 
+def test_sparse_values_are_compared() -> None:
+    x = torch.eye(3)
+    assert verify(lambda v: v.to_sparse(), lambda v: v.to_sparse(), x).max_abs == 0
+    assert verify(lambda v: v.to_sparse(), lambda v: 3 * v, x).max_abs == 2
+
+
 def test_other_outputs_are_refused() -> None:
     x = torch.ones(3)
     with pytest.raises(Incomparable, match="shape"):

@@ -76,6 +76,22 @@ def test_a_dead_relu_that_is_a_function(relu: Callable[[Tensor], Tensor]) -> Non
     assert check_health(trace(lambda x: relu(x - 9)), torch.ones(1, 4)).nodes[-1].saturated == 1
 
 
+def test_sparse_values_are_looked_at() -> None:
+    module = trace(lambda x: torch.log(x.to_sparse().to_dense()))
+    assert check_health(module, torch.eye(3)).first_inf == "log"
+    module = trace(lambda x: x.to_sparse() / 0)
+    assert check_health(module, torch.eye(3)).first_inf == "truediv"
+
+
+def test_nested_values_are_looked_at() -> None:
+    def parts(x: Tensor) -> Tensor:
+        nested: Tensor = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+        return nested
+
+    module = trace(lambda x: parts(x), leaf_functions=(parts,))
+    assert check_health(module, torch.ones(2, 3)).nodes[-1].name == "parts"
+
+
 def test_what_half_precision_cannot_hold() -> None:
     module = trace(lambda x: (x * 1e4).square().sqrt())
     assert check_health(module, torch.ones(3)).healthy
