@@ -134,9 +134,11 @@ def narrowed(
     """
     made = shallow_copy(model) if copied else model
     name = "__call__" if has_own_call(type(model)) else "forward"
-    own = made.__dict__.pop(name, None)  # set on the instance, so called without self
+    own = made.__dict__.pop(name, None)
     function, rest = own or getattr(type(model), name), dict(fixed or {})
-    passed = [] if own else ["self"]
+    # What is set on the instance or static is called without self.
+    bound = own or isinstance(inspect.getattr_static(type(model), name), (staticmethod, classmethod))
+    passed = [] if bound else ["self"]
     parameters = [*inspect.signature(function).parameters.values()][len(passed) :]
     positions = {p.name: rest.pop(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
     passed += [n if n in taken else f"_fxcore_positions[{n!r}]" for n in positions]

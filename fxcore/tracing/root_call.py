@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 from torch import fx, nn
@@ -112,7 +111,9 @@ def _parameters(root: nn.Module) -> list[inspect.Parameter]:
     ``__call__`` or it has only ``*args, **kwargs``."""
     calls: list[Any] = [root.__call__] if has_own_call(type(root)) else []
     found: list[inspect.Parameter] = []
-    for function in (*calls, root.forward, MethodType(type(root).forward, root)):
+    plain = shallow_copy(root)
+    plain.__dict__.pop("forward", None)
+    for function in (*calls, root.forward, plain.forward):
         found = [*inspect.signature(function).parameters.values()]
         if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in found):
             break

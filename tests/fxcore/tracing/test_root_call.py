@@ -111,6 +111,14 @@ class Static(nn.Module):
 def test_a_static_forward_does_not_get_its_module(model: nn.Module) -> None:
     x = torch.randn(2, 6)
     assert torch.equal(trace(model)(x), model(x))
+    extractor = create_extractor(model, ["mul"], x)  # of x alone: the scale has its default
+    assert torch.equal(extractor(x)["mul"], 2 * x)
+
+
+def test_a_forward_in_place_of_a_static_one_keeps_all_arguments() -> None:
+    model, x = Static(), torch.randn(2, 6)
+    model.forward = lambda *given: Static.forward(*given) + 1  # type: ignore[method-assign]
+    assert torch.equal(trace(model)(x), model(x))
 
 
 class Several(nn.Module):
