@@ -144,15 +144,16 @@ class Index:
         )
         run("DROP TABLE given")
 
-    def keep_shards(self, shards: Iterable[str]) -> None:
-        """Keep only ``shards``. Images in other shards become pending again."""
+    def keep_shards(self, shards: Iterable[str]) -> bool:
+        """Keep only ``shards``. Images in other shards become pending again. Return whether there are any."""
         kept = set(shards)
         with self._lock, self._database:
             self._database.execute("BEGIN")
             known = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL").fetchall()
-            for (shard,) in known:
-                if shard not in kept:
-                    self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (shard,))
+            missing = [shard for (shard,) in known if shard not in kept]
+            for shard in missing:
+                self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (shard,))
+        return bool(missing)
 
     def shards(self) -> list[str]:
         """List the names of the indexed shards, in order."""

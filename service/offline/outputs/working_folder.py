@@ -60,7 +60,10 @@ class WorkingFolder:
     def match_shards(self, suffix: str) -> None:
         """Remove missing shards from the index, and shards that were never added to it, also unfinished ones."""
         names = self._out.names()
-        self.index.keep_shards(name for name in names if shards.is_shard(name, suffix))
+        missing = self.index.keep_shards(name for name in names if shards.is_shard(name, suffix))
+        if missing and self._scratch is not None:
+            # Their names are given to other rows. If this run were killed, the old index would refer to those.
+            self._out.put(self.path / FILE)
         for name in set(names).difference(self.index.shards()):
             if shards.is_shard(name.removesuffix(UNFINISHED), suffix):
                 self._out.remove(name)
