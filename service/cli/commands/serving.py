@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -124,7 +125,6 @@ def _check_dependencies(settings: Settings) -> None:
     from fxcore.errors import FxError
     from service.app import traces_type
     from service.engine.extractors.objects import StoreError
-    from service.engine.extractors.store import Store
     from service.http.access.keys import Keys
 
     try:
@@ -132,15 +132,10 @@ def _check_dependencies(settings: Settings) -> None:
         for text in settings.preload:
             _check_preload(text)
         if settings.extractors is not None:
-            store = Store(settings.extractors)
-            store.check()
-            try:
-                store.check(write=True)
-            except StoreError as error:
-                print(
-                    f"fxserve: {error}; existing extractors are served, but none can be added or deleted",
-                    file=sys.stderr,
-                )
+            _check_store(settings.extractors)
+            # s3fs closes its connections when it is collected. On the server's event loop, to which they do not belong,
+            # that would log an error.
+            gc.collect()
         if settings.weights_dir is not None and not settings.weights_dir.is_dir():
             print(
                 f"fxserve: FXSERVE_WEIGHTS_DIR: there is no folder {settings.weights_dir}; weights file:NAME are not "
@@ -153,6 +148,23 @@ def _check_dependencies(settings: Settings) -> None:
             traces_type()
     except (ValueError, StoreError) as error:
         raise FxError(str(error)) from error
+
+
+def _check_store(url: str) -> None:
+    """Open the store of extractors, and warn on stderr if it cannot be written.
+
+    Raises:
+        ValueError, StoreError: it cannot be used.
+    """
+    from service.engine.extractors.objects import StoreError
+    from service.engine.extractors.store import Store
+
+    store = Store(url)
+    store.check()
+    try:
+        store.check(write=True)
+    except StoreError as error:
+        print(f"fxserve: {error}; existing extractors are served, but none can be added or deleted", file=sys.stderr)
 
 
 def _check_host(host: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -24,7 +25,10 @@ from service.http.server import supervisor
 from service.http.server.run import run_workers
 from service.settings import SHARED_WEIGHTS, Settings
 from tests.service.cli.running import fxserve
+from tests.service.engine.extractors.conftest import bucket
 from tests.small_disk import small_disk
+
+__all__ = ["bucket"]
 
 
 def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
@@ -43,6 +47,18 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
         disk.free()
         serving._check_dependencies(Settings(extractors=url))
         assert capsys.readouterr().err == ""
+
+
+def test_the_driver_that_the_check_uses_is_closed_before_the_server_starts(bucket: str) -> None:
+    """Otherwise it is closed on the server's event loop, which logs an error."""
+    gc.collect()
+    before = _drivers()
+    serving._check_dependencies(Settings(extractors=f"{bucket}/checked"))
+    assert _drivers() == before
+
+
+def _drivers() -> int:
+    return sum(type(found).__name__ == "S3FileSystem" for found in gc.get_objects())
 
 
 @pytest.mark.parametrize("host", ["no such host", "a..b"])
