@@ -57,10 +57,12 @@ def run_workers(settings: Settings, device: str) -> None:
         # operator's models or, if spawned, import torch.
         options = _options(settings) | {"timeout_worker_healthcheck": 120}
         forked = sys.platform == "linux" and device == "cpu"
-        _supervise("service.app:create_app", forked, factory=True, workers=settings.workers, **options)
+        _supervise(
+            "service.app:create_app", forked, settings.grace_period, factory=True, workers=settings.workers, **options
+        )
 
 
-def _supervise(app: str, forked: bool, **options: Any) -> None:
+def _supervise(app: str, forked: bool, grace: float, **options: Any) -> None:
     """Run uvicorn with our supervisor.
 
     If it is incompatible with this uvicorn, use uvicorn's own, which spawns processes.
@@ -77,7 +79,7 @@ def _supervise(app: str, forked: bool, **options: Any) -> None:
         exempt_imports()
     config = uvicorn.Config(app, **options)
     with _bound(config) as listening:  # closed before the exit, which takes seconds: nobody would answer
-        supervisor = Supervisor(config, [listening], "fork" if forked else "spawn")
+        supervisor = Supervisor(config, [listening], grace, "fork" if forked else "spawn")
         supervisor.run()
     if status := supervisor.exit_status():
         sys.exit(status)

@@ -7,6 +7,7 @@ It subclasses private classes of uvicorn. If they have changed, importing this m
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,9 @@ _PARENT_SECONDS = 1.0
 
 _JOIN_SECONDS = 0.5
 """Maximum seconds until a second signal is passed on to the server processes."""
+
+_SHUTDOWN_SECONDS = 10.0
+"""Seconds for a server process to end after the grace period, or after a second signal, before it is killed."""
 
 _EARLY_SECONDS = 10.0
 """Age in seconds below which the end of a server process is early: the next one may end as soon."""
@@ -145,15 +149,22 @@ class Supervisor(Multiprocess):
     Each SIGTERM is passed on as SIGINT, and vice versa. Ctrl-C and systemd send a signal to all processes, and a second
     one of the same kind makes a process end before its accepted requests are answered.
 
+    A process that hangs, such as in native code that holds the GIL, does not react to signals. uvicorn would wait for
+    it forever; this class kills it.
+
     Args:
         config: of the server processes.
         sockets: what they listen on.
+        grace: seconds that they may take to answer accepted requests after a signal.
         method: how they are started: ``spawn``, or ``fork``, so that they share the memory of imported modules. To be
             forked, this process must not have threads that hold locks, and must not have used CUDA.
     """
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket], method: str) -> None:
+    def __init__(self, config: uvicorn.Config, sockets: list[socket], grace: float, method: str) -> None:
         super().__init__(config, sockets)
+        self._grace = grace
+        self._kill_at = math.inf
+        self._first_signal: int | None = None
         multiprocess.get_subprocess = partial(_process, method)  # type: ignore[assignment, attr-defined]
         release_reloads()  # they are handled from now on
         multiprocess.Process = Supervised  # type: ignore[misc]  # uvicorn's methods look it up there
@@ -173,6 +184,10 @@ class Supervisor(Multiprocess):
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
+        # A second signal of another kind does not hurry them.
+        grace = 0.0 if number == self._first_signal else self._grace
+        self._first_signal = self._first_signal or number
+        self._kill_at = min(self._kill_at, time.monotonic() + grace + _SHUTDOWN_SECONDS)
         self.should_exit.set()
         if RELOADING:
             self._send(number)
@@ -187,10 +202,14 @@ class Supervisor(Multiprocess):
             super().terminate_all()
 
     def join_all(self) -> None:
-        """Wait until all processes have ended. A second signal is passed on to them, too."""
+        """Wait until all processes have ended, and kill those that hang. A second signal is passed on to them, too."""
         for process in self.processes:
             while process.process.is_alive():
                 process.process.join(_JOIN_SECONDS)
+                if time.monotonic() >= self._kill_at and process.process.is_alive():
+                    log.error("server process %s does not end; it is killed", process.pid)
+                    process.kill()
+                    process.process.join()
                 while self.signal_queue:
                     match self.signal_queue.pop(0):
                         case signal.SIGTERM:

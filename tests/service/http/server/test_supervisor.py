@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -81,7 +82,7 @@ if __name__ == "__main__":
     logs = {"version": 1, "disable_existing_loggers": False}
     logs |= {"handlers": {"slow": {"class": "app.Slow"}}, "root": {"handlers": ["slow"]}}
     options = {"factory": True, "workers": 2, "timeout_worker_healthcheck": 60, "log_config": logs}
-    _supervise("app:create", forked, port=int(sys.argv[1]), **options)
+    _supervise("app:create", forked, 3.0, port=int(sys.argv[1]), **options)
 """
 
 
@@ -198,6 +199,23 @@ def test_the_end_does_not_wait_for_threads(tmp_path: Path, forked: bool) -> None
     with Processes(tmp_path, forked) as server:
         assert server.end() == 0
         assert server.log.read_text() == ""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("second", "seconds"), [(signal.SIGTERM, 10), (signal.SIGINT, 3 + 10)])
+def test_a_process_that_hangs_is_killed_at_the_end(tmp_path: Path, second: int, seconds: float) -> None:
+    """Only a second signal of the same kind ends the grace period, as in a process that does not hang."""
+    with Processes(tmp_path, forked=True) as server:
+        hanging = min(server.both())
+        os.kill(hanging, signal.SIGSTOP)
+        began = time.monotonic()
+        server.process.terminate()
+        time.sleep(1)
+        server.process.send_signal(second)
+        assert server.process.wait(60) == 0
+        assert time.monotonic() - began >= seconds
+        assert not running(hanging)
+        assert server.log.read_text() == f"server process {hanging} does not end; it is killed\n"
 
 
 @pytest.mark.exhaustive
