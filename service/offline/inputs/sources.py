@@ -78,7 +78,8 @@ def find(inputs: Iterable[str], skipped: Skipped | None = None) -> Iterator[Sour
 
     In folders, archives and matches of patterns, a file is an image if it has the suffix of an image format or begins
     like an image. Below the URL of a bucket only the suffix counts, because reading each object would take a request;
-    everything that a pattern for a bucket matches is treated as an image.
+    everything that a pattern for a bucket matches is treated as an image. A pattern that matches none is taken as the
+    name of a file or folder.
 
     Args:
         inputs: files with any suffix; folders, which are searched recursively for archives and images; patterns of
@@ -146,15 +147,15 @@ def _in_bucket(url: str, skipped: Skipped) -> Iterator[Source]:
     fs, path = filesystem(url)
     name_of = _namer(url, fs, path)
     with driver_errors(url):
-        if glob.has_magic(path):
-            found = fs.glob(path, detail=True)
-        elif fs.isfile(path):
-            found = {path: fs.info(path)}
-        else:
-            found = fs.find(path, detail=True)
-            for place in [place for place in found if not _is_candidate(place)]:
-                del found[place]
-                skipped.add(name_of(place))
+        found = fs.glob(path, detail=True) if glob.has_magic(path) else {}
+        if all(info.get("type") == "directory" for info in found.values()):  # perhaps a name that has [ or ?
+            if fs.isfile(path):
+                found = {path: fs.info(path)}
+            else:
+                found = fs.find(path, detail=True)
+                for place in [place for place in found if not _is_candidate(place)]:
+                    del found[place]
+                    skipped.add(name_of(place))
         if not found:
             raise FxError(f"{url}: no images there{f'; {skipped}' if skipped else ''}")
     for place, info in found.items():

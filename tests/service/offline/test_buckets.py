@@ -15,6 +15,7 @@ from safetensors.numpy import load
 
 from fxcore.errors import FxError
 from service.offline import extract
+from service.offline.inputs.sources import find
 from tests.service.offline.conftest import SETTINGS, job, png, rows
 from tests.service.offline.inputs.test_sources import archive
 
@@ -90,6 +91,17 @@ def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, tmp_path: P
     [line] = (tmp_path / "out" / "errors.jsonl").read_text().splitlines()
     assert json.loads(line)["path"].endswith("a.tar/empty.png")
     assert "the image is empty (0 bytes)" in line
+
+
+def test_names_that_look_like_patterns(bucket: str) -> None:
+    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    names = ["rome [2021]/0.png", "where?/1.png", "plain/[2].png"]
+    for name in names:
+        fs.pipe_file(f"{bucket}/named/{name}", png(0))
+    for asked, name in zip(["rome [2021]", "where?/", "plain/[2].png"], names, strict=True):
+        assert [source.path for source in find([f"{bucket}/named/{asked}"])] == [f"{bucket}/named/{name}"]
+    with pytest.raises(FxError, match=r"named/rome\*: no images there"):  # it matches a folder only
+        list(find([f"{bucket}/named/rome*"]))
 
 
 def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -> None:
