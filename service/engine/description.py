@@ -53,11 +53,11 @@ class Description:
     decoder: Decoder
     edits: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def model_key(self) -> ModelKey:
         return self.entry.name, self.weights, "float32" if self.spec.precision == "int8" else self.spec.precision
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of floating inputs."""
         return precision_dtype(self.entry, self.spec.precision)
@@ -67,12 +67,12 @@ class Description:
         """A phrase for the model or the part of the model that it runs."""
         return f"this part of {self.spec.model}" if self.spec.inputs else self.spec.model
 
-    @property
+    @cached_property
     def begins_at(self) -> dict[str, str]:
         """Its inputs, name → node, if it begins at inner nodes; otherwise empty."""
         return {spec.name: spec.node for spec in self.inputs if spec.node is not None}
 
-    @property
+    @cached_property
     def takes_images(self) -> bool:
         """Whether it takes single images."""
         return not self.begins_at and self.preprocessing.takes_images and len(self.inputs) == 1
@@ -92,10 +92,6 @@ class Description:
     def note(self) -> str | None:
         """A note to clients about its speed on this machine, if there is one."""
         return why_bfloat16_is_slow(torch.device(self.device)) if self.dtype == torch.bfloat16 else None
-
-    def rows_at_once(self, limit: int) -> int:
-        """Return the maximum rows of a batch: ``limit``, or 1 if an image's values depend on the others'."""
-        return limit if self.entry.batch else 1
 
     def usual_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of one row of each input, for the usual image size."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from service.engine.backends.checks import PassFailed, Reference, check_photographs
 from service.engine.backends.choice import faster_backends
 from service.engine.backends.upgrade import Tools
 from service.engine.description import ModelKey
 from service.engine.record import ExtractorRecord
-from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime
 from service.problems import NotReady
 
@@ -42,23 +41,16 @@ class Upgrades:
         self._may_compile = may_compile
         self._full_until = 0.0  # on the clock of time.monotonic(); saves counting the compiled ones on every request
 
-    def used(self, runtime: Runtime, rows: Mapping[RowShape, int]) -> None:
-        """Count the rows of a request, by shape, that ``runtime`` processed, and start searches for faster backends.
+    def used(self, runtime: Runtime, images: int, variant: bool) -> None:
+        """Count images that ``runtime``, perhaps a variant, processed, and start the search for a faster backend.
 
         The extractor and each of its variants are upgraded separately, once they have processed enough images and if
         one more compiled extractor is allowed.
         """
-        for shape, images in rows.items():
-            one = runtime.at(shape)
-            self._count(one, images, worth=WORTH_A_COPY if one is not runtime or runtime.description.edits else 0)
-
-    def _count(self, runtime: Runtime, images: int, worth: int) -> None:
         runtime.images += images
         if not self._tools.settings.lowering or runtime.wanted.is_set():
             return
-        if runtime.images < worth:
-            return
-        if runtime.images < WORTH_A_COPY and self._has_copy(runtime.description.model_key):
+        if runtime.images < WORTH_A_COPY and (variant or self._has_copy(runtime.description.model_key)):
             return
         now = time.monotonic()
         if now < self._full_until:

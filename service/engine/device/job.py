@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -172,6 +172,7 @@ class Item:
     """Rows of one job, all of one shape.
 
     Attributes:
+        runtime: computes them: the job's runtime, or its variant for their size.
         rows: their indices in the request.
         inputs: one tensor ``[len(rows), ...]`` per model input, or uint8 pixels for
             :meth:`fxcore.images.decoding.Decoder.batch`, on the CPU.
@@ -182,22 +183,13 @@ class Item:
     """
 
     job: Job
+    runtime: Runtime
     rows: range
     inputs: tuple[Tensor, ...]
     shape: RowShape
     row_bytes: int
     since: float = field(default_factory=time.monotonic)
     row_flops: int = 0
-
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime that computes the rows: the job's, or its variant for their size."""
-        return self.job.runtime.at(self.shape)
-
-    @property
-    def key(self) -> Hashable:
-        """The key that items must share to be in one batch."""
-        return self.job.runtime, self.shape, tuple(tensor.dtype for tensor in self.inputs)
 
     def split(self, rows: int) -> tuple[Item, Item]:
         """Split into the first ``rows`` rows and the rest."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from service.engine.device.job import Item, Job
@@ -26,6 +27,8 @@ from service.engine.runtime.pace import LONGEST_SECONDS
 from service.problems import NotReady
 
 T = TypeVar("T")
+
+_DTYPE = attrgetter("dtype")
 
 
 class BackgroundTask:
@@ -76,7 +79,8 @@ class Queue:
         with self._changed:
             if self._closed is None:
                 for item in items:
-                    self._queues.setdefault(item.key, deque()).append(item)
+                    key = item.runtime, item.shape, tuple(map(_DTYPE, item.inputs))
+                    self._queues.setdefault(key, deque()).append(item)
                 self._changed.notify()
                 return
         for item in items:
@@ -145,9 +149,8 @@ class Queue:
             return task
         self._task_was_last = False
         while self._queues:
-            key = min(self._queues, key=lambda key: _due(self._queues[key][0]))
+            key, queue = min(self._queues.items(), key=_due)
             batch: list[Item] = []
-            queue = self._queues[key]
             try:
                 self._form(batch, queue)
             except BaseException as error:  # retrying would fail again
@@ -193,19 +196,20 @@ class Queue:
 
     def _most(self, item: Item) -> int:
         """Return the maximum rows of a batch of rows like those of ``item``."""
-        runtime = item.runtime
-        if runtime.seconds_per_byte is None:
+        seconds_per_byte = item.runtime.seconds_per_byte
+        if seconds_per_byte is None or not item.runtime.description.entry.batch:
             return 1
-        of_row = runtime.seconds_per_byte * item.row_bytes
+        of_row = seconds_per_byte * item.row_bytes
         fit = min(self.max_bytes // item.row_bytes, int(LONGEST_SECONDS / max(of_row, 1e-9)))
-        return runtime.description.rows_at_once(max(1, min(self.max_rows, fit)))
+        return max(1, min(self.max_rows, fit))
 
 
-def _due(item: Item) -> float:
-    """Return the time the item was queued plus the seconds its job has been computed for.
+def _due(waiting: tuple[Hashable, deque[Item]]) -> float:
+    """Return the time the first item of a queue was queued plus the seconds its job has been computed for.
 
     It grows only while the job is served, so that a stream of later requests cannot starve the rest of the job.
     """
+    item = waiting[1][0]
     return item.since + item.job.computed
 
 

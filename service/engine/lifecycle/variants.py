@@ -10,7 +10,7 @@ eager until it has processed enough images for a faster backend to pay off; see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -38,32 +38,36 @@ class Variants:
         self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build", keep=False)  # the runtimes have them
         self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
-    async def hold(
-        self, stack: ExitStack, runtime: Runtime, shapes: Sequence[RowShape], edited: Sequence[str] = ()
-    ) -> Runtime:
-        """Build the variants for rows of ``shapes``, and keep them in memory until ``stack`` is closed.
+    async def for_edits(self, stack: ExitStack, runtime: Runtime, nodes: Sequence[str]) -> Runtime:
+        """Return the variant for edits of ``nodes``, exact names, kept in memory until ``stack`` is closed.
 
-        Return the runtime to use; its :meth:`Runtime.at` returns the runtime for each shape.
+        Raises:
+            BadEdit: a node cannot be edited.
+            AdmissionFull: too many other variants are being built.
+            FxError: it cannot be built.
+        """
+        return await self._hold(stack, runtime, tuple(sorted(set(nodes))))
 
-        Args:
-            stack: an entered stack.
-            runtime: the extractor's runtime.
-            shapes: shapes of the rows.
-            edited: exact names of nodes whose values the request edits.
+    async def for_sizes(
+        self, stack: ExitStack, runtime: Runtime, shapes: Iterable[RowShape]
+    ) -> dict[RowShape, Runtime]:
+        """Return the runtime for rows of each shape, ``runtime`` or a variant of it, kept until ``stack`` is closed.
 
         Raises:
             BadTensor: the model does not accept that size.
-            BadEdit: a node cannot be edited.
             AdmissionFull: too many other variants are being built.
             FxError: a variant cannot be built.
         """
-        if edited:
-            runtime = await self._hold_one(stack, runtime, tuple(sorted(set(edited))))
-        for size in _others(runtime, shapes):
-            await self._hold_one(stack, runtime, size)
-        return runtime
+        runtimes = dict.fromkeys(shapes, runtime)
+        description = runtime.description
+        if description.spec.fit == "native" and description.entry.one_size:
+            for shape in runtimes:
+                size = shape[0][-2], shape[0][-1]
+                if size != runtime.extractor.graph.input_size:
+                    runtimes[shape] = await self._hold(stack, runtime, size)
+        return runtimes
 
-    async def _hold_one(self, stack: ExitStack, runtime: Runtime, which: Variant) -> Runtime:
+    async def _hold(self, stack: ExitStack, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)
         if known is not None and (runtime.retired or known.busy or not known.retired):
             stack.enter_context(known.in_use())
@@ -94,12 +98,3 @@ class Variants:
                 runtime.retire_variant(kept[oldest])
             self._make_room()
         return variant
-
-
-def _others(runtime: Runtime, shapes: Sequence[RowShape]) -> list[tuple[int, int]]:
-    """Return the sizes in ``shapes`` that ``runtime`` itself does not accept, in order."""
-    description = runtime.description
-    if description.spec.fit != "native" or not description.entry.one_size:
-        return []
-    sizes = dict.fromkeys((shape[0][-2], shape[0][-1]) for shape in shapes)
-    return [size for size in sizes if size != runtime.extractor.graph.input_size]

@@ -142,7 +142,8 @@ async def attribute(
     shapes = [tuple(value.shape[1:]) for value in given]
     row_bytes, row_flops = await asyncio.to_thread(_row_costs, runtime, shapes)
     runtime.pace.check(row_flops, deadline - time.monotonic(), shapes)
-    rows = runtime.description.rows_at_once(max(1, min(len(given[0]), queue.max_rows, max_bytes // row_bytes)))
+    most = min(len(given[0]), queue.max_rows, max_bytes // row_bytes)
+    rows = max(1, most) if runtime.description.entry.batch else 1
     size = asked.answered_bytes(given[at].shape, max_response_bytes)
     ticket.claim(rows * row_bytes + sum(value.nbytes for value in given), size)
     parts, seconds = [], 0.0

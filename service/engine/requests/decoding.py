@@ -15,7 +15,11 @@ from service.engine.device.job import Item, Job
 from service.engine.device.queue import Queue
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.shapes import RowShape, RowSize
+from service.engine.runtime.runtime import Runtime
 from service.engine.threads import Decoders
+
+_SMALL_BYTES = 64 * 1024
+"""Maximum bytes of a tensor that is converted at once."""
 
 
 class Decoding:
@@ -27,14 +31,24 @@ class Decoding:
         plan: the parts.
         job: the job. If parts fail, it fails with the error of the first one, in the order sent.
         queue: receives the rows.
+        runtimes: the runtime that computes rows of each shape.
         sizes: predicted sizes of a row of each shape.
         at_once: maximum parts decoded at a time; the request has claimed memory for that many.
     """
 
-    def __init__(self, plan: Plan, job: Job, queue: Queue, sizes: Mapping[RowShape, RowSize], at_once: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        job: Job,
+        queue: Queue,
+        runtimes: Mapping[RowShape, Runtime],
+        sizes: Mapping[RowShape, RowSize],
+        at_once: int,
+    ) -> None:
         self._plan = plan
         self._job = job
         self._queue = queue
+        self._runtimes = runtimes
         self._sizes = sizes
         self._at_once = at_once
         self._left = deque(range(len(plan.parts)))
@@ -48,7 +62,7 @@ class Decoding:
 
         A small tensor is converted on the spot: handing it over would take longer.
         """
-        if self._plan.is_small_tensor():
+        if len(self._ended) == 1 and self._plan.decoded <= _SMALL_BYTES and not any(self._plan.costs):
             self._decode(self._left.popleft(), decoders)
             return
         for _ in range(min(self._at_once, len(self._left))):
@@ -80,8 +94,10 @@ class Decoding:
             self._ended[index] = True
             if error is not None:
                 self._failed[index] = error
-            first = min(self._failed, default=None)
-            if first is not None and all(self._ended[:first]):
+            if not self._failed:
+                return
+            first = min(self._failed)
+            if all(self._ended[:first]):
                 self._job.fail(self._failed[first])
             if not self._job.wanted():
                 self._failed.clear()  # their tracebacks hold this object, and with it the images
@@ -101,4 +117,4 @@ class Decoding:
     def _item(self, rows: range, shape: RowShape, tensors: tuple[Tensor, ...]) -> Item:
         self._job.queued = time.monotonic()
         size = self._sizes[shape]
-        return Item(self._job, rows, tensors, shape, size.bytes, row_flops=size.flops)
+        return Item(self._job, self._runtimes[shape], rows, tensors, shape, size.bytes, row_flops=size.flops)

@@ -76,12 +76,15 @@ class Pipeline:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
         plan = await self._plan(runtime, images, options)
-        edits = resolved(edits, runtime.extractor.graph.resolve)
-        with ExitStack() as stack, at_fault(edits):
-            names = [edit.node for edit in edits]
-            variant = await self._variants.hold(stack, runtime, list(plan.shapes), names)
-            for shape in plan.shapes:
-                if isinstance(run := variant.at(shape).run, Named):
+        with ExitStack() as stack:
+            variant = runtime
+            if edits:
+                edits = resolved(edits, runtime.extractor.graph.resolve)
+                stack.enter_context(at_fault(edits))
+                variant = await self._variants.for_edits(stack, runtime, [edit.node for edit in edits])
+            runtimes = await self._variants.for_sizes(stack, variant, plan.shapes)
+            for shape, one in runtimes.items():
+                if isinstance(run := one.run, Named):
                     run.check(shape)
             outputs = variant.extractor.outputs
             placing = None if given is None else PlannedRegions(plan, given, outputs, options.roi_size)
@@ -89,15 +92,15 @@ class Pipeline:
             limit = self._admission.max_bytes
             if options.sent:
                 limit = min(limit, self._settings.max_response_bytes)
-            sized = await sizes(variant, plan, counts, options, limit, self._intake)
+            sized = await sizes(runtime.description, runtimes, plan, counts, options, limit, self._intake)
             check_rows(runtime.description, plan, sized.rows, self._settings.max_batch_bytes)
             for shape, row in sized.rows.items():
                 variant.pace.check(row.flops, deadline - time.monotonic(), shape)
             matrices = {}
             if options.project is not None:
                 matrices = await self._projections.get(sized.lengths, options.project, options.seed)
-            at_once = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
-            held, factors, regions = plan.held(at_once), None, None
+            at_once, held = plan.at_once(self._settings.decode_threads, self._admission.max_bytes)
+            factors, regions = None, None
             if edits:
                 factors = await planned_factors(variant.description, edits, plan, sized.rows, self._intake)
                 held += factors.bytes
@@ -109,28 +112,25 @@ class Pipeline:
             waited = await ticket.turn()
             made = await asyncio.to_thread(factors.make) if factors else None
             job = Job(variant, options, plan.shapes.total(), regions, matrices, made)
-            Decoding(plan, job, self._queue, sized.rows, at_once).start(self._decoders)
+            Decoding(plan, job, self._queue, runtimes, sized.rows, at_once).start(self._decoders)
             try:
                 computed = await job.result()
             except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then
                 self._queue.discard(job)
                 raise
-            self._upgrades.used(variant, plan.shapes)
+            for shape, one in runtimes.items():
+                self._upgrades.used(one, plan.shapes[shape], variant=one is not runtime)
         timings = {
-            "decode": job.queued - started - waited,
-            "queue": waited + max(0.0, time.monotonic() - job.queued - job.computed),
-            "compute": job.computed,
+            "decode": 1000 * (job.queued - started - waited),
+            "queue": 1000 * (waited + max(0.0, time.monotonic() - job.queued - job.computed)),
+            "compute": 1000 * job.computed,
         }
         answered = {key: computed[key] for key in runtime.description.return_nodes if key in computed}
         if plan.valid_boxes is not None:
             of_rows = slice(None) if regions is None else regions.image
             answered[VALID_BOX] = plan.valid_boxes[of_rows].contiguous()
         return FeatureResult(
-            answered,
-            {stage: seconds * 1000 for stage, seconds in timings.items()},
-            job.rows,
-            frozenset(plan.shapes),
-            None if regions is None else regions.image,
+            answered, timings, job.rows, frozenset(plan.shapes), None if regions is None else regions.image
         )
 
     async def _plan(self, runtime: Runtime, images: Inputs, options: FeatureOptions) -> Plan:

@@ -55,11 +55,13 @@ class ResponseRow(NamedTuple):
     """One row of an output of the response; a row is an image or a region.
 
     Attributes:
+        info: the output.
         shape: its shape, with a batch dimension of 1.
         bytes: its bytes.
         length: its number of values before a projection.
     """
 
+    info: OutputInfo
     shape: list[int]
     bytes: int
     length: int
@@ -67,7 +69,7 @@ class ResponseRow(NamedTuple):
 
 def by_image(info: OutputInfo, values: Tensor, images: int) -> Tensor:
     """Return ``values`` with one row per image: ``[N * k, …]`` of attention windows becomes ``[N, k, …]``."""
-    if not several_rows(info, values.shape[0], images):
+    if info.rows_per_image == 1 and values.shape[0] == images:
         return values
     return values.reshape(images, -1, *values.shape[1:])
 
@@ -77,8 +79,3 @@ def row_layout(layout: str | None, rows_per_image: int) -> str | None:
     if rows_per_image == 1 or layout is None:
         return layout
     return "NWLC" if layout == TOKENS else "NW" + layout[1:]
-
-
-def several_rows(info: OutputInfo, rows: int, images: int) -> bool:
-    """Return whether an output of ``rows`` rows for ``images`` images has several rows per image."""
-    return info.rows_per_image > 1 or rows != images

@@ -15,10 +15,12 @@ from service.byte_cache import ByteCache
 from service.engine.description import Description
 from service.engine.options import FeatureOptions
 from service.engine.rows.regions import grid_of
-from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSize, row_values, several_rows
+from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSize, row_values
 
 SIZES_BYTES = 1024**2
 """Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
+
+Sizes = tuple[RowSize, Mapping[str, ResponseRow]]
 
 OUTPUT_BYTES = 512
 """Approximate bytes of the Python objects for the name, shape and dtype of one output."""
@@ -41,9 +43,6 @@ class RowSizes:
         self._rows: ByteCache[RowShape, RowSize] = _cache(lambda row: len(row.outputs))
         self._responses: ByteCache[tuple[RowShape, FeatureOptions], Mapping[str, ResponseRow]] = _cache(len)
 
-    def __contains__(self, shape: RowShape) -> bool:
-        return shape in self._rows
-
     @property
     def bytes(self) -> int:
         """Approximate bytes of the caches."""
@@ -57,26 +56,34 @@ class RowSizes:
         """
         known = self._rows.get(shape)
         if known is None:
-            known = self._predicted(shape)
+            known = self._row(shape)
             self._rows.put(shape, known)
         return known
 
-    def response(self, shape: RowShape, options: FeatureOptions) -> Mapping[str, ResponseRow]:
-        """Return key → row of each returned output for a row of ``shape``."""
-        many = options.tokens is not None and len(options.tokens) > _LONG
-        known = None if many else self._responses.get((shape, options))
-        if known is None:
-            row, rows = self.row(shape), {}
-            for info in self._extractor.outputs:
-                if options.wants(info.key):
-                    dims, dtype, length = options.finished_row(info, *row.outputs[info.key], row.grids.get(info.key))
-                    rows[info.key] = ResponseRow(dims, _bytes(dims, dtype), length)
-            known = rows
-            if not many:
-                self._responses.put((shape, options), known)
-        return known
+    def known(self, shape: RowShape, options: FeatureOptions) -> Sizes | None:
+        """Return the result of :meth:`predicted` if that is quick: if the sizes of such a row are cached."""
+        row = self._rows.get(shape)
+        if row is None:
+            return None
+        rows = self._responses.get((shape, options))
+        return self.predicted(shape, options) if rows is None else (row, rows)
 
-    def _predicted(self, shape: RowShape) -> RowSize:
+    def predicted(self, shape: RowShape, options: FeatureOptions) -> Sizes:
+        """Return the sizes of a row of ``shape``, and by key the row of each returned output.
+
+        Raises:
+            BadTensor: the model does not accept that shape, or an output not those options.
+        """
+        row, rows = self.row(shape), {}
+        for info in self._extractor.outputs:
+            if options.wants(info.key):
+                dims, dtype, length = options.finished_row(info, *row.outputs[info.key], row.grids.get(info.key))
+                rows[info.key] = ResponseRow(info, dims, _bytes(dims, dtype), length)
+        if options.tokens is None or len(options.tokens) <= _LONG:
+            self._responses.put((shape, options), rows)
+        return row, rows
+
+    def _row(self, shape: RowShape) -> RowSize:
         description, extractor = self._description, self._extractor
         usual = tuple(description.usual_shapes())
         ratio = row_values(shape) / max(1, row_values(usual))
@@ -92,7 +99,8 @@ class RowSizes:
         outputs = {}
         for info in extractor.outputs:
             dims, dtype = per_value[info.node]
-            outputs[info.key] = ([1, *dims] if several_rows(info, dims[0], 1) else dims), dtype
+            several = info.rows_per_image > 1 or dims[0] != 1
+            outputs[info.key] = ([1, *dims] if several else dims), dtype
         grids = {}
         if not description.begins_at:
             height, width = shape[0][-2:]

@@ -17,7 +17,6 @@ from fxcore.extractor import Extractor
 from fxcore.models.user_models import UserEntry
 from service.engine.description import Description
 from service.engine.errors import failure
-from service.engine.rows.shapes import RowShape
 from service.engine.runtime.candidate import Candidate, report
 from service.engine.runtime.ledger import Ledger
 from service.engine.runtime.pace import Pace
@@ -103,10 +102,6 @@ class Runtime:
         self._held = held or {}
         self._counted: Mapping[int, int] = {}
         self._users = 0
-
-    def at(self, shape: RowShape) -> Runtime:
-        """Return the runtime for rows of ``shape``: a variant or itself."""
-        return self.variants.get(shape[0][-2:], self) if self.variants else self  # rows may be vectors
 
     def failure(self, error: BaseException, shape: Sequence[tuple[int, ...]]) -> BadTensor | Problem:
         """Return the error for a request on whose rows of ``shape`` the model failed with ``error``.

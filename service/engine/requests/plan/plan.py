@@ -25,8 +25,6 @@ _PARTS = 16
 """Maximum parts that a request's images are split into: enough to share among threads, few enough for little overhead.
 """
 
-_SMALL_BYTES = 64 * 1024
-
 _DECODING_SHARE = 1 / 4
 """Maximum share of the total bytes that one request may use to decode several images at a time."""
 
@@ -80,22 +78,16 @@ class Plan:
             counts[part.shape] += len(part.rows)
         return counts
 
-    def is_small_tensor(self) -> bool:
-        """Return whether there is a single part that only needs a quick conversion to float32."""
-        return len(self.parts) == 1 and self.decoded <= _SMALL_BYTES and not any(self.costs)
-
-    def held(self, at_once: int) -> int:
-        """Return the peak bytes while ``at_once`` parts are decoded at a time."""
-        return self.decoded + sum(nlargest(at_once, self.costs))
-
-    def at_once(self, most: int, limit: int) -> int:
-        """Return the number of parts to decode at a time.
+    def at_once(self, most: int, limit: int) -> tuple[int, int]:
+        """Return the number of parts to decode at a time, and the peak bytes meanwhile.
 
         At least one, and up to ``most`` if they fit into a request's share of ``limit``, the maximum bytes of all
         requests.
         """
-        most = max(1, min(most, len(self.parts)))
-        return next((count for count in range(most, 1, -1) if self.held(count) <= _DECODING_SHARE * limit), 1)
+        count = min(most, len(self.parts))
+        while (held := self.decoded + sum(nlargest(count, self.costs))) > _DECODING_SHARE * limit and count > 1:
+            count -= 1
+        return count, held
 
 
 def spread(count: int, size: int | None = None) -> list[range]:

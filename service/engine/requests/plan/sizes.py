@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-from fxcore.extractor import OutputInfo
+from service.engine.description import Description
 from service.engine.device.job import cannot_stack
 from service.engine.options import FeatureOptions
 from service.engine.requests.plan.plan import Plan
 from service.engine.rows.shapes import ResponseRow, RowShape, RowSize, row_layout
 from service.engine.rows.tokens import has_tokens
-from service.engine.runtime.row_sizes import RowSizes
 from service.engine.runtime.runtime import Runtime
 from service.engine.threads import in_pool
 from service.problems import Ragged, RequestTooLarge, ResponseTooLarge
@@ -33,7 +32,8 @@ class Sizes(NamedTuple):
 
 
 async def sizes(
-    runtime: Runtime,
+    description: Description,
+    runtimes: Mapping[RowShape, Runtime],
     plan: Plan,
     counts: Mapping[RowShape, int],
     options: FeatureOptions,
@@ -43,7 +43,8 @@ async def sizes(
     """Predict the sizes of a request, one shape at a time, so that other requests are served in between.
 
     Args:
-        runtime: the runtime that computes it.
+        description: the extractor's description.
+        runtimes: the runtime that computes rows of each shape.
         plan: its rows.
         counts: for each shape, the number of rows of the response: images or regions.
         options: how its outputs are processed.
@@ -57,57 +58,52 @@ async def sizes(
     """
     total = 0
     # Grids of 4 x 6 and 6 x 4 have the same number of tokens, but at different positions.
-    native = runtime.description.spec.fit == "native"
-    infos = {info.key: info for info in runtime.extractor.outputs}
     first_shape = plan.parts[0].shape
+    native = description.spec.fit == "native"
     first: Mapping[str, ResponseRow] = {}
     rows: dict[RowShape, RowSize] = {}
     lengths: set[int] = set()
     for shape, count in counts.items():
-        known = runtime.at(shape).sizes
-        if shape in known:
-            row, outputs = _predicted(known, shape, options)
-        else:
-            row, outputs = await in_pool(intake, _predicted, known, shape, options)
-        rows[shape] = row
+        of_runtime = runtimes[shape].sizes
+        found = of_runtime.known(shape, options)
+        if found is None:
+            found = await in_pool(intake, of_runtime.predicted, shape, options)
+        rows[shape], outputs = found
         first = first or outputs
         for key, output in outputs.items():
             if output.shape != first[key].shape:
-                raise cannot_stack(runtime.description, key, first[key].shape[1:], output.shape[1:])
-            if shape != first_shape and _is_of_places(infos[key], output.shape, options, native):
+                raise cannot_stack(description, key, first[key].shape[1:], output.shape[1:])
+            if shape != first_shape and _is_of_places(output, options, native):
                 raise _unlike_positions(key, first_shape[0], shape[0])
             total += count * output.bytes
             lengths.add(output.length)
     if total > limit and not options.sent:
         raise RequestTooLarge(total, limit)
     if total > limit:
-        kinds = [(row_layout(infos[key].layout, infos[key].rows_per_image), infos[key].queries) for key in first]
-        choosable = all(has_tokens(*kind) for kind in kinds)
+        infos = [output.info for output in first.values()]
+        choosable = all(has_tokens(row_layout(info.layout, info.rows_per_image), info.queries) for info in infos)
         raise ResponseTooLarge(total, limit, options.ways_to_shrink(plan.shapes.total(), len(first), choosable))
     return Sizes(rows, total, frozenset(lengths))
 
 
-def _predicted(sizes: RowSizes, shape: RowShape, options: FeatureOptions) -> tuple[RowSize, Mapping[str, ResponseRow]]:
-    return sizes.row(shape), sizes.response(shape, options)
-
-
-def _is_of_places(info: OutputInfo, dims: Sequence[int], options: FeatureOptions, native: bool) -> bool:
-    """Return whether a row of shape ``dims`` has one value per position.
+def _is_of_places(output: ResponseRow, options: FeatureOptions, native: bool) -> bool:
+    """Return whether a row has one value per position.
 
     Such values of inputs of different sizes do not correspond.
     """
+    info = output.info
     if options.tokens is not None:
         prefix = info.tokens.prefix if info.tokens is not None else info.prefix.count
         if max(options.tokens) >= prefix:
             return True
         if not info.queries:
             return False
-    return native and not options.one_shape and (info.queries or _has_positions(dims))
+    return native and not options.one_shape and (info.queries or _has_positions(output.shape))
 
 
-def _has_positions(dims: Sequence[int]) -> bool:
+def _has_positions(shape: Sequence[int]) -> bool:
     """Return whether a row of shape ``[1, ...]`` is more than a vector, such as a map or tokens."""
-    return sum(size > 1 for size in dims[1:]) > 1
+    return sum(size > 1 for size in shape[1:]) > 1
 
 
 def _unlike_positions(key: str, first: tuple[int, ...], other: tuple[int, ...]) -> Ragged:

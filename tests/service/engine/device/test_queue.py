@@ -27,7 +27,7 @@ def job(record: ExtractorRecord, rows: int, row_seconds: float | None = 0.0) -> 
 
 
 def item(of: Job, rows: range, values: torch.Tensor, row_bytes: int = 1, *since: float) -> Item:
-    return Item(of, rows, (values,), (tuple(values.shape[1:]),), row_bytes, *since)
+    return Item(of, of.runtime, rows, (values,), (tuple(values.shape[1:]),), row_bytes, *since)
 
 
 async def test_a_result_that_cannot_be_assembled_fails_alone(

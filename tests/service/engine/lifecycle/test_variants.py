@@ -13,7 +13,6 @@ from fxcore.backends.backend import storages_of, tensors_of
 from fxcore.errors import BadTensor
 from service.engine import FeatureOptions
 from service.engine.backends.upgrades import WORTH_A_COPY
-from service.engine.device.job import Item, Job
 from service.engine.lifecycle import variants
 from tests.service.engine.fake_backends import Broken, Held
 from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded
@@ -50,20 +49,6 @@ async def test_sizes_share_weights_and_are_built_once(engine: MakeEngine) -> Non
         record.retire()
         assert running.eviction.bytes() < before
         assert all(sized.retired for sized in runtime.variants.values())
-
-
-@pytest.mark.exhaustive
-async def test_rows_of_pixels_are_computed_by_the_runtime_for_their_size(engine: MakeEngine) -> None:
-    """Their own shape is ``[H, W, 3]``."""
-    async with engine() as running:
-        record = await built(running, "timm.test_vit", ["blocks"], image_size=64, fit="native")
-        await running.features(record, [image(64, 96)], AVERAGE)
-        runtime = record.runtime
-        assert runtime is not None
-        pixels = torch.zeros(3, 64, 96, 3, dtype=torch.uint8)
-        rows = Item(Job(runtime, AVERAGE, 3), range(3), (pixels,), ((3, 64, 96),), 1)
-        for one in (rows, *rows.split(1)):
-            assert one.runtime is runtime.variants[64, 96]
 
 
 @pytest.mark.exhaustive
