@@ -82,12 +82,12 @@ def run_at_low_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _OWN + _NICENESS)
 
 
-def alone(function: Callable[[], T]) -> T:
-    """Call ``function`` with torch limited to the calling thread, because the other cores are busy."""
+def alone(function: Callable[..., T], *args: object) -> T:
+    """Call ``function(*args)`` with torch limited to the calling thread, because the other cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return function()
+        return function(*args)
     finally:
         torch.set_num_threads(threads)
 
@@ -154,10 +154,14 @@ class Decoders:
     """Decoding threads, first come, first served.
 
     This is not an executor: no caller waits for a single image, and a future for each would cost event loop time.
+
+    Attributes:
+        put: queues a function to call in one of the threads.
     """
 
     def __init__(self, threads: int) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.put: Callable[[Callable[[], None]], None] = self._work.put
         self._threads = [
             threading.Thread(target=self._main, name=f"fxserve-decode-{number}", daemon=True)
             for number in range(threads)
@@ -166,10 +170,6 @@ class Decoders:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
-
-    def put(self, decode: Callable[[], None]) -> None:
-        """Queue a call of ``decode`` in one of the threads."""
-        self._work.put(decode)
 
     def stop(self) -> None:
         """Stop the threads once all queued work is done."""

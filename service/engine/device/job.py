@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -96,7 +96,7 @@ class Job:
             return rows[place]
         return int(self.regions.image[self.output_rows(rows)[place]])
 
-    def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: Collection[str] = ()) -> None:
+    def deliver(self, rows: range, outputs: dict[str, Tensor], borrowed: bool = False) -> None:
         """Store the outputs of some rows.
 
         The last delivery completes the response; :func:`announce` then wakes the caller.
@@ -104,13 +104,13 @@ class Job:
         Args:
             rows: their indices.
             outputs: key → ``[len(output_rows(rows)), ...]``, on the CPU.
-            borrowed: keys of outputs whose memory is overwritten after this call.
+            borrowed: whether their memory is overwritten after this call.
         """
         if self._settled.locked():
             return
         for key, values in outputs.items():
             if len(rows) == self.rows:
-                self._outputs[key] = copied(values) if key in borrowed else self._own(values)
+                self._outputs[key] = copied(values) if borrowed else self._own(values)
                 continue
             if key not in self._outputs:
                 many = self.rows if self.regions is None else self.regions.count

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fxcore.extractor import OutputInfo
-from fxcore.pooling import MapGrid
 from service.engine.device.job import Item, Job
 from service.engine.options import FeatureOptions
 from service.engine.rows.shapes import row_layout
@@ -20,15 +18,13 @@ class Finished(NamedTuple):
 
     Attributes:
         items: those items, in order.
-        outputs: key → ``[rows, ...]`` of these items, on the CPU.
-        borrowed: keys of outputs in memory that the next batch overwrites.
+        outputs: key → ``[rows, ...]`` of these items, on the device until the worker copies them to the CPU.
         overflows: key → bool mask ``[rows]`` of the rows with values that overflow the requested dtype, for outputs
             that have such rows.
     """
 
     items: Sequence[Item]
     outputs: dict[str, Tensor]
-    borrowed: frozenset[str]
     overflows: dict[str, Tensor]
 
 
@@ -64,10 +60,8 @@ def finish(
     options: FeatureOptions,
     items: Sequence[Item],
     rows: list[int] | None,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Apply ``options`` to a batch's outputs.
-
-    Return them and their overflows by key, on the device; see :class:`Finished`.
+) -> Finished:
+    """Apply ``options`` to a batch's outputs, on the device.
 
     Args:
         outputs: outputs of the whole batch, ``[rows, ...]`` on the device, with one row per image.
@@ -75,31 +69,20 @@ def finish(
         items: the items of the batch with these options.
         rows: their rows in the batch; None for all, in order.
     """
-    finished, overflows = {}, {}
-    matrices = items[0].job.matrices
+    finished = Finished(items, {}, {})
+    first = items[0].job
     for info, values in outputs:
         if options.wants(info.key):
             chosen = values if rows is None else values[rows]
             layout = row_layout(info.layout, info.rows_per_image)
-            made, over = options.finish(chosen, layout, info.prefix, *_regions_of(items, info.key), matrices)
-            finished[info.key] = made
+            regions: Sequence[Tensor] = ()
+            grid = None
+            if first.regions is not None:  # then the others have regions too, and their rows are of the same shape
+                placed = [item.job.regions.placed[row] for item in items if item.job.regions for row in item.rows]
+                regions = [of_image[info.key] for of_image in placed]
+                grid = first.regions.grids[items[0].rows.start][info.key]
+            made, over = options.finish(chosen, layout, info.prefix, regions, grid, first.matrices)
+            finished.outputs[info.key] = made
             if over is not None:
-                overflows[info.key] = over
-    return finished, overflows
-
-
-def split_rows(values: Tensor, counts: list[int]) -> Sequence[Tensor]:
-    """Split ``values`` into pieces of ``counts`` rows."""
-    return torch.split(values, counts) if len(counts) > 1 else (values,)
-
-
-def _regions_of(items: Sequence[Item], key: str) -> tuple[Sequence[Tensor], MapGrid | None]:
-    """Return the regions of each row of ``items`` on the output ``key``, and the grid of that output.
-
-    All items have the same input shape.
-    """
-    first = items[0].job.regions
-    if first is None:
-        return (), None
-    placed = [regions.placed[row][key] for item in items if (regions := item.job.regions) for row in item.rows]
-    return placed, first.grids[items[0].rows.start][key]
+                finished.overflows[info.key] = over
+    return finished

@@ -52,21 +52,25 @@ class Staging:
             decoder: the model's decoder.
             dtype: dtype of floating inputs.
         """
-        return tuple(
-            self._ready(place, self._joined(place, tensors), decoder, dtype)
-            for place, tensors in enumerate(zip(*parts, strict=True))
-        )
+        inputs = []
+        for place, tensors in enumerate(zip(*parts, strict=True)):
+            rows = tensors[0] if len(tensors) == 1 else self._joined(place, tensors)
+            inputs.append(self._ready(place, rows, decoder, dtype))
+        return tuple(inputs)
 
-    def on_host(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return ``values`` on the CPU, valid until the next call. Those from another device are contiguous.
+    def on_host(self, values: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """Return ``values`` on the CPU, and whether the next call overwrites them.
 
-        Copies into pinned memory are four times as fast as into pageable memory (H100, 12 MB).
+        Values from another device are contiguous. Copies into pinned memory are four times as fast as into pageable
+        memory (H100, 12 MB).
         """
         if self._device.type == "cpu":
-            return list(values)
+            reused = {memory.untyped_storage().data_ptr() for memory in self._memory.values()}
+            # An output may be an input, which the next batch overwrites.
+            return [copied(one) if one.untyped_storage().data_ptr() in reused else one for one in values], False
         starts = offsets((value.nbytes for value in values), _ALIGNED)
         if starts[-1] > LARGEST:
-            return [value.contiguous().cpu() for value in values]
+            return [value.contiguous().cpu() for value in values], False
         memory, _ = self._taken(_OUTPUTS, torch.uint8, torch.Size((starts[-1],)))
         copies = []
         for start, value in zip(starts, values, strict=False):
@@ -74,12 +78,7 @@ class Staging:
             # Make it contiguous on the device, which is many times faster than on the CPU.
             copies.append(copy.copy_(value.contiguous(), non_blocking=True))
         torch.cuda.current_stream(self._device).synchronize()
-        return copies
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` is in the reused memory, which the next batch overwrites."""
-        address = tensor.untyped_storage().data_ptr()
-        return any(memory.untyped_storage().data_ptr() == address for memory in self._memory.values())
+        return copies, True
 
     def _ready(self, place: int, rows: Tensor, decoder: Decoder, dtype: torch.dtype) -> Tensor:
         if rows.dtype == torch.uint8:
@@ -87,7 +86,7 @@ class Staging:
             if self._device.type == "cpu" and 4 * rows.nbytes <= LARGEST:
                 out, _ = self._taken(place, torch.float32, rows.shape)
             moved = rows if self._device.type == "cpu" else rows.to(self._device, non_blocking=True)
-            rows = alone(lambda: decoder.batch(moved, out))
+            rows = alone(decoder.batch, moved, out)
         wanted = dtype if rows.dtype.is_floating_point else rows.dtype
         if rows.device == self._device and rows.dtype == wanted:
             return rows
@@ -95,9 +94,7 @@ class Staging:
         return rows.to(self._device, non_blocking=True).to(wanted)
 
     def _joined(self, place: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return ``parts`` joined into one tensor; a single part is returned as it is."""
-        if len(parts) == 1:
-            return parts[0]
+        """Return ``parts`` joined into one tensor."""
         like = parts[0]
         if sum(part.nbytes for part in parts) > LARGEST:
             return torch.cat(list(parts))

@@ -19,7 +19,7 @@ from torch import Tensor
 from fxcore.edits import stacked
 from fxcore.errors import BadTensor, summarize
 from service.engine.device.job import Item, announce, overflow
-from service.engine.device.outputs import Finished, by_options, deliveries, finish, split_rows
+from service.engine.device.outputs import Finished, by_options, deliveries, finish
 from service.engine.device.queue import BackgroundTask, Queue
 from service.engine.device.staging import Staging
 from service.engine.errors import failure, is_out_of_memory
@@ -155,13 +155,11 @@ class DeviceWorker:
 
     def _serve(self, items: Sequence[Item]) -> None:
         """Compute a batch. If it fails, halve it until the failing rows are isolated."""
-        items = [item for item in items if item.job.wanted()]
-        if not items:
-            return
         error: BaseException | None = None
         finished: list[Finished] = []
+        borrowed = False
         try:
-            finished = self._compute(items)
+            finished, borrowed = self._compute(items)
         except _DEVICE_LOST as lost:
             if self._is_lost(lost):
                 raise
@@ -170,13 +168,13 @@ class DeviceWorker:
             # The traceback, which log handlers may keep, holds every tensor of the failed forward pass. Drop it when
             # memory is short. Errors for the client need none.
             found = items[0].runtime.failure(raised, items[0].shape)
-            wanted = not (is_out_of_memory(raised) or isinstance(found, BadTensor))
-            log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=wanted)
+            traced = not (is_out_of_memory(raised) or isinstance(found, BadTensor))
+            log.warning("a batch of %d rows failed: %s", _rows(items), summarize(raised), exc_info=traced)
             error = raised.with_traceback(None)
         if error is None:
             # Outside the try block: once a row is delivered, its batch must not be computed again.
             for group in finished:
-                _deliver(group)
+                _deliver(group, borrowed)
             self._metrics.batch_size.observe(_rows(items))  # last: requests do not wait for it
             return
         out_of_memory = is_out_of_memory(error)
@@ -184,6 +182,7 @@ class DeviceWorker:
         if out_of_memory:
             error.__context__ = None
             self._free()
+        halves: tuple[Sequence[Item], Sequence[Item]]
         if out_of_memory and _rows(items) > 1:
             halves = _halved(items)
         elif len(items) > 1 and not out_of_memory:
@@ -193,7 +192,8 @@ class DeviceWorker:
             item.job.fail(_error_for(error) if out_of_memory else item.runtime.failure(error, item.shape))
             return
         for half in halves:
-            self._serve(half)
+            if wanted := [item for item in half if item.job.wanted()]:
+                self._serve(wanted)
 
     def _is_lost(self, error: BaseException) -> bool:
         """Return whether the device no longer works after ``error``: some, such as a failed launch, are harmless."""
@@ -219,20 +219,29 @@ class DeviceWorker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _compute(self, items: Sequence[Item]) -> list[Finished]:
-        """Run a batch through its extractor. Return the outputs of its items, grouped by equal options."""
+    def _compute(self, items: Sequence[Item]) -> tuple[list[Finished], bool]:
+        """Run a batch through its extractor.
+
+        Return the outputs of its items on the CPU, grouped by equal options, and whether the next batch overwrites
+        them.
+        """
         started = time.monotonic()
         runtime, rows = items[0].runtime, _rows(items)
         with torch.inference_mode():
             parts, description = [item.inputs for item in items], runtime.description
             inputs = self._staging.inputs(parts, description.decoder, description.dtype)
-            outputs = runtime.run(*inputs, *_factors(items, self.device))
+            if description.edits:
+                inputs += _factors(items, self.device)
+            outputs = runtime.run(*inputs)
             values = [(info, by_image(info, outputs[info.key], rows)) for info in runtime.extractor.outputs]
             del inputs, outputs
-            groups = by_options(items)
-            made = [finish(values, options, group, of_group) for options, group, of_group in groups]
+            finished = [finish(values, *group) for group in by_options(items)]
             del values
-            finished = self._on_host([group for _, group, _ in groups], made)
+            made = [by_key for group in finished for by_key in (group.outputs, group.overflows)]
+            places = [(by_key, key) for by_key in made for key in by_key]
+            copies, borrowed = self._staging.on_host([by_key[key] for by_key, key in places])
+            for (by_key, key), copy in zip(places, copies, strict=True):
+                by_key[key] = copy
         spent = time.monotonic() - started
         pace = spent / sum(item.row_bytes * len(item.rows) for item in items)
         # A single batch may be slow, such as the first of a size.
@@ -241,44 +250,28 @@ class DeviceWorker:
             runtime.pace.add(spent, items[0].row_flops, rows)
         for job in {item.job for item in items}:
             job.computed += spent
-        return finished
-
-    def _on_host(
-        self, groups: Sequence[list[Item]], made: Sequence[tuple[dict[str, Tensor], dict[str, Tensor]]]
-    ) -> list[Finished]:
-        """Copy the results of :func:`finish` for each group to the CPU."""
-        copies = iter(
-            self._staging.on_host(
-                [one for outputs, overflows in made for one in (*outputs.values(), *overflows.values())]
-            )
-        )
-        finished = []
-        for items, (outputs, overflows) in zip(groups, made, strict=True):
-            outputs = {key: next(copies) for key in outputs}
-            overflows = {key: next(copies) for key in overflows}
-            borrowed = frozenset(key for key, one in outputs.items() if self._staging.owns(one))
-            finished.append(Finished(items, outputs, borrowed, overflows))
-        return finished
+        return finished, borrowed
 
 
-def _deliver(finished: Finished) -> None:
+def _deliver(finished: Finished, borrowed: bool) -> None:
     """Deliver each job's rows. A failed delivery fails only its own job."""
     parts = deliveries(finished.items)
     try:
         counts = [len(job.output_rows(rows)) for job, rows in parts]
-        pieces = {key: split_rows(values, counts) for key, values in finished.outputs.items()}
+        # A single part needs no call of torch, which would release the GIL.
+        pieces = {k: torch.split(v, counts) if len(counts) > 1 else (v,) for k, v in finished.outputs.items()}
     except Exception as error:
         log.exception("the outputs of a batch could not be delivered")
         for job, _ in parts:
             job.fail(_error_for(error))
         return
     for key, over in finished.overflows.items():
-        for (job, rows), piece in zip(parts, split_rows(over, counts), strict=True):
+        for (job, rows), piece in zip(parts, torch.split(over, counts), strict=True):
             if piece.any():
                 job.fail(overflow(key, job.image_of(rows, int(piece.nonzero()[0]))))
     for place, (job, rows) in enumerate(parts):
         try:
-            job.deliver(rows, {key: piece[place] for key, piece in pieces.items()}, finished.borrowed)
+            job.deliver(rows, {key: piece[place] for key, piece in pieces.items()}, borrowed)
         except Exception as error:
             job.fail(_error_for(error))
     announce([job for job, _ in parts])
@@ -302,10 +295,10 @@ def _halved(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
     return first, second
 
 
-def _factors(items: Sequence[Item], device: torch.device) -> list[Tensor]:
+def _factors(items: Sequence[Item], device: torch.device) -> tuple[Tensor, ...]:
     """Return scale and shift of each edited node of a batch, in the order of the graph's inputs."""
     parts = [item.job.edits.of(item.rows) for item in items if item.job.edits is not None]
-    return [stacked(of_node).to(device) for of_node in zip(*parts, strict=True)]
+    return tuple(stacked(of_node).to(device) for of_node in zip(*parts, strict=True))
 
 
 def _rows(items: Sequence[Item]) -> int:

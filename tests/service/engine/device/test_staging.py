@@ -55,14 +55,19 @@ def test_memory_is_taken_once() -> None:
     assert len(places) == 1
 
 
-def test_what_lies_in_reused_memory_is_known() -> None:
+def test_outputs_in_reused_memory_are_copied() -> None:
     staging = Staging(CPU)
     given = parts([2, 2], (3, 8, 8), True)
     (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
-    assert all(map(staging.owns, (batch, batch[1:], batch.permute(0, 2, 3, 1))))
-    assert not any(map(staging.owns, (given[0], batch + 1, batch.clone()[:1])))
-    (alone,) = staging.inputs([(given[0],)], DECODER, FLOAT)
-    assert not staging.owns(alone)
+    reused = [batch, batch[1:], batch.permute(0, 2, 3, 1)]
+    others = [given[0], batch + 1]
+    expected = [value.clone() for value in reused]
+    copies, borrowed = staging.on_host([*reused, *others])
+    assert not borrowed
+    assert [copy is other for copy, other in zip(copies[3:], others, strict=True)] == [True, True]
+    batch.zero_()
+    for copy, values in zip(copies, expected, strict=False):
+        assert torch.equal(copy, values)
 
 
 def test_batches_of_all_kinds_in_turn() -> None:

@@ -5,14 +5,13 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from service.engine import FeatureOptions
-from service.engine.device import worker
+from service.engine.device.job import Job
 from service.problems import ComputeFailed, NotReady
 from tests.service.engine.running import (
     POISON,
@@ -192,19 +191,19 @@ async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
 
 async def test_rows_are_delivered_once(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the outputs of one request of a batch cannot be split, the others have theirs already."""
-    split = worker.split_rows
+    output_rows = Job.output_rows
 
-    def fails_where_pooled(values: torch.Tensor, counts: list[int]) -> Sequence[torch.Tensor]:
-        if values.ndim == 2:
+    def fails_where_pooled(job: Job, rows: range) -> range:
+        if job.options.pool == "avg":
             raise RuntimeError("no pieces")
-        return split(values, counts)
+        return output_rows(job, rows)
 
     async with engine() as running:
         record = await built(running)
         expected = (await running.features(record, tensors(1))).outputs
         watched = Watched(record)
         first = await watched.held(running.features(record, tensors(0)))
-        monkeypatch.setattr(worker, "split_rows", fails_where_pooled)
+        monkeypatch.setattr(Job, "output_rows", fails_where_pooled)
         plain = asyncio.create_task(running.features(record, tensors(1)))
         await waiting(running, 1)
         pooled = asyncio.create_task(running.features(record, tensors(2), FeatureOptions(pool="avg")))
