@@ -21,7 +21,7 @@ from service.engine.requests.decoding import Decoding
 from service.engine.requests.plan.edits import at_fault, planned_factors, resolved
 from service.engine.requests.plan.images import plan_images
 from service.engine.requests.plan.limits import check_rows, check_sizes
-from service.engine.requests.plan.plan import Inputs, Plan
+from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.plan.regions import PlannedRegions
 from service.engine.requests.plan.sizes import sizes
 from service.engine.requests.plan.tensors import plan_tensors
@@ -75,7 +75,13 @@ class Pipeline:
     ) -> FeatureResult:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()
-        plan = await self._plan(runtime, images, options)
+        description, max_pixels = runtime.description, self._settings.max_pixels
+        preprocess = self._settings.preprocess if options.preprocess == "default" else options.preprocess
+        if isinstance(images, Mapping):
+            plan = plan_tensors(description, images, preprocess, max_pixels)
+        else:
+            plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
+        check_sizes(description, plan, max_pixels)
         with ExitStack() as stack:
             variant = runtime
             if edits:
@@ -92,8 +98,8 @@ class Pipeline:
             limit = self._admission.max_bytes
             if options.sent:
                 limit = min(limit, self._settings.max_response_bytes)
-            sized = await sizes(runtime.description, runtimes, plan, counts, options, limit, self._intake)
-            check_rows(runtime.description, plan, sized.rows, self._settings.max_batch_bytes)
+            sized = await sizes(description, runtimes, plan, counts, options, limit, self._intake)
+            check_rows(description, plan, sized.rows, self._settings.max_batch_bytes)
             for shape, row in sized.rows.items():
                 variant.pace.check(row.flops, deadline - time.monotonic(), shape)
             matrices = {}
@@ -125,20 +131,10 @@ class Pipeline:
             "queue": 1000 * (waited + max(0.0, time.monotonic() - job.queued - job.computed)),
             "compute": 1000 * job.computed,
         }
-        answered = {key: computed[key] for key in runtime.description.return_nodes if key in computed}
+        answered = {key: computed[key] for key in description.return_nodes if key in computed}
         if plan.valid_boxes is not None:
             of_rows = slice(None) if regions is None else regions.image
             answered[VALID_BOX] = plan.valid_boxes[of_rows].contiguous()
         return FeatureResult(
             answered, timings, job.rows, frozenset(plan.shapes), None if regions is None else regions.image
         )
-
-    async def _plan(self, runtime: Runtime, images: Inputs, options: FeatureOptions) -> Plan:
-        description, max_pixels = runtime.description, self._settings.max_pixels
-        preprocess = self._settings.preprocess if options.preprocess == "default" else options.preprocess
-        if isinstance(images, Mapping):
-            plan = plan_tensors(description, images, preprocess, max_pixels)
-        else:
-            plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
-        check_sizes(description, plan, max_pixels)
-        return plan

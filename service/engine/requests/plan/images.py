@@ -12,14 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fxcore.errors import BadTensor
+from fxcore.errors import BadTensor, FxError
 from fxcore.images.channels import luma
 from fxcore.images.decoding import decode_floats
 from fxcore.images.files import Header, image_header, plain_header
 from fxcore.images.formats.deep_png import is_deep
 from fxcore.images.placement import Placement
 from service.engine.description import Description
-from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, indexed, spread
+from service.engine.requests.plan.plan import FLOAT_BYTES, Part, Plan, of_image, spread
 from service.engine.threads import in_pool
 
 _DEEP_BYTES = 2 * 3 * FLOAT_BYTES
@@ -77,8 +77,11 @@ def _plain_headers(images: Sequence[bytes], max_pixels: int) -> list[Header] | N
         return None
     headers = []
     for index, data in enumerate(images):
-        with indexed(index):
+        try:
             header = plain_header(data, max_pixels)
+        except FxError as error:
+            of_image(index, error)
+            raise
         if header is None:
             return None
         headers.append(header)
@@ -88,29 +91,41 @@ def _plain_headers(images: Sequence[bytes], max_pixels: int) -> list[Header] | N
 def _read_headers(images: Sequence[bytes], indices: range, max_pixels: int) -> list[Header]:
     headers = []
     for index in indices:
-        with indexed(index):
+        try:
             headers.append(image_header(images[index], max_pixels))
+        except FxError as error:
+            of_image(index, error)
+            raise
     return headers
 
 
 def _planned(
     description: Description, images: Sequence[bytes], headers: Sequence[Header], preprocess: str, max_pixels: int
 ) -> Plan:
-    preprocessing, channels = description.preprocessing, description.entry.channels
-    preprocessed = () if preprocess == "none" else headers
-    sizes = [preprocessing.output_size(h, w) if preprocessed else (h, w) for h, w, _ in headers]
-    costs = []
-    for data, header in zip(images, headers, strict=True):
-        deep = _DEEP_BYTES * header.height * header.width if is_deep(data) else 0
-        costs.append(len(data) + deep + _decoding_bytes(description, header, preprocess))
+    preprocessing, decoder, channels = description.preprocessing, description.decoder, description.entry.channels
+    preprocessed = preprocess != "none"
+    sizes, costs, boxes = [], [], []
+    sent: dict[tuple[int, int], int] = {}
+    floats = not preprocessed
+    for index, (data, (height, width, held)) in enumerate(zip(images, headers, strict=True)):
+        pixels = height * width
+        cost = held + 4 * pixels  # PIL's buffers and its decoded pixels
+        if preprocessed:
+            sizes.append(preprocessing.output_size(height, width))
+            cost = max(cost, decoder.held(height, width, preprocess))
+            sent.setdefault((height, width), index)
+            if (box := preprocessing.valid_box(height, width)) is not None:
+                boxes.append(box)
+        else:
+            sizes.append((height, width))
+            cost += _LUMA_BYTES * pixels if channels == 1 else 0
+        if is_deep(data):
+            floats = True
+            cost += _DEEP_BYTES * pixels
+        costs.append(len(data) + cost)
     pad = preprocessing.batch if preprocessed and preprocessing.pads and len(set(sizes)) > 1 else None
     if pad is not None:
         sizes = [(max(height for height, _ in sizes), max(width for _, width in sizes))] * len(sizes)
-    floats = not preprocessed or any(map(is_deep, images))
-    value_bytes = FLOAT_BYTES if floats else description.decoder.dtype.itemsize
-    decoded = sum(channels * height * width * value_bytes for height, width in sizes)
-    if pad is not None:
-        decoded *= 2  # the rows, plus the padded batch
 
     def placements() -> list[Placement]:
         if preprocessed:
@@ -118,34 +133,25 @@ def _planned(
         return [Placement(size, 1.0, 1.0, 0, 0, size) for size in sizes]
 
     def row(index: int) -> tuple[Tensor]:
-        with indexed(index):
-            return (_row(description, images[index], preprocess, max_pixels)[None],)
+        """Return the row of an image: ``[1, channels, H, W]``, or uint8 pixels ``[1, H, W, 3]``.
 
-    shapes = [((channels, *size),) for size in sizes]
-    parts = [Part(range(index, index + 1), shape, partial(row, index)) for index, shape in enumerate(shapes)]
-    sent: dict[tuple[int, int], int] = {}
-    for index, (height, width, _) in enumerate(preprocessed):
-        sent.setdefault((height, width), index)
-    boxes = [box for height, width, _ in preprocessed if (box := preprocessing.valid_box(height, width)) is not None]
+        With ``preprocess=none`` it is the image as it is, or its luma for models of one channel.
+        """
+        try:
+            if preprocessed:
+                return (decoder.image(images[index], max_pixels, preprocess)[None],)
+            pixels = decode_floats(images[index], max_pixels)
+            return ((luma(pixels) if channels == 1 else pixels)[None],)
+        except FxError as error:
+            of_image(index, error)
+            raise
+
+    decoded, parts = 0, []
+    value_bytes = FLOAT_BYTES if floats else decoder.dtype.itemsize
+    for index, size in enumerate(sizes):
+        decoded += channels * size[0] * size[1] * value_bytes
+        parts.append(Part(range(index, index + 1), ((channels, *size),), partial(row, index)))
+    if pad is not None:
+        decoded *= 2  # the rows, plus the padded batch
     valid_boxes = torch.tensor(boxes, dtype=torch.float32) if boxes else None
     return Plan(parts, decoded, costs, pad, placements, sent, valid_boxes)
-
-
-def _decoding_bytes(description: Description, header: Header, preprocess: str) -> int:
-    """Return the peak bytes while an image is decoded, without its file."""
-    pixels = header.height * header.width
-    decoded = header.held + 4 * pixels  # PIL's buffers and its decoded pixels
-    if preprocess == "none":
-        return decoded + (_LUMA_BYTES * pixels if description.entry.channels == 1 else 0)
-    return max(decoded, description.decoder.held(header.height, header.width, preprocess))
-
-
-def _row(description: Description, data: bytes, preprocess: str, max_pixels: int) -> Tensor:
-    """Return the row of an image: ``[channels, H, W]``, or uint8 pixels ``[H, W, 3]``.
-
-    With ``preprocess=none`` it is the image as it is, or its luma for models of one channel.
-    """
-    if preprocess != "none":
-        return description.decoder.image(data, max_pixels, preprocess)
-    pixels = decode_floats(data, max_pixels)
-    return luma(pixels) if description.entry.channels == 1 else pixels

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
-from service.engine.requests.plan.plan import Plan, indexed
+from service.engine.requests.plan.plan import Plan, of_image
 from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW, RowShape, RowSize, row_values
 from service.schemas.image_size import MAX_PATCHES, MAX_SIDE
 
@@ -33,17 +33,11 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
         pixels = math.prod(size)
         if 0 < pixels <= limit:
             continue
-        with indexed(index):
-            if not pixels:
-                raise BadImage(
-                    f"the image has {width} x {height} pixels, and would have {size[1]} x {size[0]} after resizing"
-                )
-            raise ImageTooLarge(
-                f"the image has {width} x {height} pixels, and {size[1]} x {size[0]} = {pixels} after resizing; at "
-                f"most {limit} are allowed",
-                pixels=pixels,
-                limit=limit,
-            )
+        sizes = f"the image has {width} x {height} pixels, and"
+        if not pixels:
+            raise of_image(index, BadImage(f"{sizes} would have {size[1]} x {size[0]} after resizing"))
+        detail = f"{sizes} {size[1]} x {size[0]} = {pixels} after resizing; at most {limit} are allowed"
+        raise of_image(index, ImageTooLarge(detail, pixels=pixels, limit=limit))
     if description.spec.fit != "native":
         return
     multiple = preprocessing.describe()["multiple"]
@@ -54,13 +48,11 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
             limits[MAX_PATCHES * multiple**2] = f"at most {MAX_PATCHES:,} squares of {multiple} pixels are allowed"
         limit = min(limits)
         if height * width > limit:
-            with indexed(part.rows.start):
-                raise ImageTooLarge(
-                    f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "
-                    f"{_instead(plan)}",
-                    pixels=height * width,
-                    limit=limit,
-                )
+            detail = (
+                f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "
+                f"{_instead(plan)}"
+            )
+            raise of_image(part.rows.start, ImageTooLarge(detail, pixels=height * width, limit=limit))
 
 
 def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, RowSize], max_batch_bytes: int) -> None:
@@ -82,13 +74,11 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
         if row_values(part.shape) > ABOUT_USUAL * usual:
             pixels = math.prod(part.shape[0][-2:])
             shown = ", ".join(" x ".join(map(str, dims)) for dims in part.shape)
-            with indexed(part.rows.start):
-                raise ImageTooLarge(
-                    f"computing an input of {shown} would need {taken:,} bytes of memory, and it may need {limit:,} "
-                    f"({LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}",
-                    pixels=pixels,
-                    limit=pixels * limit // taken,
-                )
+            detail = (
+                f"computing an input of {shown} would need {taken:,} bytes of memory, and it may need {limit:,} "
+                f"({LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}"
+            )
+            raise of_image(part.rows.start, ImageTooLarge(detail, pixels=pixels, limit=pixels * limit // taken))
 
 
 def _instead(plan: Plan) -> str:

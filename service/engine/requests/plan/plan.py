@@ -14,7 +14,6 @@ from torch import Tensor
 from fxcore.errors import FxError
 from fxcore.images.placement import Placement
 from service.engine.rows.shapes import RowShape
-from service.problems import Problem
 
 Inputs = Sequence[bytes] | Mapping[str, Tensor]
 """A request's inputs: encoded images, or tensors by model input name."""
@@ -96,17 +95,10 @@ def spread(count: int, size: int | None = None) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-class indexed:
-    """Context manager that adds the index of the image to an error."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FxError | Problem) and "index" not in error.extra:
-            error.extra["index"] = self.index
-            error.detail = f"image {self.index}: {error.detail}"
-            error.args = (error.detail,)
+def of_image(index: int, error: FxError) -> FxError:
+    """Add the index of its image to ``error``, unless it has one, and return it."""
+    if "index" not in error.extra:
+        error.extra["index"] = index
+        error.detail = f"image {index}: {error.detail}"
+        error.args = (error.detail,)
+    return error

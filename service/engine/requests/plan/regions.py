@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fxcore.errors import FxError
 from fxcore.extractor import OutputInfo
 from fxcore.pooling import MapGrid, pooled_regions_shape
 from service.engine.options import PROBLEMS
-from service.engine.requests.plan.plan import Plan, indexed
+from service.engine.requests.plan.plan import Plan, of_image
 from service.engine.rows.regions import Regions
 from service.engine.rows.shapes import RowShape, RowSize
 from service.engine.threads import in_pool
@@ -68,7 +69,7 @@ class PlannedRegions:
                     f"the masks have {pixels:,} pixels in all, and at most {_MAX_MASK_PIXELS:,} are allowed in one "
                     "request: send fewer at a time"
                 )
-        self._numbers = [len(of_image) for of_image in given.of_images]
+        self._numbers = [len(regions) for regions in given.of_images]
         self.counts: Counter[RowShape] = Counter()
         for part, number in zip(plan.parts, self._numbers, strict=True):
             self.counts[part.shape] += number
@@ -118,9 +119,12 @@ class PlannedRegions:
         """Map the boxes or points of some images, of which ``first`` is the first one's index, to the model's input."""
         carried: list[Mapping[str, Tensor]] = []
         for index, maps in enumerate(grids, first):
-            placement, of_image = self._placements[index], self._given.of_images[index]
-            with indexed(index):
-                one = placement.carry(of_image) if self._given.pool == "roi" else placement.carry_points(of_image)
+            placement, regions = self._placements[index], self._given.of_images[index]
+            try:
+                one = placement.carry(regions) if self._given.pool == "roi" else placement.carry_points(regions)
+            except FxError as error:
+                of_image(index, error)
+                raise
             carried.append(dict.fromkeys(maps, one))
         return carried
 
@@ -133,8 +137,11 @@ class PlannedRegions:
 
         def carry(start: int) -> None:
             some = slice(start, start + step)
-            with indexed(index):
+            try:
                 carried = placement.carry_masks(masks[some], list(weights), start)
+            except FxError as error:
+                of_image(index, error)
+                raise
             for whole, part in zip(weights.values(), carried, strict=True):
                 whole[some] = part
 
