@@ -93,8 +93,10 @@ def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> in
     """
     if kind == json.MEDIA_TYPE and encoding == "json":
         return sum(map(json.max_bytes, outputs.values()))
+    if kind not in (json.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE):
+        return 0
     raw = sum(tensor.nbytes for tensor in outputs.values())
-    return raw * 4 // 3 if kind == json.MEDIA_TYPE else raw if kind == npy.NPZ_MEDIA_TYPE else 0
+    return raw * 4 // 3 if kind == json.MEDIA_TYPE else raw
 
 
 class PartsResponse(Response):

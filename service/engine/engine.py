@@ -296,7 +296,8 @@ class Engine:
         """
         options = options or FeatureOptions()
         options.check_regions(regions)
-        check_editable(record.description, edits)
+        if edits:
+            check_editable(record.description)
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client

@@ -179,11 +179,12 @@ class Admission:
             _subtract(self._bytes_of, client, amount)
 
     def _leave(self, client: str, worked: bool) -> None:
+        busy = self._busy_time()
         if worked:  # a refused one does not count towards the drain rate
-            self._departures.append(self._busy_time())
+            self._departures.append(busy)
         self.requests -= 1
         if not self.requests:
-            self._busy, self._busy_since = self._busy_time(), None
+            self._busy, self._busy_since = busy, None
         _subtract(self._requests_of, client, 1)
 
 

@@ -15,13 +15,13 @@ from service.engine.rows.shapes import RowShape, RowSize
 from service.engine.threads import in_pool
 
 
-def check_editable(description: Description, edits: Sequence[Edit]) -> None:
-    """Check that an extractor supports ``edits``, before it is built.
+def check_editable(description: Description) -> None:
+    """Check that an extractor supports edits, before it is built.
 
     Raises:
         BadEdit: it computes in int8.
     """
-    if edits and description.spec.precision == "int8":
+    if description.spec.precision == "int8":
         with numbered(0):
             raise BadEdit("an extractor in int8 has no inner values to edit; use one with precision=float32")
 

@@ -200,8 +200,8 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
     options.check_regions(None if sent is None else sent.regions)
     record = await find()
     description = record.description
-    if sent is not None:
-        check_editable(description, sent.edits)
+    if sent is not None and sent.edits:
+        check_editable(description)
     if record.runtime is None:
         await request.read_body()  # before that, a disconnect is not noticed
         await engine.runtimes.load(record)
