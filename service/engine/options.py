@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fxcore.errors import BadBox, BadMask, BadPoint, BadTensor, FxError
 from fxcore.extractor import OutputInfo
 from fxcore.graph.head_pooling import DISTILLED
-from fxcore.graph.tokens.prefix_tokens import NO_PREFIX, PrefixTokens
+from fxcore.graph.tokens.prefix_tokens import PrefixTokens
 from fxcore.pooling import (
     MapGrid,
     channel_dim,
@@ -182,10 +182,10 @@ class FeatureOptions:
         self,
         tensor: Tensor,
         layout: str | None,
-        prefix: PrefixTokens = NO_PREFIX,
-        regions: Sequence[Tensor] = (),
-        grid: MapGrid | None = None,
-        matrices: Mapping[int, Tensor] | None = None,
+        prefix: PrefixTokens,
+        regions: Sequence[Tensor],
+        grid: MapGrid | None,
+        matrices: Mapping[int, Tensor],
     ) -> tuple[Tensor, Tensor | None]:
         """Select tokens, pool, project, normalise and cast, on the tensor's device.
 
@@ -215,7 +215,6 @@ class FeatureOptions:
         elif self.pool != "none":
             tensor = pool(tensor, layout, self.pool, prefix)
         if self.project is not None:
-            assert matrices is not None
             tensor, layout = project(tensor, matrices[tensor.shape[1:].numel()]), "NC"
         if self.normalize == "l2":
             rows = tensor if tensor.ndim > 1 else tensor[:, None]  # a row may be a single value
@@ -231,7 +230,7 @@ class FeatureOptions:
         over = (infinite & tensor.isfinite()).reshape(len(cast), -1).any(dim=1)
         return cast, over if over.any() else None
 
-    def ways_to_shrink(self, images: int, outputs: int, choosable: bool = False) -> list[str]:
+    def ways_to_shrink(self, images: int, outputs: int, choosable: bool) -> list[str]:
         """Return suggestions, not already applied, that would make the response smaller.
 
         Args:
@@ -272,7 +271,7 @@ class FeatureResult:
     """
 
     outputs: dict[str, Tensor]
-    timings: dict[str, float] = field(default_factory=dict)
-    images: int = 0
-    shapes: frozenset[RowShape] = frozenset()
-    region_image: Tensor | None = None
+    timings: dict[str, float]
+    images: int
+    shapes: frozenset[RowShape]
+    region_image: Tensor | None

@@ -190,9 +190,7 @@ def _check_memory(graph: ModelGraph, precision: str, return_nodes: Mapping[str, 
         )
 
 
-def extractor_id(
-    spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], inputs: Sequence[TensorSpec] = ()
-) -> str:
+def extractor_id(spec: ExtractorSpec, weights: str, return_nodes: dict[str, str], inputs: Sequence[TensorSpec]) -> str:
     """Return the id of the extractor that ``spec`` describes, given the full names of its weights and nodes."""
     decisive = {
         "model": spec.model,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -70,8 +69,8 @@ class Pipeline:
         given: GivenRegions | None,
         options: FeatureOptions,
         ticket: Ticket,
-        edits: Sequence[Edit] = (),
-        deadline: float = math.inf,
+        edits: Sequence[Edit],
+        deadline: float,
     ) -> FeatureResult:
         """Compute features of ``images`` with ``runtime``; see :meth:`service.engine.engine.Engine.features`."""
         started = time.monotonic()

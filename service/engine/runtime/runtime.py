@@ -79,7 +79,7 @@ class Runtime:
         on_idle: Callable[[], object],
         model: nn.Module,
         pace: Pace,
-        held: Mapping[int, int] | None = None,
+        held: Mapping[int, int],
     ) -> None:
         self.description = description
         self.extractor = extractor
@@ -99,7 +99,7 @@ class Runtime:
         self.pace = pace
         self._ledger = ledger
         self._on_idle = on_idle
-        self._held = held or {}
+        self._held = held
         self._counted: Mapping[int, int] = {}
         self._users = 0
 

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from fxcore.errors import BadImage, BadTensor, ImageTooLarge
+from fxcore.graph.tokens.prefix_tokens import NO_PREFIX
 from service.engine import FeatureOptions, FeatureResult
 from service.problems import ResponseTooLarge
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, encoded, spec, until, waiting
@@ -65,7 +66,7 @@ async def test_uint8_tensors_are_preprocessed_like_lossless_files(
 def test_single_values_are_normalised_each_by_itself() -> None:
     """Not over the images of a batch, which are other clients'."""
     values = torch.tensor([3.0, -4.0, 0.0])
-    assert FeatureOptions(normalize="l2").finish(values, None)[0].tolist() == [1.0, -1.0, 0.0]
+    assert FeatureOptions(normalize="l2").finish(values, None, NO_PREFIX, (), None, {})[0].tolist() == [1.0, -1.0, 0.0]
 
 
 async def test_requests_with_different_options_share_a_batch(engine: MakeEngine, jpegs: list[bytes]) -> None:

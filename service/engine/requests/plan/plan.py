@@ -20,10 +20,6 @@ Inputs = Sequence[bytes] | Mapping[str, Tensor]
 
 FLOAT_BYTES = 4
 
-_PARTS = 16
-"""Maximum parts that a request's images are split into: enough to share among threads, few enough for little overhead.
-"""
-
 _DECODING_SHARE = 1 / 4
 """Maximum share of the total bytes that one request may use to decode several images at a time."""
 
@@ -89,9 +85,8 @@ class Plan:
         return count, held
 
 
-def spread(count: int, size: int | None = None) -> list[range]:
-    """Split ``range(count)`` into pieces of ``size``, by default into at most :data:`_PARTS` pieces."""
-    size = size or -(-count // _PARTS)
+def spread(count: int, size: int) -> list[range]:
+    """Split ``range(count)`` into pieces of ``size``."""
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -18,6 +18,10 @@ from service.engine.rows.shapes import RowShape
 MAX_ROWS = 2**20
 """Maximum rows of a request of tensors."""
 
+_PARTS = 16
+"""Maximum parts that a request's images are split into: enough to share among threads, few enough for little overhead.
+"""
+
 
 def plan_tensors(description: Description, tensors: Mapping[str, Tensor], preprocess: str, max_pixels: int) -> Plan:
     """Plan a request of tensors, by model input name, without preprocessing them.
@@ -76,7 +80,7 @@ def plan_tensors(description: Description, tensors: Mapping[str, Tensor], prepro
         return tuple(_prepared(description, part, preprocess) for part in parts)
 
     # Images are split among threads; tensors are only converted.
-    step = None if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
+    step = -(-rows // _PARTS) if any(tensor.dtype == torch.uint8 for tensor in ordered) else rows
     parts = [Part(indices, row_shape, partial(prepare, indices)) for indices in spread(rows, step)]
     # Stacking single rows into a part needs a second copy of them.
     costs = [cost and cost + decoded * len(part.rows) // rows for part in parts]
