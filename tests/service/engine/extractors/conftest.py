@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 
 from service.engine.extractors import extractors, sharing
-from tests.service.engine.running import PATIENCE
+from tests.service.engine.extractors.shared_store import Pair
+from tests.service.engine.running import PATIENCE, MakeEngine
 
 
 class AtomicPuts:
@@ -69,3 +70,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "s3":
         return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
     return str(tmp_path / "store")
+
+
+@pytest.fixture
+async def pair(engine: MakeEngine, tmp_path: Path) -> AsyncIterator[Pair]:
+    """Two engines over one store, in a folder."""
+    url = str(tmp_path / "store")
+    async with engine(extractors=url) as one, engine(extractors=url) as other:
+        yield one, other

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from service.engine import Engine
 from service.engine.extractors.store import Store
 from tests.service.engine.running import PATIENCE
+
+Pair = tuple[Engine, Engine]
 
 
 def ids(url: str) -> set[str]:

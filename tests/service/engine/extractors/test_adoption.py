@@ -13,105 +13,86 @@ from fxcore.errors import UnknownWeights
 from service.engine.extractors import extractors, resolving, sharing, store
 from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
-from tests.service.engine.extractors.shared_store import Held, ids
+from tests.service.engine.extractors.shared_store import Held, Pair, ids
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
 
 
-async def test_a_name_that_moves_while_another_process_looks_it_up(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_name_that_moves_while_another_process_looks_it_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds later it names the extractor that the store says, though the one that had it exists again."""
-    url = str(tmp_path / "store")
-    resolve = resolving.resolve
-    begun, resume = threading.Event(), threading.Event()
+    one, other = pair
+    first, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
+    held = Held(monkeypatch, resolving, "resolve")
+    looking = asyncio.create_task(other.extractors.look_up("x"))
+    await until(held.begun.is_set)
+    await one.extractors.delete(first.id)
+    again, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+    second, _ = await one.extractors.get(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
+    held.resume.set()
+    await looking
+    assert again.id == first.id
+    monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
+    assert (await other.extractors.look_up("x")).id == second.id
 
-    def slow(*args: Any) -> Any:
-        if not begun.is_set():
-            begun.set()
-            assert resume.wait(PATIENCE)
-        return resolve(*args)
 
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        first, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
-        monkeypatch.setattr(resolving, "resolve", slow)
-        looking = asyncio.create_task(other.extractors.look_up("x"))
-        await until(begun.is_set)
-        await one.extractors.delete(first.id)
-        again, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-        second, _ = await one.extractors.get(spec(nodes=["features.3"], name="x"), PATIENCE, keep=True)
-        resume.set()
+async def test_an_adoption_goes_on_when_its_request_leaves(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
+    record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+    held = Held(monkeypatch, resolving, "resolve")
+    looking = asyncio.create_task(other.extractors.look_up(record.id))
+    await until(held.begun.is_set)
+    looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await looking
-        assert again.id == first.id
-        monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
-        assert (await other.extractors.look_up("x")).id == second.id
-
-
-async def test_an_adoption_goes_on_when_its_request_leaves(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-        held = Held(monkeypatch, resolving, "resolve")
-        looking = asyncio.create_task(other.extractors.look_up(record.id))
-        await until(held.begun.is_set)
-        looking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await looking
-        held.resume.set()
-        await until(lambda: other.records.get(record.id) is not None)
+    held.resume.set()
+    await until(lambda: other.records.get(record.id) is not None)
 
 
 async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-        assert other._sharing is not None
-        find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
+    one, other = pair
+    record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+    assert other._sharing is not None
+    find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
 
-        async def noted(*args: Any) -> str | None:
-            found.append(await find(*args))
-            return found[-1]
+    async def noted(*args: Any) -> str | None:
+        found.append(await find(*args))
+        return found[-1]
 
-        def fail(*args: object) -> None:
-            resolved.append(args)
-            assert resume.wait(PATIENCE)
-            raise UnknownWeights("these weights are on another machine")
+    def fail(*args: object) -> None:
+        resolved.append(args)
+        assert resume.wait(PATIENCE)
+        raise UnknownWeights("these weights are on another machine")
 
-        monkeypatch.setattr(other._sharing, "find", noted)
-        monkeypatch.setattr(resolving, "resolve", fail)
-        looking = [asyncio.create_task(other.extractors.look_up(record.id)) for _ in range(8)]
-        await until(lambda: len(found) == len(looking))
-        resume.set()
-        said = await asyncio.gather(*looking, return_exceptions=True)
-        assert [type(each) for each in said] == [NotReady] * 8
-        assert len(resolved) == 1
+    monkeypatch.setattr(other._sharing, "find", noted)
+    monkeypatch.setattr(resolving, "resolve", fail)
+    looking = [asyncio.create_task(other.extractors.look_up(record.id)) for _ in range(8)]
+    await until(lambda: len(found) == len(looking))
+    resume.set()
+    said = await asyncio.gather(*looking, return_exceptions=True)
+    assert [type(each) for each in said] == [NotReady] * 8
+    assert len(resolved) == 1
 
 
-async def test_what_is_deleted_while_it_is_adopted_stays_deleted(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_deleted_while_it_is_adopted_stays_deleted(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a request for its nodes made it known first."""
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
-        read = Held(monkeypatch, Store, "get", call=1)  # the first call finds that there is one
-        named = Held(monkeypatch, Store, "find", lambda store, key: key == "x")
-        looking = asyncio.create_task(other.extractors.look_up(record.id))
-        await until(read.begun.is_set)
-        await built(other)
-        read.resume.set()
-        await until(named.begun.is_set)
-        await other.extractors.delete(record.id)
-        named.resume.set()
-        with pytest.raises(UnknownExtractor):
-            await looking
-        assert other.records.list() == []
-        assert (await other.extractors.get(spec()))[1]
+    one, other = pair
+    record, _ = await one.extractors.get(spec(name="x"), PATIENCE, keep=True)
+    read = Held(monkeypatch, Store, "get", call=1)  # the first call finds that there is one
+    named = Held(monkeypatch, Store, "find", lambda store, key: key == "x")
+    looking = asyncio.create_task(other.extractors.look_up(record.id))
+    await until(read.begun.is_set)
+    await built(other)
+    read.resume.set()
+    await until(named.begun.is_set)
+    await other.extractors.delete(record.id)
+    named.resume.set()
+    with pytest.raises(UnknownExtractor):
+        await looking
+    assert other.records.list() == []
+    assert (await other.extractors.get(spec()))[1]
 
 
 async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(

@@ -12,7 +12,7 @@ from service.engine.extractors import extractors, resolving, sharing
 from service.engine.extractors.objects import Objects
 from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
-from tests.service.engine.extractors.shared_store import Held, ids
+from tests.service.engine.extractors.shared_store import Held, Pair, ids
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
 from tests.small_disk import small_disk
 
@@ -270,15 +270,12 @@ async def test_what_is_written_waits_for_the_same_extractor_only(engine: MakeEng
         assert done == [True] * 8
 
 
-async def test_what_the_store_has_is_not_written_again(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-        monkeypatch.setattr(Objects, "create", None)
-        again, created = await other.extractors.get(spec(), keep=True)
-        assert (again.id, created) == (record.id, False)
+async def test_what_the_store_has_is_not_written_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = pair
+    record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+    monkeypatch.setattr(Objects, "create", None)
+    again, created = await other.extractors.get(spec(), keep=True)
+    assert (again.id, created) == (record.id, False)
 
 
 @pytest.mark.exhaustive
