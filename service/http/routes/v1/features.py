@@ -212,10 +212,11 @@ async def _respond(request: HotRequest[Any], find: Callable[[], Awaitable[Extrac
     dtypes = tuple(options.dtype if options.dtype and "float" in o.dtype else o.dtype for o in record.outputs)
     reduced = options.one_shape or options.tokens is not None
     negotiated = partial(negotiate, request, dtypes, reduced, record.outputs[0])
-    negotiated()
+    accepted = negotiated()
     if sent is None:
         sent = await request.parse(bodies.parse, request.kind, description.inputs[0].name)
-    accepted = negotiated(sent)
+    if accepted == heatmap.MEDIA_TYPE:
+        accepted = negotiated(sent)  # not every request can be drawn
     drawn = accepted == heatmap.MEDIA_TYPE
     if drawn:
         options = replace(options, sent=False)  # the picture is small, whatever the map is
