@@ -62,7 +62,7 @@ class Decoding:
 
         A small tensor is converted on the spot: handing it over would take longer.
         """
-        if len(self._ended) == 1 and self._plan.decoded <= _SMALL_BYTES and not any(self._plan.costs):
+        if len(self._left) == 1 and self._plan.decoded <= _SMALL_BYTES and not any(self._plan.costs):
             self._decode(self._left.popleft(), decoders)
             return
         for _ in range(min(self._at_once, len(self._left))):

@@ -20,7 +20,8 @@ from service.engine.rows.shapes import ABOUT_USUAL, ResponseRow, RowShape, RowSi
 SIZES_BYTES = 1024**2
 """Maximum bytes of each of an extractor's two size caches: row sizes and response sizes. The largest spec's fit."""
 
-Sizes = tuple[RowSize, Mapping[str, ResponseRow]]
+Predicted = tuple[RowSize, Mapping[str, ResponseRow]]
+"""The sizes of a row, and by key the row of each returned output."""
 
 OUTPUT_BYTES = 512
 """Approximate bytes of the Python objects for the name, shape and dtype of one output."""
@@ -60,7 +61,7 @@ class RowSizes:
             self._rows.put(shape, known)
         return known
 
-    def known(self, shape: RowShape, options: FeatureOptions) -> Sizes | None:
+    def known(self, shape: RowShape, options: FeatureOptions) -> Predicted | None:
         """Return the result of :meth:`predicted` if that is quick: if the sizes of such a row are cached."""
         row = self._rows.get(shape)
         if row is None:
@@ -68,8 +69,8 @@ class RowSizes:
         rows = self._responses.get((shape, options))
         return self.predicted(shape, options) if rows is None else (row, rows)
 
-    def predicted(self, shape: RowShape, options: FeatureOptions) -> Sizes:
-        """Return the sizes of a row of ``shape``, and by key the row of each returned output.
+    def predicted(self, shape: RowShape, options: FeatureOptions) -> Predicted:
+        """Predict a row of ``shape``.
 
         Raises:
             BadTensor: the model does not accept that shape, or an output not those options.
