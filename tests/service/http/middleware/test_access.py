@@ -1,6 +1,5 @@
 """Who may do what, on every route there is."""
 
-import base64
 import re
 
 import pytest
@@ -9,10 +8,10 @@ from service import page
 from service.http.access.keys import make
 from service.http.middleware.access import address
 from tests.service.conftest import Client
+from tests.wire import JPEG, b64, refused, sent
 
 SPEC = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features"]}
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
-JPEG = {"content-type": "image/jpeg"}
 
 # What changes nothing, beside all GETs; the export is a GET that hands out the weights.
 READS = {
@@ -128,22 +127,21 @@ def test_a_head_needs_the_key_that_its_get_needs(locked, headers):
 
 @pytest.mark.exhaustive
 def test_a_key_to_read_builds_nothing_on_its_way(locked, headers, photos):
-    read, admin = headers["read"] | JPEG, headers["admin"]
-    refused = locked.post(FEATURES, content=photos["chelsea"], headers=read)
-    assert (refused.status_code, refused.json()["type"]) == (403, "/problems/forbidden")
+    read, admin = headers["read"], headers["admin"]
+    refused(locked.post(FEATURES, **sent(photos["chelsea"], **read)), "forbidden", status=403)
     document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [""]}]}
     document |= {"parameters": {"weights": "random"}, "outputs": [{"name": "features"}]}
-    embeddings = {"model": "squeezenet1_1@random:features", "input": base64.b64encode(photos["chelsea"]).decode()}
-    refused = locked.post("/v1/embeddings", json=embeddings, headers=headers["read"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+    embeddings = {"model": "squeezenet1_1@random:features", "input": b64(photos["chelsea"])}
+    response = locked.post("/v1/embeddings", json=embeddings, headers=read)
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "forbidden")
     infer = "/v2/models/squeezenet1_1/infer"
-    refused = locked.post(infer, json=document, headers=headers["read"])
-    assert (refused.status_code, refused.json().keys()) == (403, {"error"})
+    response = locked.post(infer, json=document, headers=read)
+    assert (response.status_code, response.json().keys()) == (403, {"error"})
     assert locked.get("/v1/extractors", headers=admin).json() == {"extractors": []}
 
     assert locked.post("/v1/extractors", json=SPEC, headers=admin).status_code == 201
-    assert locked.post(FEATURES, content=photos["chelsea"], headers=read).status_code == 200
-    assert "image 0" in locked.post(infer, json=document, headers=headers["read"]).json()["error"]
+    assert locked.post(FEATURES, **sent(photos["chelsea"], **read)).status_code == 200
+    assert "image 0" in locked.post(infer, json=document, headers=read).json()["error"]
 
 
 @pytest.mark.exhaustive
@@ -152,17 +150,17 @@ def test_a_key_to_read_has_the_attributions_that_an_admin_had(locked, headers, p
     made = locked.post("/v1/extractors", json=spec, headers=headers["admin"]).json()["id"]
     url = f"/v1/extractors/{made}/attributions?of=flatten&at=features.5"
     before = locked.get("/v1/extractors", headers=headers["admin"]).json()
-    refused = locked.post(url, content=photo, headers=headers["read"] | JPEG)
-    assert (refused.status_code, "sent once with a key with scope admin" in refused.json()["detail"]) == (403, True)
+    response = locked.post(url, **sent(photo, **headers["read"]))
+    refused(response, "forbidden", "sent once with a key with scope admin", status=403)
     assert locked.get("/v1/extractors", headers=headers["admin"]).json() == before
     for key in ("admin", "read"):
-        answer = locked.post(url, content=photo, headers=headers[key] | JPEG)
+        answer = locked.post(url, **sent(photo, **headers[key]))
         assert (answer.status_code, answer.json()["extractor"]) == (200, made), answer.text
 
 
 def test_tracing_for_a_key_to_read_is_a_look_up(locked, headers, photos):
     """It waits for no builder, and has no more than the places of look-ups: here they have none."""
-    image = base64.b64encode(photos["chelsea"]).decode()
+    image = b64(photos["chelsea"])
     document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [image]}]}
     requests = [
         ("/v1/models/resnet18/features?weights=random&nodes=avgpool", {"images": [image]}),
@@ -190,22 +188,19 @@ def test_models_that_are_not_served_are_refused_on_every_route(locked, operation
     for method, path in operations:
         if "{model}" not in path and "{name}" not in path:
             continue
-        concrete = (
-            path.replace("{model}", "alexnet")
-            .replace("{name}", "alexnet")
-            .replace("{version}", "1")
-            .replace("{image}", "0" * 16)
-        )
-        query = {"nodes": "features", "weights": "random"} if path.endswith("/features") else {}
-        query = {"of": "classifier", "weights": "random"} if path.endswith("/attributions") else query
-        query = {"node": "features", "channel": 0} if path.endswith("/statistics") else query
+        concrete = path.format(model="alexnet", name="alexnet", version="1", image="0" * 16)
+        query = {
+            "features": {"nodes": "features", "weights": "random"},
+            "attributions": {"of": "classifier", "weights": "random"},
+            "statistics": {"node": "features", "channel": 0},
+        }.get(path.rpartition("/")[2], {})
         image = photos["chelsea"] if method == "post" and not path.endswith("/load") else b""
-        sent = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
-        response = locked.run(locked.http.request(method, concrete, **sent))
+        options = {"params": query, "content": image, "headers": headers["admin"] | JPEG}
+        response = locked.run(locked.http.request(method, concrete, **options))
         assert response.status_code == 404, (path, response.text)
     for config in ('{"model": "alexnet", "weights": "random"}', '{"model": "alexnet", "return_nodes": ["features"]}'):
-        sent = {"parameters": {"config": config}}
-        response = locked.post("/v2/repository/models/mine/load", json=sent, headers=headers["admin"])
+        body = {"parameters": {"config": config}}
+        response = locked.post("/v2/repository/models/mine/load", json=body, headers=headers["admin"])
         assert response.status_code == 404, response.text
     response = locked.post("/v1/extractors", json=SPEC | {"model": "alexnet"}, headers=headers["admin"])
     assert response.json()["type"] == "/problems/unknown-model"
@@ -225,8 +220,8 @@ def test_web_pages_of_listed_origins_only(locked, client):
         assert granted.headers["access-control-allow-origin"] == "https://lab.example"
     shown = locked.get("/v1/models", headers={"origin": "https://lab.example"}).headers["access-control-expose-headers"]
     assert {"Inference-Header-Content-Length", "Content-Disposition"} <= set(shown.split(", "))
-    refused = locked.run(locked.http.options("/v1/models", headers=wanted | {"origin": "https://other.example"}))
-    assert "access-control-allow-origin" not in refused.headers
+    other = locked.run(locked.http.options("/v1/models", headers=wanted | {"origin": "https://other.example"}))
+    assert "access-control-allow-origin" not in other.headers
     # Without a setting nobody is let in, not even to read.
     response = client.get("/v1/models", headers={"origin": "https://lab.example"})
     assert not [name for name in response.headers if name.startswith("access-control")]
@@ -237,9 +232,8 @@ def test_a_page_of_another_origin_cannot_post_blindly(client, locked, headers):
     index = "/v2/repository/index"
     for fetched_from in ({}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": "same-origin"}):
         for path in ("/v2/repository/models/squeezenet1_1/unload", "/v1/extractors", index, "/nothing"):
-            refused = client.post(path, headers=form | fetched_from)
-            assert refused.status_code == 403
-            assert "FXSERVE_CORS_ORIGINS" in refused.text
+            response = client.post(path, headers=form | fetched_from)
+            assert (response.status_code, "FXSERVE_CORS_ORIGINS" in response.text) == (403, True)
         assert client.delete("/v1/extractors/nothing", headers=form | fetched_from).status_code == 403
         assert client.get("/v1/models", headers=form | fetched_from).status_code == 200  # a link may lead here
         listed = {**form, **fetched_from, **headers["read"], "origin": "https://lab.example"}
@@ -283,9 +277,8 @@ FOREIGN = ("evil.example", "evil.example:8000", "evil.example.", "127.0.0.1.evil
 
 def test_names_that_anybody_could_register_are_refused(client, locked, operations, headers):
     for method, path in [*operations, ("get", "/docs"), ("get", "/openapi.json"), ("get", "/nothing")]:
-        refused = ask(client, method, path, {"host": "evil.example"})
-        assert refused.status_code == 421, path
-        assert "FXSERVE_HOSTS" in refused.text
+        response = ask(client, method, path, {"host": "evil.example"})
+        assert (response.status_code, "FXSERVE_HOSTS" in response.text) == (421, True), path
     for host in (*FOREIGN, "x" * 300 + ".local"):
         assert client.get("/healthz", headers={"host": host}).status_code == 421, host
         # Nobody can have such a name sent along with a key that only clients know.
@@ -360,7 +353,7 @@ def test_a_read_key_embeds_by_a_named_extractor_that_attention_pools(locked, hea
     """It is another node that is computed then, which nobody has made."""
     spec = {"model": "timm.test_vit3", "weights": "random", "return_nodes": ["norm"], "name": "tokens"}
     assert locked.post("/v1/extractors?wait=60", json=spec, headers=headers["admin"]).status_code == 201
-    asked = {"model": "tokens", "input": base64.b64encode(photos["chelsea"]).decode()}
+    asked = {"model": "tokens", "input": b64(photos["chelsea"])}
     embedded = locked.post("/v1/embeddings", json=asked, headers=headers["read"])
     assert embedded.status_code == 200, embedded.text
     assert len(embedded.json()["data"][0]["embedding"]) == 96

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 from fxcore import list_models
 from fxcore.memory import give_back
@@ -17,6 +16,7 @@ from tests.fxcore.model_list import KINDS
 from tests.get_routes import failures
 from tests.service.conftest import Client
 from tests.service.own_models import own_models
+from tests.wire import NPY, NPZ, SAFETENSORS, read, refused, sent
 
 _ALWAYS = ("quantized_mobilenet_v2", "raft_small", "timm.test_vit")
 
@@ -53,14 +53,11 @@ def test_values_of_quantized_models_are_floats(client: Client, photos: dict[str,
     """As they are announced, in as many bytes as are predicted, and pooled."""
     outputs = client.get("/v2/models/quantized_mobilenet_v2").json()["outputs"]
     assert {output["datatype"] for output in outputs} == {"FP32"}
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npz"}
     path = f"/v1/models/quantized_mobilenet_v2/features?weights=random&nodes=C3,C4&pool={pool}"
-    response = client.post(path, content=photos["chelsea"], headers=headers)
-    assert response.status_code == 200, response.text
     announced = {output["name"]: output["shape"] for output in outputs}
-    for key, array in np.load(io.BytesIO(response.content)).items():
-        assert array.dtype == np.float32
-        assert list(array.shape) == [1, *announced[key][1:]][: None if pool == "none" else 2]
+    for key, value in read(client.post(path, **sent(photos["chelsea"], NPZ))).items():
+        assert value.dtype == torch.float32
+        assert list(value.shape) == [1, *announced[key][1:]][: None if pool == "none" else 2]
 
 
 def test_every_dtype_of_an_output_has_a_name() -> None:
@@ -95,23 +92,15 @@ def test_values_of_no_named_dtype_are_not_offered(
 ) -> None:
     """Complex numbers have no name in V2, nor floats of eight bits; uint16 has."""
     client = make_client(models_dir=spectrum)
-    offered = {n["name"]: n["extractable"] for n in client.get("/v1/models/spectrum/graph").json()["nodes"]}
-    dtypes = {n["name"]: n["dtype"] for n in client.get("/v1/models/spectrum/graph").json()["nodes"]}
-    assert {dtypes[name] for name in offered if not offered[name] and dtypes[name]} == {"complex64", "float8_e4m3fn"}
+    nodes = client.get("/v1/models/spectrum/graph").json()["nodes"]
+    dtypes = {node["name"]: node["dtype"] for node in nodes}
+    unnamed = {node["dtype"] for node in nodes if node["dtype"] and not node["extractable"]}
+    assert unnamed == {"complex64", "float8_e4m3fn"}
     metadata = client.get("/v2/models/spectrum")
     assert metadata.status_code == 200, metadata.text
-    refused = client.post(
-        "/v1/models/spectrum/features?nodes=fft_rfft2",
-        content=photos["chelsea"],
-        headers={"Content-Type": "image/jpeg"},
-    )
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/unknown-node")
-    assert "complex64" in refused.json()["detail"]
+    response = client.post("/v1/models/spectrum/features?nodes=fft_rfft2", **sent(photos["chelsea"]))
+    refused(response, "unknown-node", "complex64")
     whole = next(name for name, dtype in dtypes.items() if dtype == "uint16")
-    for accept in ("json", "x-npy", "x-npz", "x-safetensors"):
-        answer = client.post(
-            f"/v1/models/spectrum/features?nodes={whole}",
-            content=photos["chelsea"],
-            headers={"Content-Type": "image/jpeg", "Accept": f"application/{accept}"},
-        )
+    for accept in ("application/json", NPY, NPZ, SAFETENSORS):
+        answer = client.post(f"/v1/models/spectrum/features?nodes={whole}", **sent(photos["chelsea"], accept))
         assert answer.status_code == 200, answer.text

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torchvision
@@ -16,14 +14,14 @@ from fxcore import get_model, load_model
 from fxcore.photos import photos
 from service.schemas.v1.extractors import Checks
 from tests.service.conftest import Client, checked
+from tests.wire import NPY, created, read, sent
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager", "auto"])
 def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(client: Client, backend: str) -> None:
     """Against torchvision's own extractor on the first photograph, as far as the service's values are from it."""
-    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer3"], "backend": backend}
-    made = client.post("/v1/extractors", json=spec).json()
+    made = created(client, model="resnet18", weights="random", return_nodes=["layer3"], backend=backend)
     checks = checked(client, made["id"])
     assert checks["reference"] == "eager float32"
     assert [c["backend"] for c in checks["candidates"]] == ["eager"]
@@ -33,13 +31,8 @@ def test_eager_is_measured_against_the_model_whose_batch_norms_are_not_folded(cl
     image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(pil_to_tensor(photos()[0]))[None]
     with torch.no_grad():
         expected = create_feature_extractor(model.eval(), ["layer3"])(image)["layer3"].numpy()
-    body = io.BytesIO()
-    np.save(body, image.numpy())
-    headers = {"content-type": "application/x-npy", "accept": "application/x-npy"}
-    response = client.post(
-        f"/v1/extractors/{made['id']}/features?preprocess=none", content=body.getvalue(), headers=headers
-    )
-    error = np.abs(np.load(io.BytesIO(response.content)) - expected).max()
+    response = client.post(f"/v1/extractors/{made['id']}/features?preprocess=none", **sent(image, NPY))
+    error = abs(read(response) - expected).max()
     assert 0 < error < 1e-4
     assert error / 10 < checks["max_abs_error"] < 10 * error
     assert 0 < checks["max_rel_error"] < 1e-5

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-
 import pytest
 
 from tests.service.conftest import Client
+from tests.wire import b64
 
 
 def test_null_is_an_option_that_is_not_given(client: Client, photos: dict[str, bytes]) -> None:
     """Clients in other languages write all fields of a request."""
-    body = {"model": "resnet18@random:avgpool", "input": base64.b64encode(photos["chelsea"]).decode()}
+    body = {"model": "resnet18@random:avgpool", "input": b64(photos["chelsea"])}
     response = client.post("/v1/embeddings", json={**body, "encoding_format": None, "dimensions": None, "user": None})
     assert response.status_code == 200, response.text
     [found], [plain] = response.json()["data"], client.post("/v1/embeddings", json=body).json()["data"]

@@ -12,18 +12,17 @@ import httpx
 import onnxruntime
 import openvino
 import pytest
-import safetensors.torch
 import torch
 
 from tests.fxcore.exports.conftest import in_this_process
+from tests.wire import NPY, SAFETENSORS, created, read, refused, sent
 
 __all__ = ["in_this_process"]
 
 
 @pytest.fixture(scope="module")
 def small(client):
-    spec = {"model": "mobilenet_v3_small", "weights": "random", "return_nodes": ["C4"], "backend": "eager"}
-    return client.post("/v1/extractors", json=spec).json()["id"]
+    return created(client, model="mobilenet_v3_small", weights="random", return_nodes=["C4"], backend="eager")["id"]
 
 
 def downloaded(client, id, model, format, suffix, kind):
@@ -54,8 +53,8 @@ PART = {"image_size": [96, 160], "return_nodes": ["features.9"], "inputs": ["fea
     ],
 )
 def test_the_description_has_the_extractors_preprocessing(client, options, described):
-    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.5"], "backend": "eager"} | options
-    made = client.post("/v1/extractors", json=spec).json()["id"]
+    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.5"], "backend": "eager"}
+    made = created(client, **spec, **options)["id"]
     export = zipfile.ZipFile(io.BytesIO(client.get(f"/v1/extractors/{made}/export").content))
     preprocessing = json.loads(export.read("squeezenet1_1_extractor/extractor.json"))["preprocessing"]
     assert {key: preprocessing.get(key) for key in described} == described
@@ -72,14 +71,9 @@ def test_the_description_has_the_extractors_preprocessing(client, options, descr
     ],
 )
 def test_files_take_inputs_of_the_extractors_size(client, tmp_path, format, file, options, shape):
-    spec = {"model": "squeezenet1_1", "weights": "random", "backend": "eager"} | options
-    made = client.post("/v1/extractors", json=spec).json()
+    made = created(client, model="squeezenet1_1", weights="random", backend="eager", **options)
     (key,), x = options["return_nodes"], torch.rand(3, *shape)
-    headers = {"content-type": "application/x-safetensors", "accept": "application/x-safetensors"}
-    body = safetensors.torch.save({options.get("inputs", ["x"])[0]: x})
-    expected = safetensors.torch.load(
-        client.post(f"/v1/extractors/{made['id']}/features", content=body, headers=headers).content
-    )[key]
+    expected = read(client.post(f"/v1/extractors/{made['id']}/features", **sent(x, SAFETENSORS)))[key]
     data = downloaded(client, made["id"], "squeezenet1_1", format, *file)
     about = given = returned = None
     if format == "torch_export":
@@ -111,13 +105,10 @@ def test_files_take_inputs_of_the_extractors_size(client, tmp_path, format, file
 def test_int8_on_eager_is_profiled_as_what_serves_and_not_exported(client):
     """Not as the float model that it was made of."""
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["C2"], "backend": "eager", "precision": "int8"}
-    made = client.post("/v1/extractors?wait=300", json=spec)
-    assert made.status_code in (200, 201), made.text  # another test may have made it
-    url = f"/v1/extractors/{made.json()['id']}"
+    url = f"/v1/extractors/{created(client, **spec)['id']}"
     for format in ("fx", "onnx", "openvino", "torch_export"):
-        refused = client.get(f"{url}/export", params={"format": format}).json()
-        assert (refused["type"], refused["format"]) == ("/problems/cannot-export", format)
-        assert "export an extractor in float32" in refused["detail"]
+        response = client.get(f"{url}/export", params={"format": format})
+        assert refused(response, "cannot-export", "export an extractor in float32")["format"] == format
     profile = client.get(f"{url}/graph?profile=true").json()["profile"]
     assert (profile["backend"], profile["precision"], profile["serving"]["backend"]) == ("eager", "int8", "eager")
     assert {"quantize_per_tensor", "layer1.0.conv1"} <= {node["name"] for node in profile["nodes"]}
@@ -128,17 +119,17 @@ def test_int8_on_eager_is_profiled_as_what_serves_and_not_exported(client):
 @pytest.mark.usefixtures("interpreted_children")
 def test_features_stay_right_while_an_export_runs(client, small, photos):
     """torch.export patches what every thread runs, so it has to run in another process."""
-    url, headers = f"/v1/extractors/{small}/features", {"content-type": "image/jpeg", "accept": "application/x-npy"}
+    url, options = f"/v1/extractors/{small}/features", sent(photos["chelsea"], NPY)
 
     async def both() -> tuple[httpx.Response, list[httpx.Response]]:
         export = asyncio.create_task(client.http.get(f"/v1/extractors/{small}/export?format=torch_export"))
         responses = []
         while not export.done():
-            responses.append(await client.http.post(url, content=photos["chelsea"], headers=headers))
+            responses.append(await client.http.post(url, **options))
             await asyncio.sleep(0.2)  # leave the other process a core
         return await export, responses
 
-    expected = client.post(url, content=photos["chelsea"], headers=headers)
+    expected = client.post(url, **options)
     exported, responses = client.run(both())
     assert exported.status_code == 200, exported.text
     assert len(responses) > 2
@@ -146,23 +137,16 @@ def test_features_stay_right_while_an_export_runs(client, small, photos):
 
 
 def test_what_cannot_be_downloaded(client, small, monkeypatch):
-    response = client.get(f"/v1/extractors/{small}/export", params={"format": "coreml"})
-    assert (response.status_code, response.json()["type"]) == (422, "/problems/invalid-request")
+    refused(client.get(f"/v1/extractors/{small}/export", params={"format": "coreml"}), "invalid-request")
     assert client.get("/v1/extractors/nothing/export").status_code == 404
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "openvino" else find(name))
-    response = client.get(f"/v1/extractors/{small}/export", params={"format": "openvino"})
-    document = response.json()
-    assert (response.status_code, document["type"]) == (422, "/problems/export-unavailable")
+    document = refused(client.get(f"/v1/extractors/{small}/export?format=openvino"), "export-unavailable")
     assert (document["format"], document["missing"]) == ("openvino", ["openvino"])
 
 
-def test_the_documentation_mentions_both(client):
-    paths = client.get("/openapi.json").json()["paths"]
-    export = paths["/v1/extractors/{extractor}/export"]["get"]["responses"]
+def test_the_documentation_has_the_name_of_the_file_and_the_problems(client):
+    export = client.get("/openapi.json").json()["paths"]["/v1/extractors/{extractor}/export"]["get"]["responses"]
     assert "Content-Disposition" in export["200"]["headers"]
     examples = export["422"]["content"]["application/problem+json"]["examples"]
     assert {"cannot-export", "export-unavailable"} <= examples.keys()
-    made = paths["/v1/extractors"]["post"]["responses"]["422"]["content"]["application/problem+json"]["examples"]
-    assert {"unknown-transform", "bad-parameter", "cannot-transform", "cannot-keep"} <= made.keys()
-    assert "/v1/transforms" in paths

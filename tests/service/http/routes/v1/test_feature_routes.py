@@ -9,17 +9,16 @@ import urllib.parse
 import numpy as np
 import PIL.Image
 import pytest
-import safetensors.numpy
 import safetensors.torch
 import torch
 import torchvision
-from torchvision.transforms.functional import pil_to_tensor
 
 from service.engine.requests.admission.admission import Reservation
 from tests.decoding import decoded
+from tests.hostile_images import saved
 from tests.seeded import seeded
+from tests.wire import JPEG, NPY, NPZ, SAFETENSORS, b64, close, images, multipart, read, refused, sent
 
-JPEG = {"content-type": "image/jpeg"}
 ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
 C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
 
@@ -31,24 +30,7 @@ def expected(reference, photos):
     return {"C4": reference("resnet18", C4, images), "C5": reference("resnet18", C5, images)}
 
 
-def close(actual, expected, tolerance=1e-5):
-    """Equal to within ``tolerance`` of the largest value: a batch of another size is summed in another order."""
-    actual = torch.tensor(actual) if isinstance(actual, np.ndarray) else actual
-    assert actual.shape == expected.shape
-    assert (actual.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max()
-
-
-def tensors(response):
-    """The outputs of a JSON answer."""
-    assert response.status_code == 200, response.text
-    return {o["name"]: torch.tensor(o["data"]).reshape(o["shape"]) for o in response.json()["outputs"]}
-
-
-def b64(data):
-    return base64.b64encode(data).decode()
-
-
-def test_one_image(client, extractor, photos, reference):
+def test_one_image(client, extractor, photos, expected):
     response = client.post(extractor, content=photos["chelsea"], headers=JPEG)
     document = response.json()
     assert response.headers["content-type"] == "application/json"
@@ -58,81 +40,56 @@ def test_one_image(client, extractor, photos, reference):
         ("C4", C4, [1, 256, 14, 14], "FP32"),
         ("C5", C5, [1, 512, 7, 7], "FP32"),
     ]
-    for key, node in (("C4", C4), ("C5", C5)):
-        close(tensors(response)[key], reference("resnet18", node, [photos["chelsea"]]))
+    for key, value in read(response).items():
+        close(value, expected[key][:1])
 
 
-def _multipart(images):
-    return {"files": [("images", (f"{i}.jpg", data, "image/jpeg")) for i, data in enumerate(images)]}
+def _data_urls(files):
+    return {"json": {"images": [f"data:image/jpeg;base64,{b64(data)}" for data in files]}}
 
 
-def _json(images):
-    return {"json": {"images": [b64(data) for data in images]}}
-
-
-def _data_urls(images):
-    return {"json": {"images": [f"data:image/jpeg;base64,{b64(data)}" for data in images]}}
-
-
-def _pixels(images):
-    """uint8 [N, H, W, 3] of photographs cut to one size."""
-    return np.stack([np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))[:300, :400] for data in images])
-
-
-@pytest.mark.parametrize("body", [_multipart, _json, _data_urls])
+@pytest.mark.parametrize("body", [multipart, lambda files: {"json": images(files)}, _data_urls])
 def test_several_images_in_the_order_sent(client, extractor, photos, expected, body):
     response = client.post(extractor, **body(list(photos.values())))
     assert response.json()["images"] == 3
-    for key, value in tensors(response).items():
+    for key, value in read(response).items():
         close(value, expected[key])
     backwards = client.post(extractor, **body(list(photos.values())[::-1]))
-    for key, value in tensors(backwards).items():
+    for key, value in read(backwards).items():
         close(value.flip(0), expected[key])
 
 
 @pytest.mark.parametrize("content_type", ["Image/JPEG; charset=binary", "image/anything"])
 def test_content_type_is_read_kindly(client, extractor, photos, expected, content_type):
     response = client.post(extractor, content=photos["chelsea"], headers={"content-type": content_type})
-    close(tensors(response)["C5"], expected["C5"][:1])
+    close(read(response)["C5"], expected["C5"][:1])
 
 
-@pytest.mark.parametrize("kind", ["x-npy", "x-safetensors"])
-def test_preprocessed_tensors(client, extractor, photos, expected, kind):
+as_named = pytest.mark.parametrize("form", [lambda x: x, lambda x: {"x": x}], ids=["npy", "safetensors"])
+
+
+@as_named
+def test_preprocessed_tensors(client, extractor, photos, expected, form):
     transform = torchvision.models.ResNet18_Weights.DEFAULT.transforms()
-    batch = torch.stack([transform(decoded(data)) for data in photos.values()]).numpy()
-    response = client.post(extractor, content=_file(kind, batch), headers={"content-type": f"application/{kind}"})
-    for key, value in tensors(response).items():
+    batch = torch.stack([transform(decoded(data)) for data in photos.values()])
+    for key, value in read(client.post(extractor, **sent(form(batch)))).items():
         close(value, expected[key])
 
 
-@pytest.mark.parametrize("kind", ["x-npy", "x-safetensors"])
-def test_images_as_uint8_tensors(client, extractor, photos, kind):
+@as_named
+def test_images_as_uint8_tensors(client, extractor, photos, form):
     """As the same pixels in a lossless file."""
-    pixels = _pixels(photos.values())
-    response = client.post(extractor, content=_file(kind, pixels), headers={"content-type": f"application/{kind}"})
-    files = []
-    for image in pixels:
-        buffer = io.BytesIO()
-        PIL.Image.fromarray(image).save(buffer, "PNG")
-        files.append(buffer.getvalue())
-    for key, value in tensors(client.post(extractor, **_multipart(files))).items():
-        close(tensors(response)[key], value)
-
-
-def _file(kind, array):
-    if kind == "x-safetensors":
-        return safetensors.numpy.save({"x": array})
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
+    pixels = np.stack([decoded(data).permute(1, 2, 0).numpy()[:300, :400] for data in photos.values()])
+    found = read(client.post(extractor, **sent(form(torch.from_numpy(pixels)))))
+    files = [saved(PIL.Image.fromarray(image), "PNG") for image in pixels]
+    for key, value in read(client.post(extractor, **multipart(files))).items():
+        close(found[key], value)
 
 
 def test_safetensors(client, extractor, photos, expected):
-    headers = {**JPEG, "accept": "application/x-safetensors"}
-    response = client.post(extractor, content=photos["chelsea"], headers=headers)
-    assert response.headers["content-type"] == "application/x-safetensors"
+    response = client.post(extractor, **sent(photos["chelsea"], SAFETENSORS))
     assert int(response.headers["content-length"]) == len(response.content)
-    loaded = safetensors.torch.load(response.content)
+    loaded = read(response)
     for key in ("C4", "C5"):
         close(loaded[key], expected[key][:1])
     length = int.from_bytes(response.content[:8], "little")
@@ -143,92 +100,77 @@ def test_safetensors(client, extractor, photos, expected):
 
 
 def test_npz(client, extractor, photos, expected):
-    response = client.post(extractor, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npz"})
-    assert response.headers["content-type"] == "application/x-npz"
-    loaded = np.load(io.BytesIO(response.content), allow_pickle=False)
-    assert loaded.files == ["C4", "C5"]
-    for key in loaded.files:
-        close(loaded[key], expected[key][:1])
+    response = client.post(extractor, **sent(photos["chelsea"], NPZ))
+    assert response.headers["content-type"] == NPZ
+    loaded = read(response)
+    assert list(loaded) == ["C4", "C5"]
+    for key, value in loaded.items():
+        close(value, expected[key][:1])
 
 
 def test_npy_of_one_node(client, photos, expected):
-    url = "/v1/models/resnet18/features?weights=random&nodes=C5"
-    response = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "application/x-npy"})
-    assert response.headers["content-type"] == "application/x-npy"
-    close(np.load(io.BytesIO(response.content), allow_pickle=False), expected["C5"][:1])
+    response = client.post("/v1/models/resnet18/features?weights=random&nodes=C5", **sent(photos["chelsea"], NPY))
+    assert response.headers["content-type"] == NPY
+    close(read(response), expected["C5"][:1])
 
 
 def test_base64(client, extractor, photos, expected):
-    response = client.post(f"{extractor}?encoding=base64", content=photos["chelsea"], headers=JPEG)
+    response = client.post(f"{extractor}?encoding=base64", **sent(photos["chelsea"]))
     for output in response.json()["outputs"]:
-        read = np.frombuffer(base64.b64decode(output["data"], validate=True), "<f4").reshape(output["shape"])
-        close(read, expected[output["name"]][:1])
+        data = bytearray(base64.b64decode(output["data"], validate=True))
+        close(np.frombuffer(data, "<f4").reshape(output["shape"]), expected[output["name"]][:1])
 
 
 def test_heat_map(client, photos):
     url = "/v1/models/resnet18/features?weights=random&nodes=C4"
-    response = client.post(url, content=photos["chelsea"], headers={**JPEG, "accept": "image/png"})
+    response = client.post(url, **sent(photos["chelsea"], "image/png"))
     assert response.headers["content-type"] == "image/png"
     image = PIL.Image.open(io.BytesIO(response.content))
     assert (image.format, image.mode, image.size) == ("PNG", "RGB", (224, 224))
 
 
 @pytest.mark.parametrize(
-    ("pool", "function"),
+    ("query", "function"),
     [
-        ("avg", lambda t: t.mean((2, 3))),
-        ("max", lambda t: t.amax((2, 3))),
-        ("gem", lambda t: t.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)),
+        ("pool=avg", lambda t: t.mean((2, 3))),
+        ("pool=max", lambda t: t.amax((2, 3))),
+        ("pool=gem", lambda t: t.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)),
+        ("pool=avg&normalize=l2", lambda t: torch.nn.functional.normalize(t.mean((2, 3)), dim=1)),
     ],
 )
-def test_pooling(client, extractor, photos, expected, pool, function):
-    response = client.post(f"{extractor}?pool={pool}", content=photos["chelsea"], headers=JPEG)
-    for key, value in tensors(response).items():
+def test_pooling(client, extractor, photos, expected, query, function):
+    for key, value in read(client.post(f"{extractor}?{query}", **sent(photos["chelsea"]))).items():
         close(value, function(expected[key][:1]))
 
 
-def test_unit_length(client, extractor, photos, expected):
-    response = client.post(f"{extractor}?pool=avg&normalize=l2", content=photos["chelsea"], headers=JPEG)
-    for key, value in tensors(response).items():
-        close(value, torch.nn.functional.normalize(expected[key][:1].mean((2, 3)), dim=1))
-        assert value.norm().item() == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-3), ("bfloat16", 1e-2)])
-def test_cast(client, extractor, photos, expected, dtype, tolerance):
-    headers = {**JPEG, "accept": "application/x-safetensors"}
-    response = client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=headers)
-    for key, value in safetensors.torch.load(response.content).items():
+@pytest.mark.parametrize(("dtype", "name", "tolerance"), [("float16", "FP16", 1e-3), ("bfloat16", "BF16", 1e-2)])
+def test_cast(client, extractor, photos, expected, dtype, name, tolerance):
+    url = f"{extractor}?dtype={dtype}"
+    for key, value in read(client.post(url, **sent(photos["chelsea"], SAFETENSORS))).items():
         assert str(value.dtype) == f"torch.{dtype}"
         close(value, expected[key][:1], tolerance)
-    names = [
-        o["datatype"]
-        for o in client.post(f"{extractor}?dtype={dtype}", content=photos["chelsea"], headers=JPEG).json()["outputs"]
-    ]
-    assert names == [{"float16": "FP16", "bfloat16": "BF16"}[dtype]] * 2
+    outputs = client.post(url, **sent(photos["chelsea"])).json()["outputs"]
+    assert [output["datatype"] for output in outputs] == [name] * 2
 
 
 def test_without_preprocessing(client, extractor, photos):
     """Pixels scaled to [0, 1] and nothing else."""
     model = seeded(torchvision.models.resnet18, weights=None)
-    pixels = pil_to_tensor(PIL.Image.open(io.BytesIO(photos["chelsea"])))[None].float() / 255
+    pixels = decoded(photos["chelsea"])[None] / 255
     with torch.inference_mode():
         for layer in (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3):
             pixels = layer(pixels)
-    response = client.post(f"{extractor}?preprocess=none", content=photos["chelsea"], headers=JPEG)
-    close(tensors(response)["C4"], pixels)
+    close(read(client.post(f"{extractor}?preprocess=none", **sent(photos["chelsea"])))["C4"], pixels)
 
 
 def test_one_step_is_the_extractor(client, extractor, photos):
-    one = client.post(ONE_STEP, content=photos["coffee"], headers=JPEG).json()
-    two = client.post(extractor, content=photos["coffee"], headers=JPEG).json()
+    one, two = (client.post(url, **sent(photos["coffee"])).json() for url in (ONE_STEP, extractor))
     assert one == two
 
 
 def test_any_names_of_a_node_give_its_values(client, photos, expected):
     url = f"/v1/models/resnet18/features?weights=random&nodes=layer4:a,C5:b,{C5}:c,layer3"
-    response = client.post(url, content=photos["chelsea"], headers=JPEG)
-    found = tensors(response)
+    found = read(client.post(url, **sent(photos["chelsea"])))
     assert list(found) == ["a", "b", "c", "layer3"]
     assert torch.equal(found["a"], found["b"])
     assert torch.equal(found["a"], found["c"])
@@ -243,12 +185,10 @@ def test_published_weights_from_the_cache(make_client, photos, reference, tmp_pa
     folder = tmp_path / "hub/checkpoints"
     folder.mkdir(parents=True)
     torch.save(state, folder / "squeezenet1_1-b8a52dc0.pth")
-    response = make_client().post(
-        "/v1/models/squeezenet1_1/features?nodes=features.5", content=photos["chelsea"], headers=JPEG
-    )
+    response = make_client().post("/v1/models/squeezenet1_1/features?nodes=features.5", **sent(photos["chelsea"]))
     assert response.json()["weights"] == response.headers["x-fxserve-weights"] == "IMAGENET1K_V1"
     node = response.json()["outputs"][0]["node"]
-    close(tensors(response)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
+    close(read(response)["features.5"], reference("squeezenet1_1", node, [photos["chelsea"]], state))
 
 
 def test_weights_files_of_any_name(make_client, photos, reference, tmp_path):
@@ -262,22 +202,20 @@ def test_weights_files_of_any_name(make_client, photos, reference, tmp_path):
     spec = {"model": "squeezenet1_1", "weights": f"file:{name}", "return_nodes": ["features.5"], "name": "odd"}
     assert client.post("/v1/extractors", json=spec).json()["weights"] == f"file:{name}"
     for path in ("/v2/models/odd/infer", "/v1/extractors/odd/features"):
-        for accept in ("application/json", "application/x-safetensors"):
-            response = client.post(path, content=photos["chelsea"], headers=JPEG | {"accept": accept})
+        for accept in ("application/json", SAFETENSORS):
+            response = client.post(path, **sent(photos["chelsea"], accept))
             assert response.status_code == 200, response.text
             assert response.headers["x-fxserve-weights"].isascii()
             assert urllib.parse.unquote(response.headers["x-fxserve-weights"]) == f"file:{name}"
-    found = safetensors.torch.load(response.content)["features.5"]
+    found = read(response)["features.5"]
     close(found, reference("squeezenet1_1", "features.5", [photos["chelsea"]], state))
-    refused = client.post("/v1/extractors", json=spec | {"weights": "file:gone", "name": "other"})
-    assert refused.status_code == 422
-    assert f"file:{name}" in refused.json()["available"]
+    gone = client.post("/v1/extractors", json=spec | {"weights": "file:gone", "name": "other"})
+    assert f"file:{name}" in refused(gone, "unknown-weights")["available"]
 
 
-@pytest.mark.parametrize("accept", ["application/json", "application/x-safetensors", "application/x-npz"])
+@pytest.mark.parametrize("accept", ["application/json", SAFETENSORS, NPZ])
 def test_random_weights_say_so_and_work_is_timed(client, extractor, photos, accept):
-    headers = {**JPEG, "accept": accept, "x-request-id": "my-id"}
-    response = client.post(extractor, content=photos["chelsea"], headers=headers)
+    response = client.post(extractor, **sent(photos["chelsea"], accept, **{"x-request-id": "my-id"}))
     assert response.headers["x-fxserve-weights"] == "random"
     assert response.headers["x-request-id"] == "my-id"
     timing = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
@@ -289,10 +227,8 @@ def test_response_text_counts_as_memory(make_client, photos):
     """As JSON an answer takes several times its raw bytes, as raw bytes nothing more."""
     client = make_client(max_inflight_bytes=12_000_000)
     path = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.0"  # 3.2 MB raw
-    headers = {**JPEG, "accept": "application/x-safetensors"}
-    assert client.post(path, content=photos["chelsea"], headers=headers).status_code == 200
-    refused = client.post(path, content=photos["chelsea"], headers=JPEG)
-    assert (refused.status_code, refused.json()["type"]) == (413, "/problems/request-too-large")
+    assert client.post(path, **sent(photos["chelsea"], SAFETENSORS)).status_code == 200
+    refused(client.post(path, **sent(photos["chelsea"])), "request-too-large", status=413)
     infer = "/v2/models/squeezenet1_1/infer"
     document = {"parameters": {"weights": "random"}, "outputs": [{"name": "features.0"}]}
     document["inputs"] = [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [b64(photos["chelsea"])]}]
@@ -307,10 +243,9 @@ def test_a_heat_map_claims_the_memory_of_its_preprocessing(client, monkeypatch):
     claimed = []
     claim = Reservation.claim
     monkeypatch.setattr(Reservation, "claim", lambda self, amount: (claimed.append(amount), claim(self, amount))[1])
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", (1200, 900), "red").save(buffer, "JPEG")
+    photo = saved(PIL.Image.new("RGB", (1200, 900), "red"), "JPEG")
     path = "/v1/models/fasterrcnn_mobilenet_v3_large_320_fpn/features?weights=random&nodes=C4"
-    response = client.post(path, content=buffer.getvalue(), headers={**JPEG, "accept": "image/png"})
+    response = client.post(path, **sent(photo, "image/png"))
     assert response.status_code == 200
     floats = 4 * 3 * 1200 * 900
     assert claimed[-1] > floats

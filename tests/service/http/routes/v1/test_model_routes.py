@@ -12,6 +12,8 @@ from fxcore.backends import BACKENDS
 from fxcore.models.catalog import get_model
 from service.engine.backends.choice import served_precisions
 from service.schemas.specs import ExtractorSpec
+from tests.hostile_images import saved
+from tests.wire import NPY, created, read, refused, sent
 
 
 def test_all_models_of_torchvision(client):
@@ -51,8 +53,7 @@ def test_models_by_task_and_name(client, query, expected):
 
 def test_loaded_models_say_so(make_client):
     client = make_client(models=["resnet18", "squeezenet1_1"])
-    spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": ["features.3"]}
-    assert client.post("/v1/extractors", json=spec).status_code == 201
+    created(client, model="squeezenet1_1", weights="random", return_nodes=["features.3"])
     loaded = {model["name"]: model["loaded"] for model in client.get("/v1/models").json()["models"]}
     assert loaded == {"resnet18": False, "squeezenet1_1": True}
 
@@ -88,11 +89,9 @@ def test_a_slow_precision_is_said(make_client, monkeypatch, photos):
     said = client.get("/v1/models/squeezenet1_1").json()["precisions"]
     assert said["float32"] == {"backends": ["eager"], "note": None}  # without lowering, as tests have it
     assert "takes longer here than float32" in said["bfloat16"]["note"]
-    query = "nodes=features.3&weights=random&pool=avg"
-    headers = {"content-type": "image/jpeg"}
     for precision in ("float32", "bfloat16"):
-        url = f"/v1/models/squeezenet1_1/features?{query}&precision={precision}"
-        answer = client.post(url, content=photos["chelsea"], headers=headers)
+        url = f"/v1/models/squeezenet1_1/features?nodes=features.3&weights=random&pool=avg&precision={precision}"
+        answer = client.post(url, **sent(photos["chelsea"]))
         assert answer.headers.get("x-fxserve-note") == said[precision]["note"]
     notes = {made["precision"]: made["note"] for made in client.get("/v1/extractors").json()["extractors"]}
     assert notes == {precision: said[precision]["note"] for precision in notes}
@@ -129,8 +128,7 @@ def test_one_model_with_other_weights_has_their_preprocessing(client):
     assert detail["preprocessing"]["crop_size"] == preset.crop_size == [384]
     assert detail["inputs"][0]["shape"] == [None, 3, 384, 384]
     assert detail["default_weights"] == "IMAGENET1K_V1"
-    problem = client.get("/v1/models/resnet50?weights=IMAGENET1K_V9")
-    assert (problem.status_code, problem.json()["type"]) == (422, "/problems/unknown-weights")
+    refused(client.get("/v1/models/resnet50?weights=IMAGENET1K_V9"), "unknown-weights")
 
 
 @pytest.mark.parametrize("preprocess", ["default", "pil", "fast"])
@@ -139,25 +137,23 @@ def test_what_default_preprocessing_means_on_this_server(make_client, photos, pr
     told = client.get("/v1/models/resnet18").json()["default_preprocess"]
     assert told["way"] == preprocess
     path = "/v1/models/resnet18/features?nodes=x&weights=random"
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-    large = io.BytesIO()  # so that fast decodes it at half its size
-    PIL.Image.open(io.BytesIO(photos["chelsea"])).resize((1804, 1200)).save(large, "JPEG")
-    made = np.load(io.BytesIO(client.post(path, content=large.getvalue(), headers=headers).content))
+    # So that fast decodes it at half its size.
+    large = saved(PIL.Image.open(io.BytesIO(photos["chelsea"])).resize((1804, 1200)), "JPEG")
+    made = read(client.post(path, **sent(large, NPY)))
     # Python, but for the PIL image.
     names = {
         "torchvision": torchvision,
         "weights": torchvision.models.ResNet18_Weights.DEFAULT,
-        "data": torch.frombuffer(bytearray(large.getvalue()), dtype=torch.uint8),
-        "image": PIL.Image.open(large),
+        "data": torch.frombuffer(bytearray(large), dtype=torch.uint8),
+        "image": PIL.Image.open(io.BytesIO(large)),
     }
     if preprocess != "fast":
         meant = eval(told["meaning"].replace("PIL image", "image"), names)
         assert np.array_equal(made[0], meant.numpy())
     else:
         assert told["meaning"].startswith("as default")
-        exact = client.post(f"{path}&preprocess=pil", content=large.getvalue(), headers=headers)
-        difference = np.abs(made - np.load(io.BytesIO(exact.content))).mean()
-        assert 1e-3 < difference < 0.1
+        exact = read(client.post(f"{path}&preprocess=pil", **sent(large, NPY)))
+        assert 1e-3 < np.abs(made - exact).mean() < 0.1
 
 
 def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
@@ -211,13 +207,6 @@ def test_what_is_listed_is_what_an_extractor_has(client, model):
         level: nodes["levels"].get(level, {"node": level})["node"] for level in levels
     }
     client.delete(f"/v1/extractors/{found.id}")
-
-
-def test_weights_that_there_are_not(client):
-    for path in ("nodes", "graph"):
-        response = client.get(f"/v1/models/resnet18/{path}?weights=V9")
-        assert (response.status_code, response.json()["type"]) == (422, "/problems/unknown-weights")
-        assert response.json()["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
 
 
 def test_nodes_are_written_once(client):
@@ -291,6 +280,8 @@ def test_graph_as_code(client):
         ("/v1/models/resnet5O", {}, 404, "unknown-model"),
         ("/v1/models/resnet5O/nodes", {}, 404, "unknown-model"),
         ("/v1/models/resnet5O/graph", {}, 404, "unknown-model"),
+        ("/v1/models/resnet18/nodes?weights=V9", {}, 422, "unknown-weights"),
+        ("/v1/models/resnet18/graph?weights=V9", {}, 422, "unknown-weights"),
         ("/v1/models/resnet18/graph?height=64", {}, 422, "invalid-request"),
         ("/v1/models/resnet18/graph?height=0&width=9", {}, 422, "invalid-request"),
         ("/v1/models/resnet18/graph?height=9&width=99999999", {}, 422, "invalid-request"),
@@ -301,15 +292,13 @@ def test_graph_as_code(client):
     ],
 )
 def test_bad_requests_get_problem_documents(client, path, headers, status, kind):
-    response = client.get(path, headers=headers)
-    assert response.status_code == status
-    assert response.headers["content-type"] == "application/problem+json"
-    assert response.json()["type"] == f"/problems/{kind}"
-    assert response.json()["status"] == status
+    document = refused(client.get(path, headers=headers), kind, status=status)
     if kind == "unknown-model":
-        assert "resnet50" in response.json()["suggestions"]
+        assert "resnet50" in document["suggestions"]
+    if kind == "unknown-weights":
+        assert document["available"] == ["DEFAULT", "IMAGENET1K_V1", "random"]
     if status == 406:
-        assert "image/svg+xml" in response.json()["available"]
+        assert "image/svg+xml" in document["available"]
 
 
 def test_a_layout_opens_the_modules_that_are_named(client):
@@ -333,8 +322,7 @@ def test_a_layout_opens_the_modules_that_are_named(client):
 
 def test_graphs_are_as_they_are_documented(client):
     document = client.get("/openapi.json").json()
-    spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1"]}
-    id = client.post("/v1/extractors", json=spec).json()["id"]
+    id = created(client, model="resnet18", weights="random", return_nodes=["layer1"])["id"]
     for path, url in (
         ("/v1/models/{model}/graph", "/v1/models/resnet18/graph"),
         ("/v1/extractors/{extractor}/graph", f"/v1/extractors/{id}/graph"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -13,11 +12,11 @@ import PIL.Image
 import pytest
 import torch
 from captum.attr import IntegratedGradients
-from safetensors.torch import load, save
 from torchvision.transforms import functional as F
 
 from tests.service.conftest import Client
 from tests.service.own_models import own_models
+from tests.wire import NPY, SAFETENSORS, created, images, read, refused, sent
 
 MODULE = """
 import torch
@@ -171,14 +170,7 @@ def test_tensors_give_the_modules_own_values(own: tuple[Client, ModuleType], nam
     x = torch.rand(2, channels, 32, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reference(module, name)(x.to(dtype))
-    buffer = io.BytesIO()
-    np.save(buffer, x.numpy())
-    node = node_of(client, name)
-    response = client.post(
-        f"/v1/models/{name}/features?nodes={node}",
-        content=buffer.getvalue(),
-        headers={"Content-Type": "application/x-npy", "Accept": "application/json"},
-    )
+    response = client.post(f"/v1/models/{name}/features?nodes={node_of(client, name)}", **sent(x))
     assert response.status_code == 200, response.text
     (output,) = response.json()["outputs"]
     assert output["datatype"] == V2.get(name, "FP32")
@@ -194,8 +186,7 @@ def test_tensors_give_the_modules_own_values(own: tuple[Client, ModuleType], nam
 def test_outputs_of_one_window_or_several(own: tuple[Client, ModuleType]) -> None:
     """A larger map has several windows, and so its value one more dimension."""
     client, _ = own
-    spec = {"model": "windows", "return_nodes": {"second": "end"}, "inputs": ["first"]}
-    made = client.post("/v1/extractors", json=spec).json()
+    made = created(client, model="windows", return_nodes={"second": "end"}, inputs=["first"])
     described = client.get(f"/v2/models/{made['id']}").json()
     assert described["inputs"] == [{"name": "first", "datatype": "FP32", "shape": [-1, 8, -1, -1]}]
     assert described["outputs"] == [{"name": "end", "datatype": "FP32", "shape": [-1, -1, -1]}]
@@ -214,11 +205,7 @@ def test_photographs(own: tuple[Client, ModuleType], photos: dict[str, bytes], n
     with torch.no_grad():
         expected = reference(module, name)(x.to(DTYPES.get(name, torch.float32))).float()
     url = f"/v1/models/{name}/features?nodes={node_of(client, name)}&preprocess=pil&dtype=float32"
-    response = client.post(
-        url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-    )
-    assert response.status_code == 200, response.text
-    value = torch.from_numpy(np.load(io.BytesIO(response.content)))
+    value = read(client.post(url, **sent(photos["chelsea"], SAFETENSORS)))[node_of(client, name)]
     torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -226,31 +213,16 @@ def test_photographs(own: tuple[Client, ModuleType], photos: dict[str, bytes], n
 def test_heat_maps_of_one_channel(own: tuple[Client, ModuleType], photos: dict[str, bytes], query: str) -> None:
     """They are over PIL's grey image, and the larger the value, the brighter the colour."""
     client, _ = own
-    model = "grey" if query.startswith("features") else "mlp"
-
-    def answered(accept: str) -> bytes:
-        headers = {"Content-Type": "image/jpeg", "Accept": accept}
-        response = client.post(f"/v1/models/{model}/{query}&preprocess=pil", content=photos["chelsea"], headers=headers)
-        assert (response.status_code, response.headers["content-type"]) == (200, accept), response.text
-        return response.content
-
-    strength = np.abs(np.load(io.BytesIO(answered("application/x-npy")))[0]).mean(0)
+    url = f"/v1/models/{'grey' if query.startswith('features') else 'mlp'}/{query}&preprocess=pil"
+    strength = np.abs(read(client.post(url, **sent(photos["chelsea"], NPY)))[0]).mean(0)
     expected = np.asarray(PIL.Image.fromarray(strength).resize((32, 32), PIL.Image.Resampling.BICUBIC))
     image = PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")
     grey = np.asarray(F.center_crop(F.resize(image, [36], antialias=True), [32]).convert("L"))
-    drawn = np.asarray(PIL.Image.open(io.BytesIO(answered("image/png"))))
+    drawn = np.asarray(PIL.Image.open(io.BytesIO(client.post(url, **sent(photos["chelsea"], "image/png")).content)))
     colours = (drawn - 0.35 * grey[..., None]).sum(2)
     shown = expected.clip(strength.min(), strength.max())
     ranks = [value.ravel().argsort().argsort() for value in (shown, colours)]
     assert np.corrcoef(ranks)[0, 1] > 0.999
-
-
-def posted_to_grey(client: Client, query: str, photo: bytes) -> dict[str, torch.Tensor]:
-    """The answer of the model ``grey`` for a photograph."""
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"}
-    response = client.post(f"/v1/models/grey/features?nodes=second&{query}", content=photo, headers=headers)
-    assert response.status_code == 200, response.text
-    return load(response.content)
 
 
 def luma(photo: PIL.Image.Image) -> np.ndarray:
@@ -263,7 +235,8 @@ def test_one_channel_without_preprocessing(own: tuple[Client, ModuleType], photo
     grey = luma(PIL.Image.open(io.BytesIO(photos["chelsea"])).convert("RGB")) / 255
     with torch.no_grad():
         expected = reference(module, "grey")(torch.from_numpy(grey).float()[None, None])
-    answered = posted_to_grey(client, "preprocess=none", photos["chelsea"])
+    url = "/v1/models/grey/features?nodes=second&preprocess=none"
+    answered = read(client.post(url, **sent(photos["chelsea"], SAFETENSORS)))
     torch.testing.assert_close(answered["second"], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -279,45 +252,35 @@ def test_one_channel_padded(own: tuple[Client, ModuleType], photos: dict[str, by
     x[0, 0, top : top + height] = torch.from_numpy((grey - mean) / std)
     with torch.no_grad():
         expected = reference(module, "grey")(x)
-    answered = posted_to_grey(client, "fit=pad&image_size=96x64&preprocess=pil", photos["chelsea"])
+    url = "/v1/models/grey/features?nodes=second&fit=pad&image_size=96x64&preprocess=pil"
+    answered = read(client.post(url, **sent(photos["chelsea"], SAFETENSORS)))
     assert answered["valid_box"].tolist() == [[0, top, 64, top + height]]
     torch.testing.assert_close(answered["second"], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_normalization_of_one_channel_is_folded(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
     client, _ = own
-    spec = {"model": "grey", "return_nodes": ["second"]}
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
     values = []
     for transforms in ([], ["fold_normalization"]):
-        made = client.post("/v1/extractors?wait=60", json={**spec, "transforms": transforms})
-        assert made.status_code in (200, 201), made.text
-        answer = client.post(f"/v1/extractors/{made.json()['id']}/features", content=photos["rocket"], headers=headers)
-        assert answer.status_code == 200, answer.text
-        values.append(torch.from_numpy(np.load(io.BytesIO(answer.content))))
+        made = created(client, model="grey", return_nodes=["second"], transforms=transforms)
+        values.append(read(client.post(f"/v1/extractors/{made['id']}/features", **sent(photos["rocket"])))["second"])
     torch.testing.assert_close(values[1], values[0], rtol=1e-4, atol=1e-4)
 
 
 def test_normalization_of_other_channels_is_not_folded(own: tuple[Client, ModuleType]) -> None:
     client, _ = own
     spec = {"model": "six", "return_nodes": ["second"], "transforms": ["fold_normalization"]}
-    refused = client.post("/v1/extractors?wait=60", json=spec)
-    assert (refused.status_code, "input has 6 channels" in refused.json()["detail"]) == (422, True), refused.text
+    refused(client.post("/v1/extractors?wait=60", json=spec), "cannot-transform", "input has 6 channels")
 
 
 def test_photographs_have_no_six_channels(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
     client, _ = own
     url = f"/v1/models/six/features?nodes={node_of(client, 'six')}"
-    refused = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg"})
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
-    assert "does not take single images; send tensors: x [None, 6, 32, 32]" in refused.json()["detail"]
-    drawn = client.post(url, content=photos["chelsea"], headers={"Content-Type": "image/jpeg", "Accept": "image/png"})
-    assert (drawn.status_code, drawn.json()["detail"]) == (422, refused.json()["detail"])
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros((1, 40, 40, 6), np.uint8))
-    refused = client.post(url, content=buffer.getvalue(), headers={"Content-Type": "application/x-npy"})
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
-    assert "send float32 [N, 6, H, W]" in refused.json()["detail"]
+    for accept in ("*/*", "image/png"):
+        response = client.post(url, **sent(photos["chelsea"], accept))
+        refused(response, "bad-tensor", "does not take single images; send tensors: x [None, 6, 32, 32]")
+    pixels = np.zeros((1, 40, 40, 6), np.uint8)
+    refused(client.post(url, **sent(pixels)), "bad-tensor", "send float32 [N, 6, H, W]")
 
 
 @pytest.mark.parametrize(("name", "own_dtype"), [("converting", torch.float32), ("converting16", torch.bfloat16)])
@@ -332,16 +295,12 @@ def test_values_that_a_model_converts_have_the_dtype_that_is_described(
         expected = {"first": first, "pow": first.float().pow(2)}
         summed = first * torch.rsqrt(expected["pow"].mean(1, keepdim=True) + 1e-6).to(own_dtype)
         expected["cumsum"] = summed.double().cumsum(1)
-    path = "/v1/extractors"
-    spec = {"model": name, "return_nodes": ["first", "pow", "cumsum"], "backend": "eager"}
-    made = client.post(f"{path}?wait=60", json=spec).json()
+    made = created(client, model=name, return_nodes=["first", "pow", "cumsum"], backend="eager")
     dtypes = {key: str(value.dtype).removeprefix("torch.") for key, value in expected.items()}
     assert {output["key"]: output["dtype"] for output in made["outputs"]} == dtypes
     sizes = {key: value[0].nbytes for key, value in expected.items()}
     assert {output["key"]: output["bytes_per_image"] for output in made["outputs"]} == sizes
-    headers = {"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
-    response = client.post(f"{path}/{made['id']}/features", content=save({"x": x}), headers=headers)
-    found = load(response.content)
+    found = read(client.post(f"/v1/extractors/{made['id']}/features", **sent(x, SAFETENSORS)))
     for key, value in expected.items():
         assert found[key].dtype == value.dtype
         torch.testing.assert_close(found[key], value)
@@ -353,12 +312,10 @@ def test_tensors_of_another_dtype_than_the_model_s_are_not_cast(own: tuple[Clien
     model = reference(module, "scaled")
     with torch.no_grad():
         expected = model.first.bfloat16()(x.bfloat16()) * model.scale
-    spec = {"model": "scaled", "return_nodes": ["mul"], "backend": "eager", "precision": "bfloat16"}
-    made = client.post("/v1/extractors?wait=60", json=spec).json()
+    made = created(client, model="scaled", return_nodes=["mul"], backend="eager", precision="bfloat16")
     assert [output["dtype"] for output in made["outputs"]] == ["float64"]
-    headers = {"Content-Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
-    response = client.post(f"/v1/extractors/{made['id']}/features", content=save({"x": x}), headers=headers)
-    torch.testing.assert_close(load(response.content)["mul"], expected)
+    found = read(client.post(f"/v1/extractors/{made['id']}/features", **sent(x, SAFETENSORS)))
+    torch.testing.assert_close(found["mul"], expected)
 
 
 def test_numpy_has_no_bfloat16_whatever_the_values_have(
@@ -366,18 +323,15 @@ def test_numpy_has_no_bfloat16_whatever_the_values_have(
 ) -> None:
     client, _ = own
     for query, status in (("nodes=cumsum", 200), ("nodes=cumsum&dtype=bfloat16", 406)):
-        headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-        url = f"/v1/models/converting/features?{query}"
-        response = client.post(url, content=photos["chelsea"], headers=headers)
+        response = client.post(f"/v1/models/converting/features?{query}", **sent(photos["chelsea"], NPY))
         assert response.status_code == status, response.text[:500]
 
 
 def test_backends_and_precisions_of_other_dtypes(own: tuple[Client, ModuleType]) -> None:
     client, _ = own
     spec = {"model": "float64", "return_nodes": [node_of(client, "float64")]}
-    refused = client.post("/v1/extractors", json={**spec, "precision": "int8"})
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/unsupported")
-    made = client.post("/v1/extractors?wait=60", json={**spec, "precision": "bfloat16"}).json()
+    refused(client.post("/v1/extractors", json={**spec, "precision": "int8"}), "unsupported")
+    made = created(client, **spec, precision="bfloat16")
     assert (made["state"], made["outputs"][0]["dtype"]) == ("ready", "bfloat16")
 
 
@@ -393,24 +347,17 @@ def test_a_precision_that_an_operation_lacks_is_refused_before_the_first_request
     with pytest.raises((NotImplementedError, RuntimeError)), torch.no_grad():
         torch.fft.rfft2(x.to(dtype))
 
-    def made(**fields: Any) -> Any:
-        spec = {"model": "spectrum", "weights": "DEFAULT", "precision": precision, **fields}
-        return client.post("/v1/extractors", json=spec)
-
-    refused = made(return_nodes=["second"])
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/backend-refused"), refused.text
-    assert f"spectrum cannot run in {precision}" in refused.json()["detail"]
-    assert "precision=float32" in refused.json()["detail"]
-    before, after = made(return_nodes=["first"]), made(return_nodes=["second"], inputs=["mean"])
-    assert (before.status_code, after.status_code) == (201, 201), (before.text, after.text)
+    spec = {"model": "spectrum", "weights": "DEFAULT", "precision": precision}
+    response = client.post("/v1/extractors", json={**spec, "return_nodes": ["second"]})
+    document = refused(response, "backend-refused", f"spectrum cannot run in {precision}")
+    assert "precision=float32" in document["detail"]
+    created(client, **spec, return_nodes=["first"])
+    after = created(client, **spec, return_nodes=["second"], inputs=["mean"])
     rows = torch.rand(2, 8, generator=torch.Generator().manual_seed(2))
-    buffer = io.BytesIO()
-    np.save(buffer, rows.numpy())
-    headers = {"Content-Type": "application/x-npy", "Accept": "application/x-safetensors"}
-    response = client.post(f"/v1/extractors/{after.json()['id']}/features", content=buffer.getvalue(), headers=headers)
+    found = read(client.post(f"/v1/extractors/{after['id']}/features", **sent(rows, SAFETENSORS)))
     with torch.no_grad():
         expected = model.second.to(dtype)(rows.to(dtype))  # type: ignore[attr-defined]
-    torch.testing.assert_close(load(response.content)["second"], expected)
+    torch.testing.assert_close(found["second"], expected)
 
 
 def test_integrated_gradients_before_a_sum_are_captums(own: tuple[Client, ModuleType]) -> None:
@@ -419,28 +366,23 @@ def test_integrated_gradients_before_a_sum_are_captums(own: tuple[Client, Module
     model = reference(module, "summed")
     x = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     url = "/v1/models/summed/attributions?of=second&at=relu&target=1&method=integrated_gradients&steps=3"
-    kinds = dict.fromkeys(("Content-Type", "Accept"), "application/x-safetensors")
-    response = client.post(url, content=save({"x": x}), headers=kinds)
-    assert response.status_code == 200, response.text
+    found = read(client.post(url, **sent(x, SAFETENSORS)))
     with torch.no_grad():
         before = model.first(x).relu()  # type: ignore[attr-defined]
     after = IntegratedGradients(lambda value: model.second(value.sum((2, 3))))  # type: ignore[attr-defined]
     expected = after.attribute(before, target=1, n_steps=3).float()
-    torch.testing.assert_close(load(response.content)["attribution"], expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["attribution"], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_node_that_only_writes_in_place_is_edited(own: tuple[Client, ModuleType], photos: dict[str, bytes]) -> None:
     """No node reads its value: what follows reads the tensor that it overwrote."""
     client, module = own
     model: Any = reference(module, "summed")
-    encoded = base64.b64encode(photos["chelsea"]).decode()
-    url, accept = "/v1/models/summed/features", {"Accept": "application/x-safetensors"}
-    first = client.post(f"{url}?nodes=first", json={"images": [encoded]}, headers=accept)
+    url = "/v1/models/summed/features"
+    value = read(client.post(f"{url}?nodes=first", **sent(photos["chelsea"])))["first"].relu()
     edits = [{"node": "relu", "channels": [1, 5], "scale": 0.5, "shift": 2.0}]
-    response = client.post(f"{url}?nodes=second", json={"images": [encoded], "edits": edits}, headers=accept)
-    assert response.status_code == 200, response.text
+    found = read(client.post(f"{url}?nodes=second", json=images([photos["chelsea"]], edits=edits)))
+    value[:, [1, 5]] = value[:, [1, 5]] * 0.5 + 2.0
     with torch.no_grad():
-        value = load(first.content)["first"].relu()
-        value[:, [1, 5]] = value[:, [1, 5]] * 0.5 + 2.0
         expected = model.second(value.sum((2, 3)))
-    torch.testing.assert_close(load(response.content)["second"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found["second"], expected, rtol=1e-4, atol=1e-4)

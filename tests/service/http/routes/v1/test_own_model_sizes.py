@@ -9,6 +9,7 @@ import pytest
 
 from tests.service.conftest import Client
 from tests.service.own_models import own_models
+from tests.wire import refused, sent
 
 POSITIONS = """
 import torch
@@ -49,14 +50,12 @@ def test_a_size_at_which_the_model_fails_is_an_error_of_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And the log has no traceback of it."""
-    image = {"content": photos["chelsea"], "headers": {"Content-Type": "image/jpeg"}}
+    image = sent(photos["chelsea"])
     with own_models(tmp_path, POSITIONS, ENTRY):
         client = make_client(models_dir=tmp_path)
         served = client.post("/v1/models/positions/features?nodes=head&image_size=48", **image)
-        refused = client.post(f"/v1/models/positions/{query}", **image)
+        failed = client.post(f"/v1/models/positions/{query}", **image)
     assert served.status_code == 200, served.text
-    problem = refused.json()
-    assert (refused.status_code, problem["type"]) == (422, "/problems/bad-tensor")
     reason = "IndexError: index out of range in self; the usual size of positions is 64 x 64"
-    assert problem["detail"] == f"{shown}: {reason}"
+    refused(failed, "bad-tensor", f"{shown}: {reason}")
     assert not any(record.exc_info for record in caplog.records)

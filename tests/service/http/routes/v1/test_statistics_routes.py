@@ -18,6 +18,7 @@ from service.offline import Job, extract
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
 from tests.service.conftest import Client
+from tests.wire import refused
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -115,7 +116,7 @@ def test_files_that_have_changed_are_not_sent(server: Client, folder: Path) -> N
             (folder.parent / name).write_bytes(data)
     assert changed.status_code == 422
     assert b"secret" not in changed.content
-    assert (gone.status_code, gone.json()["detail"]) == (404, f"{second} can no longer be read")
+    refused(gone, "not-found", f"{second} can no longer be read", status=404)
 
 
 def test_a_folder_without_top_images_is_refused(folder: Path, tmp_path: Path) -> None:

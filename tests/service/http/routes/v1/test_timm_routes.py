@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import difflib
 import io
 import threading
@@ -23,9 +22,22 @@ from service.engine.models import served
 from service.http import state
 from tests.fxcore.hooks import hooked
 from tests.seeded import seeded
+from tests.wire import NPY, b64, created, images, read, refused, sent
 
-PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg")
+PHOTO = Path(fxcore.photos.__file__).with_name("chelsea.jpg").read_bytes()
 SPEC = {"model": "timm.test_vit", "weights": "random", "return_nodes": {"norm": "tokens"}}
+
+
+def prepared(model):
+    """The photo as timm prepares it for a model."""
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+    return transform(PIL.Image.open(io.BytesIO(PHOTO)).convert("RGB"))[None]
+
+
+def embedded(client, model, **more):
+    response = client.post("/v1/embeddings", json={"model": model, "input": b64(PHOTO), **more})
+    assert response.status_code == 200, response.text
+    return response.json()["data"][0]["embedding"]
 
 
 def test_they_are_counted_and_listed_by_source(client):
@@ -64,14 +76,13 @@ def test_timm_is_imported_beside_the_event_loop(client, monkeypatch):
     monkeypatch.setattr(state, "imported", lambda: False)
     monkeypatch.setattr(catalog, "timm_models", noting(threads, catalog.timm_models))
     monkeypatch.setattr(catalog, "timm_model", noting(threads, catalog.timm_model))
-    image = base64.b64encode(PHOTO.read_bytes()).decode()
     asked = [
         client.get("/v1/models"),
         client.get("/v1/models?source=timm&q=test_vit"),
         client.get("/v1/models/timm.test_vit/nodes"),
         client.get("/v2/models/timm.test_vit"),
         client.post("/v1/extractors?wait=60", json=SPEC),
-        client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image}),
+        client.post("/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": b64(PHOTO)}),
     ]
     assert {response.status_code for response in asked} <= {200, 201}
     assert len(threads) >= len(asked)
@@ -87,9 +98,7 @@ def test_names_like_an_unknown_one_are_searched_for_beside_the_event_loop(client
     few = make_client(models=["timm.test_*"])
     asked = [
         client.get("/v1/models/timm.test_vitt/nodes"),
-        client.post(
-            "/v1/models/timm.test_vitt/features?nodes=norm", content=b"", headers={"content-type": "image/png"}
-        ),
+        client.post("/v1/models/timm.test_vitt/features?nodes=norm", **sent(b"")),
         client.get("/v2/models/timm.test_vitt"),
         few.get("/v1/models/timm.test_vitt/nodes"),
         few.get("/v1/models/timm.vit_tiny_patch16_224/nodes"),
@@ -130,47 +139,31 @@ def test_one_is_described(client):
 
 
 def test_features_are_timms(client):
-    data = PHOTO.read_bytes()
-    made = client.post("/v1/extractors?wait=60", json=SPEC).json()
-    assert made["state"] == "ready", made
-    response = client.post(
-        f"/v1/extractors/{made['id']}/features",
-        content=data,
-        headers={"content-type": "image/jpeg", "accept": "application/json"},
-    ).json()["outputs"][0]
+    found = read(client.post("/v1/models/timm.test_vit/features?weights=random&nodes=norm", **sent(PHOTO)))
     model = seeded(timm.create_model, "test_vit")
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-    with torch.no_grad(), PIL.Image.open(PHOTO) as image:
-        expected = model.forward_features(transform(image.convert("RGB"))[None])
-    assert response["shape"] == list(expected.shape)
-    assert np.allclose(np.array(response["data"]).reshape(expected.shape), expected.numpy(), atol=1e-4)
+    with torch.no_grad():
+        expected = model.forward_features(prepared(model))
+    torch.testing.assert_close(found["norm"], expected, rtol=1e-5, atol=1e-4)
 
 
 def test_windows_are_averaged_to_the_channels(client):
     """Their other axes are unknown, but not their channels."""
     name, path = "test_maxvit", "stages.0.blocks.0.attn_block.attn.proj"
     pixels = torch.rand(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
-    body = io.BytesIO()
-    np.save(body, pixels.numpy())
     query = f"nodes={path}&weights=random&preprocess=none&pool=avg"
-    headers = {"content-type": "application/x-npy", "accept": "application/x-npy"}
-    response = client.post(f"/v1/models/timm.{name}/features?{query}", content=body.getvalue(), headers=headers)
-    assert response.status_code == 200, response.text
+    found = read(client.post(f"/v1/models/timm.{name}/features?{query}", **sent(pixels, NPY)))
     windows = hooked(seeded(timm.create_model, name), path, pixels)
     assert windows.shape == (128, 5, 5, 32)
-    np.testing.assert_allclose(
-        np.load(io.BytesIO(response.content)), windows.unflatten(0, (2, 64)).mean(dim=(1, 2, 3)), atol=1e-5
-    )
+    np.testing.assert_allclose(found, windows.unflatten(0, (2, 64)).mean(dim=(1, 2, 3)), atol=1e-5)
 
 
 def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    response = client.post("/v1/models/timm.test_vit2/features?nodes=norm", content=PHOTO.read_bytes(),
-                         headers={"content-type": "image/jpeg"})  # fmt: skip
-    assert response.status_code == 503
-    assert response.json()["file"] == "model.safetensors"
-    assert response.json()["folder"].startswith(str(tmp_path))
+    response = client.post("/v1/models/timm.test_vit2/features?nodes=norm", **sent(PHOTO))
+    problem = refused(response, "weights-unavailable", status=503)
+    assert problem["file"] == "model.safetensors"
+    assert problem["folder"].startswith(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -200,15 +193,11 @@ def test_patterns_say_which_are_served(make_client):
 
 
 def test_an_embedding_is_the_class_token(client):
-    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    response = client.post(
-        "/v1/embeddings", json={"model": "timm.test_vit@random:norm", "input": image, "dimensions": 8}
-    )
+    found = embedded(client, "timm.test_vit@random:norm", dimensions=8)
     model = seeded(timm.create_model, "test_vit")
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-    with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
-        token = model.forward_features(transform(photo.convert("RGB"))[None])[0, 0, :8]
-    assert np.allclose(response.json()["data"][0]["embedding"], (token / token.norm()).numpy(), atol=1e-4)
+    with torch.no_grad():
+        token = model.forward_features(prepared(model))[0, 0, :8]
+    assert np.allclose(found, token / token.norm(), atol=1e-4)
 
 
 @pytest.mark.exhaustive
@@ -228,57 +217,40 @@ def test_an_embedding_is_the_class_token(client):
 )
 def test_an_embedding_of_a_vit_is_what_its_head_pools(client, name, pooled):
     """timm's ``forward_head(…, pre_logits=True)``, but for the norm that some have between pooling and head."""
-    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    response = client.post("/v1/embeddings", json={"model": f"timm.{name}@random:norm", "input": image})
-    assert response.status_code == 200, response.text
+    found = embedded(client, f"timm.{name}@random:norm")
     model = seeded(timm.create_model, name)
     assert model.global_pool == pooled
     model.fc_norm = torch.nn.Identity()
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-    with torch.no_grad(), PIL.Image.open(PHOTO) as photo:
-        expected = model.forward_head(model.forward_features(transform(photo.convert("RGB"))[None]), pre_logits=True)
-    assert np.allclose(response.json()["data"][0]["embedding"], expected[0].numpy(), atol=1e-4)
+    with torch.no_grad():
+        expected = model.forward_head(model.forward_features(prepared(model)), pre_logits=True)
+    assert np.allclose(found, expected[0], atol=1e-4)
 
 
 @pytest.mark.exhaustive
 def test_tokens_of_a_named_extractor_are_pooled_by_attention(client):
     """Its own answers stay the tokens."""
-    image = "data:image/jpeg;base64," + base64.b64encode(PHOTO.read_bytes()).decode()
-    spec = {"model": "timm.test_vit3", "weights": "random", "return_nodes": {"norm": "tokens"}, "name": "pooled"}
-    assert client.post("/v1/extractors?wait=60", json=spec).status_code == 201
-    found = client.post("/v1/embeddings", json={"model": "pooled", "input": image}).json()
-    named = client.post("/v1/embeddings", json={"model": "timm.test_vit3@random:attn_pool", "input": image}).json()
-    assert found["model"] == "pooled"
-    assert found["data"] == named["data"]
-    tokens = client.post("/v1/extractors/pooled/features", json={"images": [image]}).json()["outputs"][0]
-    assert (tokens["name"], tokens["shape"]) == ("tokens", [1, 101, 96])
+    created(client, **SPEC | {"model": "timm.test_vit3", "name": "pooled"})
+    assert embedded(client, "pooled") == embedded(client, "timm.test_vit3@random:attn_pool")
+    tokens = read(client.post("/v1/extractors/pooled/features", json=images([PHOTO])))["tokens"]
+    assert tokens.shape == (1, 101, 96)
 
 
 def test_poolings_joined_in_a_query(client):
     """Written with a plus sign, which is a space in a query, or percent-encoded."""
     path = "/v1/models/timm.test_vit/features?nodes=norm&weights=random"
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
     one, other, joined, encoded = (
-        np.load(io.BytesIO(client.post(f"{path}&pool={pool}", content=PHOTO.read_bytes(), headers=headers).content))
-        for pool in ("cls", "avg", "cls+avg", "cls%2Bavg")
+        read(client.post(f"{path}&pool={pool}", **sent(PHOTO, NPY))) for pool in ("cls", "avg", "cls+avg", "cls%2Bavg")
     )
     assert np.array_equal(joined, np.concatenate([one, other], axis=1))
     assert np.array_equal(joined, encoded)
-    wrong = client.post(f"{path}&pool=cls+sum", content=PHOTO.read_bytes(), headers=headers).json()
-    assert wrong["type"] == "/problems/invalid-request"
-    assert "one or more of avg, max, gem, cls joined by +" in wrong["detail"]
+    wrong = client.post(f"{path}&pool=cls+sum", **sent(PHOTO))
+    refused(wrong, "invalid-request", "one or more of avg, max, gem, cls joined by +")
 
 
 def test_registers_are_neither_a_class_token_nor_averaged(client):
     path = "/v1/models/timm.test_vit2/features?nodes=norm&weights=random"
-    headers = {"Content-Type": "image/jpeg", "Accept": "application/x-npy"}
-    refused = client.post(f"{path}&pool=cls", content=PHOTO.read_bytes(), headers=headers)
-    assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
-    assert "none of them a class token" in refused.json()["detail"]
-    tokens, pooled = (
-        np.load(io.BytesIO(client.post(f"{path}&pool={pool}", content=PHOTO.read_bytes(), headers=headers).content))
-        for pool in ("none", "avg")
-    )
+    refused(client.post(f"{path}&pool=cls", **sent(PHOTO)), "bad-tensor", "none of them a class token")
+    tokens, pooled = (read(client.post(f"{path}&pool={pool}", **sent(PHOTO, NPY))) for pool in ("none", "avg"))
     count = timm.create_model("test_vit2").num_reg_tokens
     assert count == 1
     assert np.allclose(pooled, tokens[:, count:].mean(1), atol=1e-5)

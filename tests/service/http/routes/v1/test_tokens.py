@@ -1,6 +1,5 @@
 """tokens=…, against what forward hooks on timm's own model see; and what is refused."""
 
-import io
 import re
 
 import numpy as np
@@ -9,30 +8,21 @@ import torch
 
 from fxcore import get_model, load_model
 from fxcore.photos import photos
+from tests.wire import NPZ, SAFETENSORS, created, read, refused, sent
 
 MODEL, BLOCK = "timm.test_vit", "blocks.0"
 WEIGHTS = f"{BLOCK}.attn.attention"
 PIXELS = np.array(photos()[0].resize((160, 160)))[None]
 
 
-def asked(client, id, query="", accept="application/x-npz"):
-    body = io.BytesIO()
-    np.save(body, PIXELS)
-    headers = {"content-type": "application/x-npy", "accept": accept}
-    return client.post(f"/v1/extractors/{id}/features{query}", content=body.getvalue(), headers=headers)
-
-
-def arrays(response):
-    assert response.status_code == 200, response.text
-    return dict(np.load(io.BytesIO(response.content)))
+def asked(client, id, query="", accept=NPZ):
+    return client.post(f"/v1/extractors/{id}/features{query}", **sent(PIXELS, accept))
 
 
 @pytest.fixture(scope="module")
 def made(client):
-    spec = {"model": MODEL, "weights": "random", "return_nodes": {WEIGHTS: "attention", BLOCK: "tokens"}}
-    response = client.post("/v1/extractors?wait=60", json={**spec, "transforms": ["attention_maps"]})
-    assert response.status_code in (200, 201), response.text
-    return response.json()["id"]
+    nodes = {WEIGHTS: "attention", BLOCK: "tokens"}
+    return created(client, model=MODEL, weights="random", return_nodes=nodes, transforms=["attention_maps"])["id"]
 
 
 def test_queries_of_attention_and_tokens_are_those_that_hooks_see(client, made):
@@ -47,34 +37,32 @@ def test_queries_of_attention_and_tokens_are_those_that_hooks_see(client, made):
     query, key, _ = (one.unflatten(-1, (count, -1)).transpose(1, 2) for one in seen["qkv"].chunk(3, -1))
     weights = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
     length = weights.shape[-1]
-    found = arrays(asked(client, made, "?tokens=57,0,57"))
+    found = read(asked(client, made, "?tokens=57,0,57"))
     assert found["attention"].shape == (1, count, 3, length)
     np.testing.assert_allclose(found["attention"], weights[:, :, [57, 0, 57]], atol=1e-5)
     np.testing.assert_allclose(found["tokens"], seen["tokens"][:, [57, 0, 57]], atol=1e-4)
-    halves = arrays(asked(client, made, f"?tokens={length - 1}&dtype=float16&normalize=l2"))["tokens"]
+    halves = read(asked(client, made, f"?tokens={length - 1}&dtype=float16&normalize=l2"))["tokens"]
     last = seen["tokens"][:, -1:]
     np.testing.assert_allclose(halves, last / last.norm(dim=-1, keepdim=True), atol=2e-3)
-    assert arrays(asked(client, made, "?tokens=0&project=9"))["attention"].shape == (1, 9)
+    assert read(asked(client, made, "?tokens=0&project=9"))["attention"].shape == (1, 9)
 
 
 @pytest.mark.exhaustive
 def test_windows_give_the_query_of_that_index_in_each(client):
     node = "features.1.1.attn.attention"
-    spec = {"model": "swin_t", "weights": "random", "return_nodes": [node], "transforms": ["attention_maps"]}
-    id = client.post("/v1/extractors?wait=100", json=spec).json()["id"]
-    whole = arrays(asked(client, id))[node]
-    np.testing.assert_allclose(arrays(asked(client, id, "?tokens=13"))[node], whole[..., [13], :], atol=1e-6)
+    id = created(client, model="swin_t", weights="random", return_nodes=[node], transforms=["attention_maps"])["id"]
+    whole = read(asked(client, id))[node]
+    np.testing.assert_allclose(read(asked(client, id, "?tokens=13"))[node], whole[..., [13], :], atol=1e-6)
 
 
 def test_a_row_is_answered_where_all_would_be_too_large(make_client):
     client = make_client(max_response_bytes=40_000)
-    spec = {"model": MODEL, "weights": "random", "return_nodes": [WEIGHTS], "transforms": ["attention_maps"]}
-    id = client.post("/v1/extractors?wait=60", json=spec).json()["id"]
+    id = created(client, model=MODEL, weights="random", return_nodes=[WEIGHTS], transforms=["attention_maps"])["id"]
     whole = asked(client, id)
     assert (whole.status_code, whole.json()["ways"][0]) == (413, "tokens=0")
     many = asked(client, id, "?tokens=" + ",".join(map(str, range(60))))
     assert (many.status_code, many.json()["ways"][:2]) == (413, ["project=4096", "fewer tokens"])
-    assert len(asked(client, id, "?tokens=0", "application/x-safetensors").content) < 40_000
+    assert len(asked(client, id, "?tokens=0", SAFETENSORS).content) < 40_000
 
 
 def test_v2_takes_them_as_a_parameter(client, made):
@@ -87,17 +75,17 @@ def test_v2_takes_them_as_a_parameter(client, made):
     response = inferred({"tokens": "57,0"})
     assert response.status_code == 200, response.text
     (found,) = response.json()["outputs"]
-    expected = arrays(asked(client, made, "?tokens=57,0"))["tokens"]
+    expected = read(asked(client, made, "?tokens=57,0"))["tokens"]
     np.testing.assert_allclose(np.reshape(found["data"], found["shape"]), expected, rtol=1e-6)
-    for refused in (inferred({"tokens": "-1"}), inferred({"tokens": 3}), inferred({}, "?tokens=3")):
-        assert (refused.status_code, "tokens" in refused.json()["error"]) == (400, True), refused.text
+    for wrong in (inferred({"tokens": "-1"}), inferred({"tokens": 3}), inferred({}, "?tokens=3")):
+        assert (wrong.status_code, "tokens" in wrong.json()["error"]) == (400, True), wrong.text
 
 
 def test_long_lists_are_kept_in_no_cache(client, made):
     runtime = client.run(client.app.state.fxserve.engine.extractors.look_up(made)).runtime
     for count, more in ((64, True), (65, False)):
         before = runtime.sizes.bytes
-        arrays(asked(client, made, "?tokens=" + ",".join(["5"] * count)))
+        read(asked(client, made, "?tokens=" + ",".join(["5"] * count)))
         assert (runtime.sizes.bytes > before) == more
 
 
@@ -127,22 +115,13 @@ def test_tokens_that_are_none_are_refused(client, made, query, said):
 def test_values_of_unknown_axes_are_refused(client):
     """Rather than that one of the heads, or of a kernel's parts, is taken for a token."""
     for node in ("blocks.2.attn.transpose", "blocks.0.attn.reshape"):
-        made = client.post(
-            "/v1/extractors?wait=60", json={"model": MODEL, "weights": "random", "return_nodes": {node: "out"}}
-        ).json()
+        made = created(client, model=MODEL, weights="random", return_nodes={node: "out"})
         assert "queries" not in made["outputs"][0]
-        refused = asked(client, made["id"], "?tokens=0")
-        assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor"), refused.text
-        assert "this node gives values of unknown axes of shape" in refused.json()["detail"]
+        problem = "this node gives values of unknown axes of shape"
+        refused(asked(client, made["id"], "?tokens=0"), "bad-tensor", problem)
 
 
-def test_values_without_tokens_and_pictures_are_refused(client, made, photos):
-    for node, given in (("features.5", "NCHW"), ("flatten", "NC")):
-        url = f"/v1/models/squeezenet1_1/features?weights=random&nodes={node}&tokens=0"
-        refused = client.post(url, content=photos["chelsea"], headers={"content-type": "image/jpeg"})
-        assert (refused.status_code, refused.json()["type"]) == (422, "/problems/bad-tensor")
-        assert f"this node gives {given} of shape" in refused.json()["detail"]
-    url = f"/v1/models/{MODEL}/features?weights=random&nodes={BLOCK}&tokens=0"
-    drawn = {"content-type": "image/jpeg", "accept": "image/png"}
-    refused = client.post(url, content=photos["chelsea"], headers=drawn)
-    assert (refused.status_code, "leave pool, project and tokens out" in refused.json()["detail"]) == (406, True)
+@pytest.mark.parametrize(("node", "given"), [("features.5", "NCHW"), ("flatten", "NC")])
+def test_values_without_tokens_are_refused(client, photos, node, given):
+    url = f"/v1/models/squeezenet1_1/features?weights=random&nodes={node}&tokens=0"
+    refused(client.post(url, **sent(photos["chelsea"])), "bad-tensor", f"this node gives {given} of shape")
