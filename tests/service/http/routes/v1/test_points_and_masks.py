@@ -1,6 +1,5 @@
 """pool=points against torch's grid_sample, and pool=mask against averages by the mask resized by area."""
 
-import base64
 import io
 
 import numpy as np
@@ -9,18 +8,19 @@ import pytest
 import torch
 from torch.nn.functional import grid_sample, interpolate
 
-from tests.service.http.routes.v1.test_regions import by_hand, close, tensors
+from tests.hostile_images import saved
+from tests.service.http.routes.v1.test_regions import SIZES, place
+from tests.wire import b64, close, images, read, refused
 
 POINTS = {
     "chelsea": [[120, 40], [200.5, 100.25], [230, 279]],  # 451 x 300
     "coffee": [],
     "rocket": [[250.5, 120.25]],  # 640 x 427
 }
-SIZES = {"chelsea": (300, 451), "coffee": (400, 600), "rocket": (427, 640)}
 
 
 def body(photos, field, given):
-    return {"images": [base64.b64encode(photos[name]).decode() for name in given], field: [*given.values()]}
+    return images([photos[name] for name in given], **{field: [*given.values()]})
 
 
 def ask(client, model, node, document, pool, query="", **options):
@@ -28,27 +28,39 @@ def ask(client, model, node, document, pool, query="", **options):
     return client.post(url, json=document, **options)
 
 
-def sampled(maps, stride, resize=256, crop=224):
-    """``grid_sample`` of the whole maps, at the points on the model's input."""
-    rows = []
-    for one, (name, points) in zip(maps.split(1), POINTS.items(), strict=True):
-        placed = by_hand(name, resize, crop, {name: [[*point, *point] for point in points]})[:, :2]
-        size = torch.tensor([one.shape[3], one.shape[2]]) * stride
-        rows.append(grid_sample(one, (2 * placed / size - 1)[None, None], align_corners=False)[0, :, 0].T)
-    return torch.cat(rows)
+def sampled(map, points, size, place, stride):
+    """``grid_sample`` of a whole map ``[C, h, w]`` at points of an image that has ``place`` in the model's input."""
+    (height, width), (x1, y1, x2, y2) = size, place
+    at = torch.tensor(points).reshape(-1, 2) * torch.tensor([(x2 - x1) / width, (y2 - y1) / height])
+    grid = 2 * (at + torch.tensor([x1, y1])) / (torch.tensor([map.shape[2], map.shape[1]]) * stride) - 1
+    return grid_sample(map[None], grid[None, None].float(), align_corners=False)[0, :, 0].T
+
+
+def averaged(map, mask, size, place, stride):
+    """The average of a map by a mask of an image that has ``place`` in the input, and resized to the map by area."""
+    (height, width), (x1, y1, x2, y2) = size, place
+    # Each pixel of the input as 8 x 8 that find theirs in the image: nearly its area.
+    ys = ((np.arange(map.shape[1] * stride * 8) + 0.5) / 8 - y1) * height / (y2 - y1)
+    xs = ((np.arange(map.shape[2] * stride * 8) + 0.5) / 8 - x1) * width / (x2 - x1)
+    seen = ((ys >= 0) & (ys < height))[:, None] & ((xs >= 0) & (xs < width))
+    fine = mask[ys.clip(0, height - 1).astype(int)][:, xs.clip(0, width - 1).astype(int)] & seen
+    weights = interpolate(torch.from_numpy(fine).double()[None, None], map.shape[1:], mode="area")[0, 0]
+    return (map.double() * weights / weights.sum()).sum((1, 2)).float()
 
 
 def test_points_are_grid_sample_of_the_whole_map(client, photos, reference):
-    response = tensors(ask(client, "resnet18", "C4", body(photos, "points", POINTS), "points"))
+    response = read(ask(client, "resnet18", "C4", body(photos, "points", POINTS), "points"))
     maps = reference("resnet18", "layer3.1.relu_1", [photos[name] for name in POINTS])
-    close(response["C4"], sampled(maps, 16))
+    rows = [
+        sampled(map, points, SIZES[name], place(*SIZES[name], 256, 224), 16)
+        for map, (name, points) in zip(maps, POINTS.items(), strict=True)
+    ]
+    close(response["C4"], torch.cat(rows))
     assert response["point_image"].tolist() == [0, 0, 0, 2]
 
 
 def png(mask):
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(mask).save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
+    return b64(saved(PIL.Image.fromarray(mask), "PNG"))
 
 
 def runs(mask):
@@ -77,29 +89,16 @@ def masks():
     }
 
 
-def averaged(maps, resize=256, crop=224):
-    """Averages of the maps by masks that are cut as the image is, and resized to the map by area."""
-    rows = []
-    for one, (name, given) in zip(maps, masks().items(), strict=True):
-        height, width = SIZES[name]
-        scale = resize / min(height, width)
-        tall, wide = (resize, int(width * scale)) if height < width else (int(height * scale), resize)
-        top, left = round((tall - crop) / 2), round((wide - crop) / 2)
-        for mask in given:
-            # Each pixel of the input as 8 x 8 that find theirs in the image: nearly its area.
-            ys = ((np.arange(crop * 8) + 0.5) / 8 + top) * height / tall
-            xs = ((np.arange(crop * 8) + 0.5) / 8 + left) * width / wide
-            cut = torch.from_numpy(mask[ys.astype(int)][:, xs.astype(int)]).double()
-            weights = interpolate(cut[None, None], one.shape[1:], mode="area")[0, 0]
-            rows.append((one.double() * weights / weights.sum()).sum((1, 2)))
-    return torch.stack(rows).float()
-
-
 def test_masks_are_averages_by_area(client, photos, reference):
     given = {name: [png(mask) for mask in of_image] for name, of_image in masks().items()}
-    response = tensors(ask(client, "resnet18", "C4", body(photos, "masks", given), "mask"))
+    response = read(ask(client, "resnet18", "C4", body(photos, "masks", given), "mask"))
     maps = reference("resnet18", "layer3.1.relu_1", [photos[name] for name in given])
-    close(response["C4"], averaged(maps), 2e-3)
+    rows = [
+        averaged(map, mask, SIZES[name], place(*SIZES[name], 256, 224), 16)
+        for map, (name, of_image) in zip(maps, masks().items(), strict=True)
+        for mask in of_image
+    ]
+    close(response["C4"], torch.stack(rows), 2e-3)
     assert response["mask_image"].tolist() == [0, 0, 2]
 
 
@@ -107,30 +106,28 @@ def test_masks_in_each_form_and_of_several_maps(client, photos):
     """Run lengths and PNG files, also as data URLs, give the same; whole maps are their average."""
     mask = disc(*SIZES["chelsea"], 150, 200, 70)
     given = {"chelsea": [png(mask), "data:image/png;base64," + png(mask), runs(mask), png(mask.astype(np.uint8))]}
-    response = tensors(ask(client, "resnet18", "C4,C5", body(photos, "masks", given), "mask", "&normalize=l2"))
+    response = read(ask(client, "resnet18", "C4,C5", body(photos, "masks", given), "mask", "&normalize=l2"))
     for key, channels in (("C4", 256), ("C5", 512)):
         assert response[key].shape == (4, channels)
         assert torch.allclose(response[key].norm(dim=1), torch.ones(4), atol=1e-5)
         assert torch.equal(response[key], response[key][:1].expand(4, -1))
     whole = body(photos, "masks", {"chelsea": [png(np.ones(SIZES["chelsea"], bool))]})
-    averages = ask(client, "resnet18", "C4", {"images": whole["images"]}, "avg")
-    close(tensors(ask(client, "resnet18", "C4", whole, "mask"))["C4"], tensors(averages)["C4"])
+    averages = ask(client, "resnet18", "C4", images([photos["chelsea"]]), "avg")
+    close(read(ask(client, "resnet18", "C4", whole, "mask"))["C4"], read(averages)["C4"])
 
 
 def test_exif_orientation_comes_first(client, photos):
     image = PIL.Image.open(io.BytesIO(photos["chelsea"]))
     exif = PIL.Image.Exif()
     exif[0x0112] = 6  # turn clockwise to see it upright
-    turned, upright = io.BytesIO(), io.BytesIO()
-    image.save(turned, "PNG", exif=exif)
-    image.rotate(-90, expand=True).save(upright, "PNG")
+    turned, upright = saved(image, "PNG", exif=exif), saved(image.rotate(-90, expand=True), "PNG")
     for pool, field, one in (
         ("points", "points", [30, 210]),
         ("mask", "masks", png(disc(451, 300, 210, 90, 60))),
         ("roi", "boxes", [20, 110, 260, 330]),
     ):
         same = [
-            tensors(ask(client, "resnet18", "C4", body({"x": data.getvalue()}, field, {"x": [one]}), pool))["C4"]
+            read(ask(client, "resnet18", "C4", body({"x": data}, field, {"x": [one]}), pool))["C4"]
             for data in (turned, upright)
         ]
         close(*same)
@@ -138,7 +135,7 @@ def test_exif_orientation_comes_first(client, photos):
 
 def test_no_region_at_all(client, photos):
     for pool, field, one in (("points", "points", "point"), ("mask", "masks", "mask"), ("roi", "boxes", "box")):
-        response = tensors(ask(client, "resnet18", "C5", body(photos, field, {"coffee": []}), pool))
+        response = read(ask(client, "resnet18", "C5", body(photos, field, {"coffee": []}), pool))
         assert response["C5"].shape == (0, 512, 7, 7) if pool == "roi" else (0, 512)
         assert response[f"{one}_image"].shape == (0,)
 
@@ -154,7 +151,7 @@ def test_no_region_at_all(client, photos):
 )
 def test_no_region_of_an_image_projected(client, photos, pool, field, given, counts):
     document = body(photos, field, given)
-    response = tensors(ask(client, "resnet18", "C4", document, pool, "&project=5&image_size=64"))
+    response = read(ask(client, "resnet18", "C4", document, pool, "&project=5&image_size=64"))
     assert response["C4"].shape == (len(counts), 5)
     one = {"points": "point", "boxes": "box", "masks": "mask"}[field]
     assert response[f"{one}_image"].tolist() == counts
@@ -185,18 +182,15 @@ def test_no_region_of_an_image_projected(client, photos, pool, field, given, cou
 )
 def test_regions_that_are_none(client, photos, pool, field, given, where, said):
     document = body(photos, field, {"chelsea": [], "rocket": []}) | {field: given}
-    problem = ask(client, "resnet18", "C4", document, pool).json()
     one = field.removesuffix("s")
-    assert (problem["status"], problem["type"]) == (422, f"/problems/bad-{one}")
-    assert said in problem["detail"]
+    problem = refused(ask(client, "resnet18", "C4", document, pool), f"bad-{one}", said)
     index, place = where or (None, None)
     assert (problem.get("index"), problem.get(one)) == (index, place)
     assert index is None or f"image {index}: " in problem["detail"]
 
 
 def test_each_pooling_has_its_field(client, photos):
-    points, none = body(photos, "points", {"coffee": [[300, 200]]}), body(photos, "points", {"coffee": []})
-    del none["points"]
+    points, none = body(photos, "points", {"coffee": [[300, 200]]}), images([photos["coffee"]])
     for document, pool, kind in (
         (points, "avg", "point"),
         (points, "mask", "mask"),
@@ -204,16 +198,12 @@ def test_each_pooling_has_its_field(client, photos):
         (none, "points", "point"),
         (none | {"masks": [[]]}, "cls", "mask"),
     ):
-        problem = ask(client, "resnet18", "layer2.0.conv1:unbuilt", document, pool).json()
-        assert problem["type"] == f"/problems/bad-{kind}", problem
-        assert "must be given together" in problem["detail"]
-    both = ask(client, "resnet18", "C4", points | {"masks": [[]]}, "points").json()
-    assert (both["type"], both["status"]) == ("/problems/invalid-request", 422)
-    assert "one of boxes, points and masks" in both["detail"]
-    taken = ask(client, "resnet18", "C4:point_image", points, "points").json()
-    assert taken["type"] == "/problems/duplicate-key"
-    vector = ask(client, "resnet18", "avgpool", points, "points").json()
-    assert "pool=points needs a feature map" in vector["detail"]
+        response = ask(client, "resnet18", "layer2.0.conv1:unbuilt", document, pool)
+        refused(response, f"bad-{kind}", "must be given together")
+    both = ask(client, "resnet18", "C4", points | {"masks": [[]]}, "points")
+    refused(both, "invalid-request", "one of boxes, points and masks")
+    refused(ask(client, "resnet18", "C4:point_image", points, "points"), "duplicate-key")
+    refused(ask(client, "resnet18", "avgpool", points, "points"), "bad-tensor", "pool=points needs a feature map")
 
 
 @pytest.mark.exhaustive
@@ -221,17 +211,16 @@ def test_the_response_limit_counts_points(make_client, photos):
     client = make_client(max_response_bytes=4 * 512 * 10)
     many = [[300, 200]] * 10
     assert ask(client, "resnet18", "C5", body(photos, "points", {"coffee": many}), "points").status_code == 200
-    refused = ask(client, "resnet18", "C5", body(photos, "points", {"coffee": many + many[:1]}), "points").json()
-    assert (refused["type"], refused["bytes"]) == ("/problems/response-too-large", 4 * 512 * 11)
-    assert "fewer points" in refused["ways"]
+    over = ask(client, "resnet18", "C5", body(photos, "points", {"coffee": many + many[:1]}), "points")
+    problem = refused(over, "response-too-large", status=413)
+    assert problem["bytes"] == 4 * 512 * 11
+    assert "fewer points" in problem["ways"]
 
 
 def test_masks_with_too_many_pixels_in_all(client, photos):
     one = {"size": [300, 451], "counts": [0, 135300]}
     document = body(photos, "masks", {"chelsea": [one] * 4000})
-    problem = ask(client, "resnet18", "C5", document, "mask").json()
-    assert problem["type"] == "/problems/bad-mask"
-    assert "541,200,000 pixels" in problem["detail"]
+    refused(ask(client, "resnet18", "C5", document, "mask"), "bad-mask", "541,200,000 pixels")
 
 
 @pytest.mark.parametrize(
@@ -248,12 +237,11 @@ def test_maps_swin_and_tokens_through_every_fit(client, photos, model, node, str
     points = {name: [[width * 0.3, height * 0.6], [width * 0.9, 10]] for name, (height, width) in sizes.items()}
     discs = {name: disc(*size, size[0] * 0.6, size[1] * 0.3, 90) for name, size in sizes.items()}
     masks = {name: [png(mask)] for name, mask in discs.items()}
-    pointed = tensors(ask(client, model, node, body(photos, "points", points), "points", f"&fit={fit}"))
-    masked = tensors(ask(client, model, node, body(photos, "masks", masks), "mask", f"&fit={fit}"))
+    pointed = read(ask(client, model, node, body(photos, "points", points), "points", f"&fit={fit}"))
+    masked = read(ask(client, model, node, body(photos, "masks", masks), "mask", f"&fit={fit}"))
     sampled_there, averaged_there = [], []
-    for name, (height, width) in sizes.items():
-        image = {"images": body(photos, "points", {name: []})["images"]}
-        whole = tensors(ask(client, model, f"{node},x", image, "none", f"&fit={fit}"))
+    for name, size in sizes.items():
+        whole = read(ask(client, model, f"{node},x", images([photos[name]]), "none", f"&fit={fit}"))
         tall, wide = whole["x"].shape[2:]
         maps = whole[node]
         if model == "swin_t":
@@ -261,17 +249,9 @@ def test_maps_swin_and_tokens_through_every_fit(client, photos, model, node, str
         elif model == "timm.test_vit":
             maps = maps[:, 1:].unflatten(1, (tall // stride, wide // stride)).permute(0, 3, 1, 2)
         assert (maps.shape[2] * stride, maps.shape[3] * stride) == (tall, wide)
-        x1, y1, x2, y2 = whole["valid_box"][0].tolist() if "valid_box" in whole else (0, 0, wide, tall)
-        scale = torch.tensor([(x2 - x1) / width, (y2 - y1) / height])
-        at = torch.tensor(points[name]) * scale + torch.tensor([x1, y1])
-        grid = (2 * at / torch.tensor([wide, tall]) - 1)[None, None]
-        sampled_there.append(grid_sample(maps, grid, align_corners=False)[0, :, 0].T)
-        ys, xs = (((np.arange(side * 8) + 0.5) / 8 - first) / of for side, first, of in
-                  ((tall, y1, scale[1].item()), (wide, x1, scale[0].item())))  # fmt: skip
-        seen = ((ys >= 0) & (ys < height))[:, None] & ((xs >= 0) & (xs < width))
-        fine = discs[name][ys.clip(0, height - 1).astype(int)][:, xs.clip(0, width - 1).astype(int)] & seen
-        weights = interpolate(torch.from_numpy(fine).double()[None, None], maps.shape[2:], mode="area")[0, 0]
-        averaged_there.append((maps[0].double() * weights / weights.sum()).sum((1, 2)).float())
+        box = whole["valid_box"][0].tolist() if "valid_box" in whole else (0, 0, wide, tall)
+        sampled_there.append(sampled(maps[0], points[name], size, box, stride))
+        averaged_there.append(averaged(maps[0], discs[name], size, box, stride))
     close(pointed[node], torch.cat(sampled_there), 1e-4)
     close(masked[node], torch.stack(averaged_there), 5e-3)
     assert (pointed["point_image"].tolist(), masked["mask_image"].tolist()) == ([0, 0, 1, 1], [0, 1])
