@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import gzip
-import io
 import json
 import threading
 import time
@@ -18,6 +16,8 @@ import pytest
 import torch
 
 from service.http.scope import Caller
+from tests.hostile_images import saved
+from tests.wire import b64
 
 INFER = "/v2/models/tiny/infer"
 
@@ -26,15 +26,18 @@ INFER = "/v2/models/tiny/infer"
 def tiny(client):
     """The service with an extractor ``tiny``."""
     config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "features.3": "b"}}
-    response = client.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}})
+    response = load(client, "tiny", config)
     assert response.status_code == 200, response.text
     return client
 
 
-def png(side=8):
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", (side, side), (200, 10, 10)).save(buffer, "PNG")
-    return buffer.getvalue()
+PNG = saved(PIL.Image.new("RGB", (8, 8), (200, 10, 10)), "PNG")
+NO_HEAD = {"Inference-Header-Content-Length": "0"}
+
+
+def load(client, name, config):
+    sent = {"parameters": {"config": json.dumps(config)}}
+    return client.post(f"/v2/repository/models/{name}/load", json=sent)
 
 
 def binary(document, *tensors, **headers):
@@ -128,7 +131,7 @@ def test_json_and_raw_bytes_give_the_same(tiny):
 def test_unrequested_outputs_do_not_count_against_the_response_limit(make_client):
     small = make_client(max_response_bytes=100_000)
     config = {"model": "squeezenet1_1", "weights": "random", "return_nodes": {"features.2": "a", "flatten": "b"}}
-    assert small.post("/v2/repository/models/tiny/load", json={"parameters": {"config": json.dumps(config)}}).is_success
+    assert load(small, "tiny", config).is_success
     image = {"name": "x", "datatype": "FP32", "shape": [1, 3, 224, 224], "data": [0.5] * (3 * 224**2)}
     assert small.post(INFER, json={"inputs": [image]}).status_code == 413
     [output] = small.post(INFER, json={"inputs": [image], "outputs": [{"name": "b"}]}).json()["outputs"]
@@ -136,22 +139,20 @@ def test_unrequested_outputs_do_not_count_against_the_response_limit(make_client
 
 
 def test_a_raw_tensor_and_a_raw_image(tiny):
-    nothing = {"Inference-Header-Content-Length": "0"}
-    by_tensor = tiny.post(INFER, content=np.ones((2, 3, 224, 224), np.float32).tobytes(), headers=nothing)
+    by_tensor = tiny.post(INFER, content=np.ones((2, 3, 224, 224), np.float32).tobytes(), headers=NO_HEAD)
     length = int(by_tensor.headers["inference-header-content-length"])
     head = json.loads(by_tensor.content[:length])
     assert [o["shape"][0] for o in head["outputs"]] == [2, 2]
     assert len(by_tensor.content) == length + sum(o["parameters"]["binary_data_size"] for o in head["outputs"])
-    for headers in (nothing, {"content-type": "image/png"}):
-        assert tiny.post(INFER, content=png(), headers=headers).status_code == 200
+    assert tiny.post(INFER, content=PNG, headers=NO_HEAD).status_code == 200
 
 
-@pytest.mark.parametrize("length", [{}, {"Inference-Header-Content-Length": "0"}], ids=["no header", "header 0"])
+@pytest.mark.parametrize("length", [{}, NO_HEAD], ids=["no header", "header 0"])
 def test_what_says_it_is_an_image_is_one_whatever_its_size(tiny, length):
-    file = png()
-    file += bytes(-len(file) % (4 * 3 * 224**2))  # a row of the model's input; what follows its end is not of a PNG
+    # A row of the model's input; what follows its end is not of a PNG.
+    file = PNG + bytes(-len(PNG) % (4 * 3 * 224**2))
     responses = [
-        tiny.post(INFER, content=data, headers={"content-type": "image/png", **length}) for data in (png(), file)
+        tiny.post(INFER, content=data, headers={"content-type": "image/png", **length}) for data in (PNG, file)
     ]
     assert responses[0].status_code == 200
     assert responses[0].content == responses[1].content
@@ -160,12 +161,12 @@ def test_what_says_it_is_an_image_is_one_whatever_its_size(tiny, length):
 @pytest.mark.parametrize("sent", ["gzip", "deflate", "raw deflate", ""])
 @pytest.mark.parametrize("asked", ["gzip", "deflate", "gzip, deflate, br", "gzip;q=0"])
 def test_compression(tiny, sent, asked):
-    request = binary({"inputs": [x_input()]}, RAW)
-    raw = zlib.compressobj(wbits=-15)
+    request = raw(RAW)
+    bare = zlib.compressobj(wbits=-15)
     pack = {
         "gzip": gzip.compress,
         "deflate": zlib.compress,
-        "raw deflate": lambda data: raw.compress(data) + raw.flush(),
+        "raw deflate": lambda data: bare.compress(data) + bare.flush(),
         "": bytes,
     }
     request["content"] = pack[sent](request["content"])
@@ -200,7 +201,7 @@ def test_a_compressed_response_is_claimed(make_client):
 
 
 def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
-    request = binary({"inputs": [x_input()]}, RAW)
+    request = raw(RAW)
     lines = [("accept-encoding", "gzip"), ("accept-encoding", "deflate")]
     response = tiny.post(INFER, content=request["content"], headers=[*request["headers"].items(), *lines])
     assert response.status_code == 200
@@ -208,6 +209,21 @@ def test_encodings_on_two_lines_are_the_same_as_on_one(tiny):
     lines = [("content-encoding", "gzip"), ("content-encoding", "gzip")]
     packed = gzip.compress(gzip.compress(request["content"]))
     assert tiny.post(INFER, content=packed, headers=[*request["headers"].items(), *lines]).status_code == 415
+
+
+def in_json(**changes):
+    """A request with one input whose values are in the document."""
+    return {"json": {"inputs": [x_input(parameters={}, **changes)]}}
+
+
+def raw(*tensors, more=None, **changes):
+    """A request with one input whose values follow the document, which has ``more``."""
+    return binary({"inputs": [x_input(**changes)]} | (more or {}), *tensors)
+
+
+def bytes_input(size, *tensors):
+    image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
+    return binary({"inputs": [image]}, *tensors)
 
 
 BAD = {
@@ -224,55 +240,45 @@ BAD = {
     "odd header": binary({}, **{"Inference-Header-Content-Length": "1_0"}),
     "huge header": binary({}, **{"Inference-Header-Content-Length": "9" * 5000}),
     "short header": binary({"inputs": [x_input()]}, RAW, **{"Inference-Header-Content-Length": "9"}),
-    "no bytes": binary({"inputs": [x_input()]}),
-    "few bytes": binary({"inputs": [x_input()]}, RAW[:-1]),
-    "more bytes": binary({"inputs": [x_input()]}, RAW + b"!"),
-    "wrong size": binary({"inputs": [x_input(shape=[1, 3, 16, 15])]}, RAW),
-    "negative size": binary({"inputs": [x_input(parameters={"binary_data_size": -4})]}, RAW),
-    "size of true": binary({"inputs": [x_input(parameters={"binary_data_size": True})]}, RAW),
-    "huge shape": {"json": {"inputs": [x_input(shape=[2**39] * 8, parameters={}, data=[1.0])]}},
-    "huge shape, long data": {"json": {"inputs": [x_input(shape=[2**30], parameters={}, data=[1.0] * 5000)]}},
-    "nothing of a huge shape": {"json": {"inputs": [x_input(shape=[2**39, 2**39, 0], parameters={}, data=[])]}},
-    "no bytes of a huge shape": binary(
-        {"inputs": [x_input(shape=[0, 2**39, 2**39], parameters={"binary_data_size": 0})]}
-    ),
-    "nine dimensions": {"json": {"inputs": [x_input(shape=[1] * 9, parameters={}, data=[1.0])]}},
-    "negative shape": {"json": {"inputs": [x_input(shape=[-1, 3, 16, 16], parameters={}, data=[1.0])]}},
-    "fractional shape": {"json": {"inputs": [x_input(shape=[1.5], parameters={}, data=[1.0])]}},
-    "empty batch": binary({"inputs": [x_input(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0})]}),
-    "no pixels": {
-        "json": {"inputs": [x_input(datatype="UINT8", shape=[1, 0, 100, 3], parameters={}, data=[])]},
-    },
-    "both": binary({"inputs": [x_input(data=[1.0])]}, RAW),
-    "neither": {"json": {"inputs": [x_input(parameters={})]}},
+    "no bytes": raw(),
+    "few bytes": raw(RAW[:-1]),
+    "more bytes": raw(RAW + b"!"),
+    "wrong size": raw(RAW, shape=[1, 3, 16, 15]),
+    "negative size": raw(RAW, parameters={"binary_data_size": -4}),
+    "size of true": raw(RAW, parameters={"binary_data_size": True}),
+    "huge shape": in_json(shape=[2**39] * 8, data=[1.0]),
+    "huge shape, long data": in_json(shape=[2**30], data=[1.0] * 5000),
+    "nothing of a huge shape": in_json(shape=[2**39, 2**39, 0], data=[]),
+    "no bytes of a huge shape": raw(shape=[0, 2**39, 2**39], parameters={"binary_data_size": 0}),
+    "nine dimensions": in_json(shape=[1] * 9, data=[1.0]),
+    "negative shape": in_json(shape=[-1, 3, 16, 16], data=[1.0]),
+    "fractional shape": in_json(shape=[1.5], data=[1.0]),
+    "empty batch": raw(shape=[0, 3, 16, 16], parameters={"binary_data_size": 0}),
+    "no pixels": in_json(datatype="UINT8", shape=[1, 0, 100, 3], data=[]),
+    "both": raw(RAW, data=[1.0]),
+    "neither": in_json(),
     "twice": binary({"inputs": [x_input(), x_input()]}, RAW, RAW),
-    "words": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=["one"])]}},
-    "nulls": {"json": {"inputs": [x_input(shape=[1], parameters={}, data=[None])]}},
-    "a mark": {"json": {"inputs": [x_input(shape=[1], parameters={}, data={"\0numbers": 0})]}},
-    "unknown datatype": {"json": {"inputs": [x_input(datatype="FP8", parameters={}, data=[1.0])]}},
-    "BF16 in JSON": {"json": {"inputs": [x_input(datatype="BF16", shape=[1], parameters={}, data=[1.0])]}},
-    "too large for UINT8": {"json": {"inputs": [x_input(datatype="UINT8", shape=[1], parameters={}, data=[256])]}},
-    "no base64": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": ["é!"]}]}},
-    "numbers as BYTES": {"json": {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "data": [1]}]}},
-    "other BYTES": {"json": {"inputs": [{"name": "y", "datatype": "BYTES", "shape": [1], "data": ["aaaa"]}]}},
-    "long element": binary(
-        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 8}}]},
-        b"\xff\xff\xff\xff1234",
-    ),
-    "torn length": binary(
-        {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 2}}]},
-        b"\0\0",
-    ),
+    "words": in_json(shape=[1], data=["one"]),
+    "nulls": in_json(shape=[1], data=[None]),
+    "a mark": in_json(shape=[1], data={"\0numbers": 0}),
+    "unknown datatype": in_json(datatype="FP8", data=[1.0]),
+    "BF16 in JSON": in_json(datatype="BF16", shape=[1], data=[1.0]),
+    "too large for UINT8": in_json(datatype="UINT8", shape=[1], data=[256]),
+    "no base64": in_json(name="image", datatype="BYTES", shape=[1], data=["é!"]),
+    "numbers as BYTES": in_json(name="image", datatype="BYTES", shape=[1], data=[1]),
+    "other BYTES": in_json(name="y", datatype="BYTES", shape=[1], data=["aaaa"]),
+    "long element": bytes_input(8, b"\xff\xff\xff\xff1234"),
+    "torn length": bytes_input(2, b"\0\0"),
     "no gzip": {"content": b"hello", "headers": {"Content-Encoding": "gzip"}},
     "cut gzip": {"content": gzip.compress(b"{}")[:-4], "headers": {"Content-Encoding": "gzip"}},
     "gzip and more": {"content": gzip.compress(b"{}") + b"!", "headers": {"Content-Encoding": "gzip"}},
     "empty gzip": {"content": b"", "headers": {"Content-Encoding": "gzip"}},
-    "parameters": binary({"inputs": [x_input()], "parameters": {"pool": ["avg"]}}, RAW),
-    "timeout": binary({"inputs": [x_input()], "parameters": {"timeout": "soon"}}, RAW),
-    "binary_data": binary({"inputs": [x_input()], "parameters": {"binary_data_output": "yes"}}, RAW),
-    "an output twice": binary({"inputs": [x_input()], "outputs": [{"name": "a"}, {"name": "a"}]}, RAW),
-    "no such output": binary({"inputs": [x_input()], "outputs": [{"name": "c"}]}, RAW),
-    "weights of an extractor": binary({"inputs": [x_input()], "parameters": {"weights": "random"}}, RAW),
+    "parameters": raw(RAW, more={"parameters": {"pool": ["avg"]}}),
+    "timeout": raw(RAW, more={"parameters": {"timeout": "soon"}}),
+    "binary_data": raw(RAW, more={"parameters": {"binary_data_output": "yes"}}),
+    "an output twice": raw(RAW, more={"outputs": [{"name": "a"}, {"name": "a"}]}),
+    "no such output": raw(RAW, more={"outputs": [{"name": "c"}]}),
+    "weights of an extractor": raw(RAW, more={"parameters": {"weights": "random"}}),
 }
 
 
@@ -289,12 +295,10 @@ def test_faults_of_clients(tiny, what):
 @pytest.mark.parametrize("pool", ["distilled", "avgg", "avg+distilled"])
 def test_unknown_pools_are_refused_with_those_known(tiny, pool):
     """``distilled`` is embeddings' own."""
-    response = tiny.post(INFER, **binary({"inputs": [x_input()], "parameters": {"pool": pool}}, RAW))
-    assert (response.status_code, response.json()["error"]) == (
-        400,
-        "parameter pool must be none, roi, points, mask, or one or more of avg, max, gem, cls joined by +, not "
-        f"{pool!r}",
-    )
+    response = tiny.post(INFER, **raw(RAW, more={"parameters": {"pool": pool}}))
+    known = "none, roi, points, mask, or one or more of avg, max, gem, cls joined by +"
+    error = f"parameter pool must be {known}, not {pool!r}"
+    assert (response.status_code, response.json()["error"]) == (400, error)
 
 
 @pytest.mark.parametrize("path", ["", "/ready"])
@@ -308,8 +312,8 @@ def test_the_only_version_is_the_same_as_none(tiny, path):
 
 def test_other_statuses(tiny):
     assert tiny.post(INFER, content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
-    load = {"content": gzip.compress(b"{}"), "headers": {"Content-Encoding": "gzip"}}
-    assert tiny.post("/v2/repository/models/tiny/load", **load).status_code == 415
+    packed = {"content": gzip.compress(b"{}"), "headers": {"Content-Encoding": "gzip"}}
+    assert tiny.post("/v2/repository/models/tiny/load", **packed).status_code == 415
     assert tiny.post("/v2/models/tinny/infer", content=b"x").status_code == 404
     assert tiny.post("/v2/models/tiny/versions/2/infer", content=b"x").status_code == 404
     late = tiny.post(INFER, **binary({"inputs": [x_input()]}, RAW, **{"X-Request-Timeout": "0.000001"}))
@@ -317,8 +321,7 @@ def test_other_statuses(tiny):
     for config in ("nonsense", "[]", "{}", '{"model": 3}', '{"model": "resnet18", "what": 1}', '{"model": "resnet18"}'):
         body = {"parameters": {"config": config}}
         assert tiny.post("/v2/repository/models/no name!/load", json=body).status_code in (400, 404)
-    body = {"parameters": {"config": json.dumps({"model": "resnet18", "weights": f"file:{'x' * 300}"})}}
-    long = tiny.post("/v2/repository/models/x/load", json=body)
+    long = load(tiny, "x", {"model": "resnet18", "weights": f"file:{'x' * 300}"})
     assert long.status_code == 400
     assert "weights" in long.json()["error"]
     assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
@@ -332,20 +335,16 @@ def test_a_failed_extractor_does_not_shadow_a_model(make_client, tmp_path, monke
     client = make_client()
     model = client.get("/v2/models/squeezenet1_1").json()
 
-    def load(name, **config):
-        sent = {"parameters": {"config": json.dumps(config)}}
-        return client.post(f"/v2/repository/models/{name}/load", json=sent)
-
-    assert load("squeezenet1_1", return_nodes=["features.3"]).status_code == 503
+    assert load(client, "squeezenet1_1", {"return_nodes": ["features.3"]}).status_code == 503
     assert client.get("/v2/models/squeezenet1_1").json() == model
     asked = {"inputs": [x_input(parameters={}, data=[0.5] * (3 * 16 * 16))], "parameters": {"weights": "random"}}
     inferred = client.post("/v2/models/squeezenet1_1/infer", json=asked | {"outputs": [{"name": "features.5"}]})
     assert [output["name"] for output in inferred.json()["outputs"]] == ["features.5"]
 
-    assert load("squeezenet1_1", return_nodes=["features.3"], weights="random").status_code == 200
+    assert load(client, "squeezenet1_1", {"return_nodes": ["features.3"], "weights": "random"}).status_code == 200
     assert [output["name"] for output in client.get("/v2/models/squeezenet1_1").json()["outputs"]] == ["features.3"]
 
-    assert load("mine", model="squeezenet1_1", return_nodes=["features.4"]).status_code == 503
+    assert load(client, "mine", {"model": "squeezenet1_1", "return_nodes": ["features.4"]}).status_code == 503
     assert [output["name"] for output in client.get("/v2/models/mine").json()["outputs"]] == ["features.4"]
 
 
@@ -366,7 +365,7 @@ def test_decompression_bombs_are_refused_early(make_client):
 
 def test_inference_waits_for_no_thread_that_traces(tiny):
     """What an extractor takes is known. Describing it anew took ninety times as long as computing its features."""
-    element = len(png()).to_bytes(4, "little") + png()
+    element = len(PNG).to_bytes(4, "little") + PNG
     size = {"binary_data_size": len(element)}
     document = {"inputs": [{"name": "image", "datatype": "BYTES", "shape": [1], "parameters": size}]}
     by_model = document | {"parameters": {"weights": "random"}}
@@ -385,7 +384,7 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
             responses = [
                 tiny.post(INFER, **binary(document, element, **soon)),
                 tiny.post(f"{model}/infer", **binary(by_model, element, **soon)),
-                tiny.post(INFER, content=png(), headers={"Inference-Header-Content-Length": "0", **soon}),
+                tiny.post(INFER, content=PNG, headers=NO_HEAD | soon),
             ]
             assert [response.status_code for response in responses] == [200, 200, 200]
             paths = ("/v2/models/tiny", model)
@@ -397,8 +396,7 @@ def test_inference_waits_for_no_thread_that_traces(tiny):
 
 def test_null_is_what_is_not_set(tiny):
     """As Jackson and others write an object's empty fields."""
-    image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": None}
-    image["data"] = [base64.b64encode(png()).decode()]
+    image = {"name": "image", "datatype": "BYTES", "shape": [1], "parameters": None, "data": [b64(PNG)]}
     document = {"id": None, "parameters": None, "inputs": [image], "outputs": [{"name": "a", "parameters": None}]}
     response = tiny.post(INFER, json=document)
     assert response.status_code == 200, response.text
