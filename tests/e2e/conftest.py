@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import psutil
 import pytest
 import torch
 import torchvision
 
 from tests.e2e.forked import Forked
+from tests.processes import free_port
 
 START_SECONDS = 300
 
@@ -35,9 +37,7 @@ class Server:
     process: Forked | subprocess.Popen[bytes]
 
     def __init__(self, home: Path, **settings: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = home / f"server-{self.port}.log"
         self.http = httpx.Client(base_url=self.url, timeout=300)
@@ -72,14 +72,33 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
+    def ask(self, method: str, path: str, **rest: Any) -> httpx.Response:
+        """Send a request over a connection of its own, which any of the processes may take."""
+        return httpx.request(method, self.url + path, timeout=120, **rest)
+
     def metric(self, line: str, **options: Any) -> float:
         """Return the value of the metric that starts with ``line``; 0 if there is none yet."""
-        response = self.http.get("/metrics", **options)
+        response = self.ask("GET", "/metrics", **options)
         assert response.status_code == 200, response.text
         for found in response.text.splitlines():
             if found.startswith(line):
                 return float(found.rpartition(" ")[2])
         return 0.0
+
+    def ready(self) -> float:
+        """Return how many processes are ready; 0 where the connection was to one that ended."""
+        with contextlib.suppress(httpx.TransportError):
+            return self.metric("fxserve_ready ")
+        return 0.0
+
+    def children(self) -> set[int]:
+        """Return the server processes that live, of several."""
+        found = set()
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile; a zombie is one of these
+                if "resource_tracker" not in " ".join(child.cmdline()):
+                    found.add(child.pid)
+        return found
 
     def stop(self) -> None:
         self.http.close()
@@ -110,6 +129,15 @@ def until(found: Callable[[], Any], seconds: float = 120) -> Any:
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
     return value
+
+
+def response_of(connection: socket.socket) -> bytes:
+    """All that comes back until the server closes or resets the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(65536):
+            received += piece
+    return received
 
 
 def connection_problem(received: bytes, status: int, kind: str) -> dict[str, str]:

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import connection_problem, until
+from tests.e2e.conftest import connection_problem, response_of, until
+from tests.wire import JPEG, sent
 
-JPEG = {"content-type": "image/jpeg"}
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
 SLOW = "/v1/models/resnet50/features?weights=random&nodes=C5&pool=avg"
 
@@ -51,14 +51,6 @@ def request(path, *headers, length=None):
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def response_of(connection):
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while chunk := connection.recv(65536):
-            received += chunk
-    return received
-
-
 def test_keys_are_read_again_on_sighup(guarded, keys):
     assert guarded.http.get("/v1/models").status_code == 401
     assert guarded.http.get("/v1/models", headers=bearer("two")).status_code == 200
@@ -94,12 +86,12 @@ def test_endless_bodies_stay_within_the_memory_limit(guarded, photos):
 
     A photo takes seven megabytes, and a ninth of the eighty is kept for others.
     """
-    guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("one"))
+    guarded.http.post(FEATURES, **sent(photos["chelsea"], **bearer("one")))
     connections = [guarded.connect() for _ in range(30)]
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.sendall(request(FEATURES, length=4_000_000) + b"x" * 3_900_000)
-    response = guarded.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
+    response = guarded.http.post(FEATURES, **sent(photos["chelsea"], **bearer("two")))
     assert response.status_code == 200, response.text
     statuses = [response_of(connection)[9:12] for connection in connections]
     for connection in connections:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +9,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from service.http.server.lost_device import DEVICE_LOST
-from tests.e2e.conftest import Server, servers, until
+from tests.e2e.conftest import Server, until
+from tests.wire import refused, sent
 
 LOSES = 1001.0
 
@@ -48,29 +46,6 @@ class Losing(nn.Module):
 FEATURES = "/v1/models/losing/features?nodes=conv&weights=random&preprocess=none&pool=avg"
 
 
-class Workers(Server):
-    """``fxserve serve`` with two processes."""
-
-    def command(self) -> list[str]:
-        return [*super().command(), "--workers", "2"]
-
-    def total_ready(self) -> float:
-        """How many processes are ready; 0 where the connection was to one that ended."""
-        with contextlib.suppress(httpx.TransportError):
-            answer = httpx.get(self.url + "/metrics", timeout=60)
-            return float(answer.text.partition("\nfxserve_ready ")[2].partition("\n")[0] or 0)
-        return 0.0
-
-    def processes(self) -> set[int]:
-        """Those that serve."""
-        found = set()
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile; a zombie is one of these
-                if "resource_tracker" not in " ".join(child.cmdline()):
-                    found.add(child.pid)
-        return found
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("models")
@@ -81,19 +56,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture
-def start_workers(tmp_path: Path, models: Path) -> Iterator[Callable[..., Workers]]:
-    with servers(Workers, tmp_path) as start:
-        yield start
-
-
 def features(server: Server, mark: float) -> httpx.Response:
     """Features of a row whose first value is ``mark``, over a connection of its own."""
-    body = io.BytesIO()
-    np.save(body, np.full((1, 3, 32, 32), mark, np.float32))
-    return httpx.post(
-        server.url + FEATURES, content=body.getvalue(), headers={"content-type": "application/x-npy"}, timeout=60
-    )
+    return server.ask("POST", FEATURES, **sent(np.full((1, 3, 32, 32), mark, np.float32)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -103,9 +68,8 @@ def test_a_lost_device_ends_the_process(device: str, start: Callable[..., Server
     with ThreadPoolExecutor(9) as pool:
         lost = pool.submit(features, server, LOSES)
         others = [pool.submit(features, server, float(i)) for i in range(8)]
-    answer = lost.result()
-    assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready")
-    assert ("illegal memory access" if device == "cpu" else "device-side assert") in answer.json()["detail"]
+    said = "illegal memory access" if device == "cpu" else "device-side assert"
+    refused(lost.result(), "not-ready", said, status=503)
     assert {response.result().status_code for response in others} <= {200, 503}
     assert server.process.wait(60) == DEVICE_LOST
     assert "the process ends with status" in server.log.read_text()
@@ -113,13 +77,11 @@ def test_a_lost_device_ends_the_process(device: str, start: Callable[..., Server
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_a_process_that_lost_its_device_is_replaced(
-    device: str, start_workers: Callable[..., Workers], models: Path
-) -> None:
-    server = start_workers(models_dir=models, device=device)
-    until(lambda: server.total_ready() == 2)
-    first = server.processes()
+def test_a_process_that_lost_its_device_is_replaced(device: str, start: Callable[..., Server], models: Path) -> None:
+    server = start(models_dir=models, device=device, workers=2)
+    until(lambda: server.ready() == 2)
+    first = server.children()
     assert features(server, LOSES).status_code == 503
-    until(lambda: len(server.processes() - first) == 1 and server.total_ready() == 2)
-    assert len(server.processes() & first) == 1
+    until(lambda: len(server.children() - first) == 1 and server.ready() == 2)
+    assert len(server.children() & first) == 1
     assert {features(server, float(i)).status_code for i in range(20)} == {200}

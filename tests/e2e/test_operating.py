@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from service.observability.metrics import STAGES
 from tests.e2e.conftest import Server, until
+from tests.wire import sent
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -35,18 +35,6 @@ class Serve(Server):
     def lines(self) -> list[dict[str, Any]]:
         """Its log lines so far."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if not line.startswith("fxserve on ")]
-
-    def ask(self, path: str) -> httpx.Response:
-        """Over a connection of its own, which any of the processes may take."""
-        return httpx.get(self.url + path, timeout=60)
-
-    def total(self, line: str) -> float:
-        """The value of the metric that begins with ``line``."""
-        response = self.ask("/metrics")
-        assert response.status_code == 200, response.text
-        values = [text for text in response.text.splitlines() if text.startswith(line)]
-        assert len(values) == 1, values
-        return float(values[0].rpartition(" ")[2])
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +105,7 @@ def test_all_interfaces_are_those_of_both_families(workers: int, tmp_path: Path)
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 def test_processes_share_the_memory_of_what_is_imported(pair: Serve) -> None:
-    until(lambda: pair.total("fxserve_ready") == 2)
+    until(lambda: pair.ready() == 2)
     parent = psutil.Process(pair.process.pid)
     for child in parent.children():
         assert child.memory_full_info().uss < parent.memory_info().rss / 5
@@ -129,10 +117,7 @@ def test_processes_share_weights(pair: Serve, photos: dict[str, bytes]) -> None:
     parent = psutil.Process(pair.process.pid)
 
     def asked_and_mapped() -> bool:
-        answer = httpx.post(
-            pair.url + FEATURES, content=photos["coffee"], headers={"content-type": "image/jpeg"}, timeout=60
-        )
-        assert answer.status_code == 200
+        assert pair.ask("POST", FEATURES, **sent(photos["coffee"])).status_code == 200
         maps = [[m for m in child.memory_maps() if "/weights/" in m.path] for child in parent.children()]
         assert all(m.rss > 4_000_000 and m.anonymous == 0 for of_one in maps for m in of_one)
         return all(maps) and len({m.path for of_one in maps for m in of_one}) == 1
@@ -142,31 +127,25 @@ def test_processes_share_weights(pair: Serve, photos: dict[str, bytes]) -> None:
 
 @pytest.mark.exhaustive
 def test_two_processes_count_as_one(pair: Serve) -> None:
-    until(lambda: pair.total("fxserve_ready") == 2)
+    until(lambda: pair.ready() == 2)
     healthy = 'fxserve_requests_total{method="GET",route="/healthz",status="200"}'
-    before = pair.total(healthy)
+    before = pair.metric(healthy)
     for _ in range(40):
-        assert pair.ask("/healthz").status_code == 200
+        assert pair.ask("GET", "/healthz").status_code == 200
     answered = {line["process"] for line in pair.lines() if line.get("path") == "/healthz"}
     assert len(answered) == 2
-    assert {pair.total(healthy) for _ in range(10)} == {before + 40}
+    assert {pair.metric(healthy) for _ in range(10)} == {before + 40}
+    assert pair.ask("GET", "/metrics").text.count(healthy) == 1
 
     victim = answered.pop()
     os.kill(victim, signal.SIGKILL)
     until(lambda: "was ended by signal 9" in pair.log.read_text())
-
-    def two_again() -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return pair.total("fxserve_ready") == 2
-        return False
-
-    until(two_again)
-    assert pair.total(healthy) == before + 40  # what the dead one counted stays counted
+    until(lambda: pair.ready() == 2)
+    assert pair.metric(healthy) == before + 40  # what the dead one counted stays counted
 
 
 def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) -> None:
-    headers = {"x-request-id": "abc-1", "content-type": "image/jpeg"}
-    assert serve.http.post(FEATURES, content=photos["chelsea"], headers=headers).status_code == 200
+    assert serve.http.post(FEATURES, **sent(photos["chelsea"], **{"x-request-id": "abc-1"})).status_code == 200
     [line] = until(lambda: [line for line in serve.lines() if line.get("request_id") == "abc-1"])
     assert line["duration_ms"] > 0
     del line["duration_ms"], line["time"], line["process"]
@@ -184,8 +163,7 @@ def test_log_lines_name_their_request(serve: Serve, photos: dict[str, bytes]) ->
 
 
 def test_a_request_is_a_span_with_its_stages(serve: Serve, photos: dict[str, bytes], spans: list[Any]) -> None:
-    headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "content-type": "image/jpeg"}
-    response = serve.http.post(FEATURES, content=photos["coffee"], headers=headers)
+    response = serve.http.post(FEATURES, **sent(photos["coffee"], traceparent=f"00-{TRACE}-{PARENT}-01"))
     assert response.status_code == 200
     own = until(lambda: found if len(found := [s for s in spans if s.trace_id.hex() == TRACE]) == 5 else None)
     [root] = [span for span in own if span.parent_span_id.hex() == PARENT]

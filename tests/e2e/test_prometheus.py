@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.conftest import Server
+from tests.e2e.conftest import Server, until
+from tests.processes import free_port
+from tests.wire import sent
 
 DEPLOY = Path(__file__).parent.parent.parent / ".deploy"
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
@@ -39,9 +39,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     assert '"fxserve:8000"' in config
     config = config.replace("fxserve:8000", f"127.0.0.1:{server.port}").replace("5s", "1s")
     (folder / "prometheus.yml").write_text(config)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {
         "config.file": folder / "prometheus.yml",
         "storage.tsdb.path": folder / "data",
@@ -73,19 +71,12 @@ def test_every_query_of_the_dashboard_finds_data(prometheus: str, server: Server
         assert found["status"] == "success", (text, found)
         return found["data"]["result"]
 
-    def until(found: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 60
-        while not found():
-            assert time.monotonic() < deadline, "Prometheus did not scrape"
-            time.sleep(0.2)
-
     def answered() -> float:
         counted = query('sum(fxserve_requests_total{route="/v1/models/{model}/features"})')
         return float(counted[0]["value"][1]) if counted else 0.0
 
     def ask() -> None:
-        headers = {"content-type": "image/jpeg"}
-        assert server.http.post(FEATURES, content=photos["coffee"], headers=headers).status_code == 200
+        assert server.http.post(FEATURES, **sent(photos["coffee"])).status_code == 200
 
     until(lambda: _up(prometheus))
     ask()

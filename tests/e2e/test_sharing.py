@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
 
 from tests.conftest import Reference
 from tests.e2e.conftest import Server, until
 from tests.service.engine.extractors.conftest import bucket
+from tests.wire import created, refused, sent
 
 __all__ = ["bucket"]
 
@@ -33,25 +33,9 @@ class Workers(Server):
     def command(self) -> list[str]:
         return [*super().command(), "--workers", "3", "--log-level", "info"]
 
-    def ask(self, method: str, path: str, **rest: Any) -> httpx.Response:
-        """Over a connection of its own, which any of the processes may take."""
-        return httpx.request(method, self.url + path, timeout=120, **rest)
 
-    def children(self) -> list[int]:
-        """The server processes that live."""
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie is one of these
-                if "resource_tracker" not in " ".join(child.cmdline()):
-                    found.append(child.pid)
-        return found
-
-
-def made(server: Server, **spec: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{server.url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec}, timeout=120)
-    assert answer.status_code in (200, 201), answer.text
-    document: dict[str, Any] = answer.json()
-    return document
+def made(server: Server, **spec: Any) -> Any:
+    return created(server.http, model=MODEL, weights="random", **spec)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +45,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
         patch.setenv("TMPDIR", str(home))
         server = Workers(home)
     server.wait()
-    until(lambda: server.metric("fxserve_ready") == 3)
+    until(lambda: server.ready() == 3)
     yield server
     server.stop()
 
@@ -96,9 +80,8 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
                 spec = {"return_nodes": {f"features.{3 + number}": f"key{step}"}, "name": None}
                 if own not in alive:
                     spec["name"] = own
-                answer = await patiently(
-                    client.post, f"{url}/v1/extractors", json={"model": MODEL, "weights": "random", **spec}
-                )
+                spec |= {"model": MODEL, "weights": "random"}
+                answer = await patiently(client.post, f"{url}/v1/extractors", json=spec)
                 if answer.status_code not in (200, 201):
                     wrong.append(f"make {answer.status_code} {answer.text}")
                 elif own not in alive:
@@ -129,24 +112,15 @@ async def _traffic(url: str, photo: bytes, count: int) -> tuple[list[str], set[s
                 continue
             async with lock:
                 id = order.choice([id for name, id in alive.items() if name.startswith(own)])
-            headers = {"content-type": "image/jpeg"}
-            if request == "features":
-                answer = await patiently(
-                    client.post, f"{url}/v1/extractors/{id}/features?pool=avg", content=photo, headers=headers
-                )
-            elif request == "named":
-                answer = await patiently(
-                    client.post, f"{url}/v1/extractors/{own}/features?pool=avg", content=photo, headers=headers
-                )
-            elif request == "show":
+            if request == "show":
                 answer = await patiently(client.get, f"{url}/v1/extractors/{id}")
             else:
-                answer = await patiently(
-                    client.post,
-                    f"{url}/v1/models/{MODEL}/features?weights=random&pool=avg&nodes=features.12",
-                    content=photo,
-                    headers=headers,
-                )
+                path = {
+                    "features": f"extractors/{id}/features?pool=avg",
+                    "named": f"extractors/{own}/features?pool=avg",
+                    "one step": f"models/{MODEL}/features?weights=random&pool=avg&nodes=features.12",
+                }[request]
+                answer = await patiently(client.post, f"{url}/v1/{path}", **sent(photo))
             if answer.status_code != 200:
                 wrong.append(f"{request} {id} {own} {answer.status_code} {answer.text[:300]}")
 
@@ -177,12 +151,8 @@ def test_hundreds_of_requests_to_three_processes(
     extractor = made(workers, return_nodes={"features.12": "map"}, name="last")
     expected = reference(MODEL, "features.12", [photos["chelsea"]]).mean((2, 3))
     for _ in range(6):
-        answer = workers.ask(
-            "POST",
-            "/v1/extractors/last/features?pool=avg&preprocess=default",
-            content=photos["chelsea"],
-            headers={"content-type": "image/jpeg"},
-        ).json()
+        path = "/v1/extractors/last/features?pool=avg&preprocess=default"
+        answer = workers.ask("POST", path, **sent(photos["chelsea"])).json()
         assert answer["extractor"] == extractor["id"]
         torch.testing.assert_close(torch.tensor([answer["outputs"][0]["data"]]), expected, rtol=1e-3, atol=1e-3)
         assert workers.ask("GET", "/v2/models/last").json()["name"] == "last"
@@ -195,25 +165,24 @@ def test_a_killed_process_is_replaced_within_seconds_and_knows_all(workers: Work
     gone = made(workers, return_nodes=["features.11"])
     assert workers.ask("DELETE", f"/v1/extractors/{gone['id']}").status_code == 204
     before = workers.children()
-    assert len(before) == 3
-    killed = before[:2]
-    os.kill(before[2], signal.SIGSTOP)  # a silent one does not keep the others from being replaced
-    for process in killed:
+    first, second, stopped = before
+    os.kill(stopped, signal.SIGSTOP)  # a silent one does not keep the others from being replaced
+    for process in (first, second):
         os.kill(process, signal.SIGKILL)
     began = time.monotonic()
-    until(lambda: len(set(workers.children()) - set(before)) == 2)
+    until(lambda: len(workers.children() - before) == 2)
     assert time.monotonic() - began < 10
-    path, headers = "/v1/extractors/before/features?pool=avg", {"content-type": "image/jpeg"}
+    url = f"{workers.url}/v1/extractors/before/features?pool=avg"
 
     def answered() -> httpx.Response | None:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.post(workers.url + path, content=photos["chelsea"], headers=headers, timeout=20)
+            return httpx.post(url, timeout=20, **sent(photos["chelsea"]))
         return None
 
     answer = until(answered)  # by a new one: the only other is stopped
-    os.kill(before[2], signal.SIGCONT)
+    os.kill(stopped, signal.SIGCONT)
     assert (answer.status_code, answer.json()["extractor"]) == (200, extractor["id"]), answer.text
-    until(lambda: workers.metric("fxserve_ready") == 3)
+    until(lambda: workers.ready() == 3)
     for _ in range(9):
         assert workers.ask("GET", "/v1/extractors/before").status_code == 200
     # The stopped one missed the deletion, and learns of it when it is asked for it.
@@ -237,20 +206,19 @@ def test_processes_of_two_servers_share_extractors_by_a_bucket(
     try:
         for server in (three, one):
             server.wait()
-        until(lambda: three.metric("fxserve_ready") == 3)
+        until(lambda: three.ready() == 3)
         ids = [made(three, **KINDS[0], name="r0")["id"], made(one, **KINDS[1], name="r1")["id"]]
-        body = {"content": photos["coffee"], "headers": {"content-type": "image/jpeg"}}
 
         def statuses(name: str, server: Server) -> set[int]:
-            path = f"{server.url}/v1/extractors/{name}/features?pool=avg"
+            path = f"/v1/extractors/{name}/features?pool=avg"
             asked = 6 if server is three else 1  # so that each of its processes answers
-            return {httpx.post(path, timeout=120, **body).status_code for _ in range(asked)}
+            return {server.ask("POST", path, **sent(photos["coffee"])).status_code for _ in range(asked)}
 
         for name in (*ids, "r0", "r1"):
             assert statuses(name, three) == statuses(name, one) == {200}
         before = three.children()
-        os.kill(before[0], signal.SIGKILL)
-        until(lambda: len(set(three.children()) - set(before)) == 1 and three.metric("fxserve_ready") == 3)
+        os.kill(min(before), signal.SIGKILL)
+        until(lambda: len(three.children() - before) == 1 and three.ready() == 3)
         assert statuses("r1", three) == {200}
         assert one.http.delete("/v1/extractors/r0").status_code == 204
         until(lambda: statuses("r0", three) == statuses(ids[0], three) == {404}, 30)
@@ -272,8 +240,7 @@ def test_a_store_that_is_away_takes_nothing_from_memory(
     assert server.http.get("/readyz").json() == {"ready": True, "reason": "ready"}
 
     def features(path: str) -> httpx.Response:
-        headers = {"content-type": "image/jpeg"}
-        return server.http.post(f"/v1/{path}", content=photos["coffee"], headers=headers)
+        return server.http.post(f"/v1/{path}", **sent(photos["coffee"]))
 
     (folder / "specs" / f"{lost}.json").write_text("{")  # in memory it is as it was
     assert features(f"extractors/{lost}/features?pool=avg").status_code == 200
@@ -291,8 +258,7 @@ def test_a_store_that_is_away_takes_nothing_from_memory(
         server.http.post("/v1/extractors", json={"model": MODEL, "weights": "random", "return_nodes": ["features.8"]}),
         server.http.delete("/v1/extractors/known"),
     ):
-        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready"), answer.text
-        assert str(folder) in answer.json()["detail"]
+        refused(answer, "not-ready", str(folder), status=503)
         assert answer.headers["retry-after"]
     answer = server.http.get("/v2/models/other")
     assert (answer.status_code, list(answer.json())) == (503, ["error"])

@@ -23,7 +23,7 @@ from service.http.server.connection import MAX_PIPELINED, Connection
 from service.http.server.heads import MAX_HEAD_BYTES
 from service.problems import AdmissionFull, Problem
 from service.settings import Settings
-from tests.e2e.conftest import connection_problem
+from tests.e2e.conftest import connection_problem, response_of
 
 
 class Slow:
@@ -72,7 +72,7 @@ def serving(app: ASGIApp, keep_alive: int = 5) -> Iterator[socket.socket]:
         thread.start()
         stack.callback(thread.join, 30)
         stack.callback(setattr, server, "should_exit", True)
-        yield stack.enter_context(socket.create_connection(listener.getsockname()))
+        yield stack.enter_context(socket.create_connection(listener.getsockname(), 30))
 
 
 def test_an_oversized_head_waits_for_earlier_responses(
@@ -86,7 +86,6 @@ def test_an_oversized_head_waits_for_earlier_responses(
         refused.set()
 
     monkeypatch.setattr(Connection, "_end", seen)
-    connection.settimeout(30)
     connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n")
     assert app.asked.wait(30)
     connection.sendall(b"GET /second HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * (MAX_HEAD_BYTES + 1))
@@ -103,13 +102,10 @@ def test_an_oversized_head_waits_for_earlier_responses(
 )
 def test_invalid_http_waits_for_earlier_responses(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
     app, connection = slow
-    connection.settimeout(30)
     connection.sendall(b"GET /first HTTP/1.1\r\nHost: x\r\n\r\n" + broken)
     assert app.asked.wait(30)
     app.open.set()
-    received = b""
-    while piece := connection.recv(1000):
-        received += piece
+    received = response_of(connection)
     assert received.startswith(b"HTTP/1.1 200 ")
     assert received.endswith(b"\r\n\r\nok")
     assert not app.errors
@@ -117,15 +113,10 @@ def test_invalid_http_waits_for_earlier_responses(slow: tuple[Slow, socket.socke
 
 def test_requests_without_end_are_not_kept(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
-    connection.settimeout(30)
     connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 1000)
     assert app.asked.wait(30)
     app.open.set()
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while piece := connection.recv(1000):
-            received += piece
-    assert 1 < received.count(b"HTTP/1.1 200 ") <= MAX_PIPELINED + 1
+    assert 1 < response_of(connection).count(b"HTTP/1.1 200 ") <= MAX_PIPELINED + 1
 
 
 def test_the_running_request_is_told_of_the_disconnect(caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +147,6 @@ def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socke
     app, connection = slow
     app.held = threading.Event()
     app.open.set()
-    connection.settimeout(30)
     size = MAX_HEAD_BYTES + 10_000
     connection.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\nb" % size)
     assert app.asked.wait(30)
@@ -172,7 +162,6 @@ def test_the_body_of_the_request_before_is_not_of_a_head(slow: tuple[Slow, socke
 def test_a_response_is_one_packet(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
     app.open.set()
-    connection.settimeout(30)
     for answers in (1, 2):
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert read_until(connection, b"\r\n\r\nok").count(b"HTTP/1.1 200") == 1
@@ -184,7 +173,6 @@ def test_a_head_does_not_wait_for_its_body(slow: tuple[Slow, socket.socket]) -> 
     app, connection = slow
     app.late = threading.Event()
     app.open.set()
-    connection.settimeout(30)
     connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 200")
     app.late.set()
@@ -194,7 +182,6 @@ def test_a_head_does_not_wait_for_its_body(slow: tuple[Slow, socket.socket]) -> 
 def test_a_head_response_is_complete_without_a_body(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
     app.open.set()
-    connection.settimeout(30)
     connection.sendall(b"HEAD / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     received = read_until(connection, b"\r\n\r\n")
     assert received.startswith(b"HTTP/1.1 200")
@@ -205,7 +192,6 @@ def test_a_head_response_is_complete_without_a_body(slow: tuple[Slow, socket.soc
 def test_a_refusal_after_a_head_request_has_a_body(slow: tuple[Slow, socket.socket], broken: bytes) -> None:
     app, connection = slow
     app.open.set()
-    connection.settimeout(30)
     connection.sendall(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 200")
     connection.sendall(broken + b"\r\nHost: x\r\n\r\n")
@@ -215,7 +201,6 @@ def test_a_refusal_after_a_head_request_has_a_body(slow: tuple[Slow, socket.sock
 def test_requests_without_bodies_do_not_count_towards_a_later_body(slow: tuple[Slow, socket.socket]) -> None:
     app, connection = slow
     app.open.set()
-    connection.settimeout(30)
     for _ in range(1 + MAX_HEAD_BYTES // 60_000):
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"x" * 60_000 + b"\r\n\r\n")
         assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
@@ -242,7 +227,6 @@ async def at_once(scope: Scope, receive: Receive, send: Send) -> None:
 )
 def test_an_idle_connection_is_closed_whatever_came_last(before: bytes, after: bytes) -> None:
     with serving(at_once, keep_alive=1) as connection:
-        connection.settimeout(30)
         connection.sendall(before)
         read_until(connection, b"ok")
         with contextlib.suppress(ConnectionError):  # on a slow machine it is closed before
@@ -252,7 +236,6 @@ def test_an_idle_connection_is_closed_whatever_came_last(before: bytes, after: b
 
 def test_a_connection_on_which_a_head_has_begun_is_not_idle() -> None:
     with serving(at_once, keep_alive=1) as connection:
-        connection.settimeout(30)
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n")
         read_until(connection, b"ok")
         time.sleep(1.5)
@@ -286,7 +269,6 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 0.5)
     asked: list[str] = []
     with serving(refusing(1.0, asked)) as connection, socket.create_connection(connection.getpeername(), 30) as other:
-        connection.settimeout(30)
         began = time.monotonic()
         body = b"x" * 500_000  # which is not all there when the answer is written
         for number in range(5):
@@ -306,7 +288,6 @@ def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch:
     monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 6.0)
     asked: list[str] = []
     with serving(refusing(1.0, asked)) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
-        hasty.settimeout(30)
         for connection, path in ((hasty, b"/hasty"), (patient, b"/patient")):
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
             read_until(connection, b"}")
@@ -322,7 +303,6 @@ def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch:
 def test_a_refused_client_is_not_closed_as_idle() -> None:
     """The next request waits unread while the server would count its connection as idle, and reset it."""
     with serving(refusing(3.0, asked=[]), keep_alive=1) as connection:
-        connection.settimeout(30)
         for _ in range(2):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert read_until(connection, b"}").startswith(b"HTTP/1.1 429 ")

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.server.connection import Connection
 from service.http.server.heads import MAX_HEAD_BYTES
-from tests.e2e.conftest import connection_problem
+from tests.e2e.conftest import connection_problem, response_of
 
 
 class Echo:
@@ -58,11 +58,7 @@ class Echoing:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for piece in pieces:
                 connection.sendall(piece)
-            received = b""
-            with contextlib.suppress(ConnectionError):
-                while piece := connection.recv(65536):
-                    received += piece
-            return received
+            return response_of(connection)
 
 
 @pytest.fixture(scope="module")

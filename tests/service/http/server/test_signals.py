@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import until
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[4]
 
@@ -45,9 +45,7 @@ def line(secret: str) -> str:
 def test_keys_that_change_during_the_start_are_read_again(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(line("before"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {"FXSERVE_API_KEYS_FILE": str(keys), "FXSERVE_DEVICE": "cpu", "FXSERVE_PORT": str(port)}
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, "serve"],

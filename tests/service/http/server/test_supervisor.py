@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import until
-from tests.processes import running
+from tests.processes import free_port, running
 
 ROOT = Path(__file__).parents[4]
 
@@ -97,9 +96,7 @@ class Processes:
     def __init__(self, folder: Path, forked: bool) -> None:
         (folder / "app.py").write_text(APP)
         (folder / "serve.py").write_text(SERVE)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "log"
         with self.log.open("w") as log:
@@ -113,11 +110,6 @@ class Processes:
             )
 
     def __enter__(self) -> Processes:
-        try:
-            self.both()
-        except BaseException:
-            self.process.kill()
-            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -197,6 +189,7 @@ def test_sighup_replaces_no_process_and_sigterm_to_all_ends_them(tmp_path: Path,
 def test_the_end_does_not_wait_for_threads(tmp_path: Path, forked: bool) -> None:
     (tmp_path / "busy").touch()
     with Processes(tmp_path, forked) as server:
+        server.both()
         assert server.end() == 0
         assert server.log.read_text() == ""
 
@@ -221,8 +214,9 @@ def test_a_process_that_hangs_is_killed_at_the_end(tmp_path: Path, second: int, 
 @pytest.mark.exhaustive
 def test_a_process_that_waits_to_be_replaced_is_no_failure_at_the_end(tmp_path: Path) -> None:
     with Processes(tmp_path, forked=True) as server:
+        first, _ = server.both()
         (tmp_path / "no memory").touch()
-        os.kill(min(server.both()), signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
         until(lambda: "failed to start; another is started in 2 s" in server.log.read_text())
         assert server.end() == 0
 
@@ -231,11 +225,8 @@ def test_a_process_that_waits_to_be_replaced_is_no_failure_at_the_end(tmp_path: 
 @FORKED
 def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path, forked: bool) -> None:
     (tmp_path / "no memory").touch()
-    server = Processes(tmp_path, forked)
-    try:
+    with Processes(tmp_path, forked) as server:
         assert server.process.wait(60) == 3
-    finally:
-        server.process.kill()
 
 
 @pytest.mark.exhaustive
@@ -246,11 +237,8 @@ def test_processes_without_an_application_end_with_an_error(
     tmp_path: Path, forked: bool, file: str, error: str
 ) -> None:
     (tmp_path / file).touch()
-    server = Processes(tmp_path, forked)
-    try:
+    with Processes(tmp_path, forked) as server:
         assert server.process.wait(300) == 3
-    finally:
-        server.process.kill()
     log = server.log.read_text()
     assert f"the server cannot start: {error}\n" in log
     assert "another is started" not in log
@@ -261,13 +249,12 @@ def test_processes_without_an_application_end_with_an_error(
 @FORKED
 def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked: bool) -> None:
     (tmp_path / "slow").touch()
-    server = Processes(tmp_path, forked)
     try:
-        until(lambda: len(list(tmp_path.glob("*.configures"))) == 2)
-        server.process.terminate()
-        assert server.process.wait(300) == 0
+        with Processes(tmp_path, forked) as server:
+            until(lambda: len(list(tmp_path.glob("*.configures"))) == 2)
+            server.process.terminate()
+            assert server.process.wait(300) == 0
     finally:
-        server.process.kill()
         (tmp_path / "slow").unlink()  # ends processes that are left
 
 
@@ -275,29 +262,25 @@ def test_processes_that_are_still_starting_end_on_sigterm(tmp_path: Path, forked
 def test_spawned_processes_that_import_end_on_sigterm(tmp_path: Path) -> None:
     """They get SIGINT, on which Python prints a traceback until a handler is set."""
     (tmp_path / "importing").touch()
-    server = Processes(tmp_path, forked=False)
-    try:
+    with Processes(tmp_path, forked=False) as server:
         until(lambda: len(list(tmp_path.glob("*.imports"))) == 2)
         server.process.terminate()
         assert server.process.wait(300) == 0
         assert server.log.read_text() == ""
-    finally:
-        server.process.kill()
 
 
 @pytest.mark.exhaustive
 @FORKED
 def test_processes_end_when_their_supervisor_is_killed(tmp_path: Path, forked: bool) -> None:
-    server = Processes(tmp_path, forked)
     left = set[int]()
     try:
-        left = server.both()
-        server.process.kill()
-        server.process.wait()
-        until(lambda: not any(map(running, left)), 30)
-        assert server.answering() == set()  # the port is free
+        with Processes(tmp_path, forked) as server:
+            left = server.both()
+            server.process.kill()
+            server.process.wait()
+            until(lambda: not any(map(running, left)), 30)
+            assert server.answering() == set()  # the port is free
     finally:
-        server.process.kill()
         for process in filter(running, left):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
