@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -18,12 +15,14 @@ from fxcore.errors import FxError
 from service.client import tensors
 from service.offline import extract
 from service.offline.runners import remote
+from tests.conftest import Reference
 from tests.e2e.conftest import Server
+from tests.hostile_images import saved
 from tests.service.offline.conftest import (
     SETTINGS,
     assert_right,
     csv,
-    folder,  # noqa: F401
+    folder,
     job,
     png,
     regions,
@@ -33,14 +32,14 @@ from tests.service.offline.conftest import (
 from tests.service.offline.inputs.test_boxes import BOXES
 from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 from tests.service.offline.inputs.test_points_and_masks import mask_png
+from tests.wire import b64
+
+__all__ = ["folder"]
 
 
 @pytest.mark.exhaustive
 def test_a_server_does_what_this_process_would(
-    server: Server,
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    reference: Callable[..., Any],
+    server: Server, folder: Callable[..., Path], tmp_path: Path, reference: Reference
 ) -> None:
     root, out = folder(10), tmp_path / "out"
     (root / "broken.png").write_bytes(b"junk")
@@ -56,10 +55,7 @@ def test_a_server_does_what_this_process_would(
 
 @pytest.mark.exhaustive
 def test_boxes_of_a_server_and_of_this_process(
-    server: Server,
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    reference: Callable[..., Any],
+    server: Server, folder: Callable[..., Path], tmp_path: Path, reference: Reference
 ) -> None:
     root, out = folder(4), tmp_path / "out"
     wanted = {f"{number:03d}.png": BOXES[: 1 + number % 3] for number in (1, 2)}
@@ -73,17 +69,12 @@ def test_boxes_of_a_server_and_of_this_process(
 
 
 @pytest.mark.exhaustive
-def test_masks_of_a_server(
-    server: Server,
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    reference: Callable[..., Any],
-) -> None:
+def test_masks_of_a_server(server: Server, folder: Callable[..., Path], tmp_path: Path, reference: Reference) -> None:
     """A mask of everything is the mean, in all three forms."""
     root, out = folder(3), tmp_path / "out"
-    text = base64.b64encode(mask_png()).decode()
+    text = b64(mask_png())
     everything = [text, f"data:image/png;base64,{text}", {"size": [64, 80], "counts": [0, 5120]}]
-    rows_of = {"001.png": everything, "002.png": [base64.b64encode(b"junk").decode()]}
+    rows_of = {"001.png": everything, "002.png": [b64(b"junk")]}
     file = csv(root / "masks.csv", rows_of, "masks")
     made = extract(regions(out, file, root, pool="mask", servers=(server.url,)), SETTINGS)
     assert (made.done, made.unreadable) == (1, 1)
@@ -97,17 +88,13 @@ def test_masks_of_a_server(
 
 def noise(side: int) -> bytes:
     """A PNG that is as large as its pixels, about ``3 * side**2`` bytes."""
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return saved(PIL.Image.fromarray(pixels), "PNG")
 
 
 @pytest.mark.exhaustive
 def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
-    start: Callable[..., Server],
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    reference: Callable[..., Any],
+    start: Callable[..., Server], folder: Callable[..., Path], tmp_path: Path, reference: Reference
 ) -> None:
     root, out = folder(10), tmp_path / "out"
     (root / "large.png").write_bytes(noise(400))
@@ -123,9 +110,9 @@ def test_an_image_that_a_server_finds_too_large_costs_no_other_its_place(
 @pytest.mark.exhaustive
 def test_a_server_may_restart_and_another_one_end_for_good(
     start: Callable[..., Server],
-    folder: Callable[..., Path],  # noqa: F811
+    folder: Callable[..., Path],
     tmp_path: Path,
-    reference: Callable[..., Any],
+    reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remote, "_MAX_RETRY_DELAY", 1.0)
@@ -148,10 +135,7 @@ def test_a_server_may_restart_and_another_one_end_for_good(
 
 
 def test_servers_that_prepare_images_differently_are_refused(
-    server: Server,
-    start: Callable[..., Server],
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
+    server: Server, start: Callable[..., Server], folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     other = start(preprocess="pil")
     with pytest.raises(
@@ -163,17 +147,14 @@ def test_servers_that_prepare_images_differently_are_refused(
     assert made.done == 1
 
 
-def test_what_a_server_refuses_is_reported(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:  # noqa: F811
+def test_what_a_server_refuses_is_reported(server: Server, folder: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(FxError, match=f"{server.url}: squeezenet1_1 has no node 'layer9'"):
         extract(job(tmp_path / "out", folder(1), servers=(server.url,), spec={"return_nodes": ["layer9"]}), SETTINGS)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_answer_that_cannot_be_read_is_no_error_of_an_image(
-    server: Server,
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, out = folder(3), tmp_path / "out"
 
@@ -189,10 +170,7 @@ def test_an_answer_that_cannot_be_read_is_no_error_of_an_image(
 
 @pytest.mark.exhaustive
 def test_a_server_that_does_not_answer_any_more_does_not_end_the_run(
-    start: Callable[..., Server],
-    folder: Callable[..., Path],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., Server], folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "_ATTEMPT_TIMEOUT", 2.0)
     root, out = folder(150), tmp_path / "out"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import io
 import os
 import sys
 import time
@@ -13,12 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torchvision
 
-from fxcore import get_model, load_model
-from tests.decoding import decoded
+from tests.conftest import Reference
 from tests.e2e.conftest import InterpretedServer, Server, servers
+from tests.wire import NPY, close, created, read, refused, sent
 
 NODE = "layer1"
 
@@ -153,58 +150,41 @@ def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         yield take
 
 
-def features(server: Server, photo: bytes, extractor: str) -> np.ndarray:
-    headers = {"content-type": "image/jpeg", "accept": "application/x-npy"}
-    response = server.http.post(extractor, content=photo, headers=headers)
-    assert response.status_code == 200, response.text
-    return np.load(io.BytesIO(response.content))
-
-
-def expected(photo: bytes) -> np.ndarray:
-    """torchvision's own value."""
-    model = torchvision.models.resnet18()
-    model.load_state_dict(load_model(get_model("resnet18"), "random").state_dict())
-    image = torchvision.models.ResNet18_Weights.DEFAULT.transforms()(decoded(photo))
-    extractor = torchvision.models.feature_extraction.create_feature_extractor(model.eval(), [NODE])
-    with torch.no_grad():
-        return extractor.eval()(image[None])[NODE].numpy()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("names", TOGETHER)
-def test_the_service_answers_without(names: str, without: Callable[..., Server], photos: dict[str, bytes]) -> None:
+def test_the_service_answers_without(
+    names: str, without: Callable[..., Server], photos: dict[str, bytes], reference: Reference
+) -> None:
     server = without(*TOGETHER[names], workers=WORKERS.get(names, 1))
-    found = features(server, photos["chelsea"], f"/v1/models/resnet18/features?nodes={NODE}&weights=random")
-    reference = expected(photos["chelsea"])
-    assert np.linalg.norm(found - reference) < 1e-4 * np.linalg.norm(reference)
+    url = f"/v1/models/resnet18/features?nodes={NODE}&weights=random"
+    expected = reference("resnet18", "layer1.1.relu_1", [photos["chelsea"]])
+    close(read(server.http.post(url, **sent(photos["chelsea"], NPY))), expected, 1e-4)
 
 
 @pytest.mark.exhaustive
-def test_int8_without_torch_ao(without: Callable[..., Server], photos: dict[str, bytes]) -> None:
+def test_int8_without_torch_ao(without: Callable[..., Server], photos: dict[str, bytes], reference: Reference) -> None:
     """By OpenVINO, with its report per layer; what only torch.ao can do says so."""
     pytest.importorskip("nncf")
     server = without("torch.ao")
     int8 = {"model": "resnet18", "weights": "random", "return_nodes": [NODE], "precision": "int8"}
-    made = server.http.post("/v1/extractors?wait=300", json=int8)
-    assert made.status_code == 201, made.text
-    assert made.json()["backend"] == "openvino"
-    id = made.json()["id"]
+    made = created(server.http, **int8)
+    assert made["backend"] == "openvino"
+    id = made["id"]
     deadline = time.monotonic() + 120
     while "layers" not in (checks := server.http.get(f"/v1/extractors/{id}").json()["checks"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert {"conv1", "layer1.0.conv1", "layer1.1.add"} <= {layer["name"] for layer in checks["layers"]}
-    found, reference = features(server, photos["chelsea"], f"/v1/extractors/{id}/features"), expected(photos["chelsea"])
-    assert (found * reference).sum() / np.linalg.norm(found) / np.linalg.norm(reference) > 0.98
+    found = read(server.http.post(f"/v1/extractors/{id}/features", **sent(photos["chelsea"], NPY)))
+    expected = reference("resnet18", "layer1.1.relu_1", [photos["chelsea"]]).numpy()
+    assert (found * expected).sum() / np.linalg.norm(found) / np.linalg.norm(expected) > 0.98
     keep = {"transforms": [{"name": "keep_float", "params": {"nodes": ["conv1"]}}]}
-    for refused in (int8 | {"backend": "eager"}, int8 | keep, int8 | {"model": "quantized_resnet18"}):
-        problem = server.http.post("/v1/extractors", json=refused).json()
-        assert problem["type"] == "/problems/unsupported", problem
-        assert "torch.ao" in problem["detail"]
+    for spec in (int8 | {"backend": "eager"}, int8 | keep, int8 | {"model": "quantized_resnet18"}):
+        refused(server.http.post("/v1/extractors", json=spec), "unsupported", "torch.ao")
     # The float32 service is what it was: graphs, exports, another backend.
     assert len(server.http.get("/v1/models").json()["models"]) >= 109
     assert server.http.get("/v1/models/resnet18/graph?format=code").status_code == 200
     spec = int8 | {"precision": "float32", "backend": "openvino"}
-    made = server.http.post("/v1/extractors?wait=300", json=spec).json()
+    made = created(server.http, **spec)
     assert made["state"] == "ready", made
     assert server.http.get(f"/v1/extractors/{made['id']}/export?format=fx").status_code == 200

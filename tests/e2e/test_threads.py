@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import resource
 import shutil
@@ -21,6 +20,8 @@ from PIL import Image
 from fxcore.backends.residents import FIXED_MODELS
 from service.engine.placement import BUSY_SECONDS
 from tests.e2e.conftest import InterpretedServer, Server, servers, until
+from tests.hostile_images import saved
+from tests.wire import created, refused, sent
 
 pytest.importorskip("openvino")
 pytestmark = pytest.mark.skipif(
@@ -93,20 +94,13 @@ def test_a_shortage_is_no_fault_of_the_client(start_limited: Callable[..., Limit
         assert answered(server.http.get(f"/v1/models/{model}/graph"))["model"] == model
         answered(server.http.get(f"/v1/models/{model}/nodes"))
     eager = answered(server.extractor("features.4", "eager"))
-    image = io.BytesIO()
-    Image.new("RGB", (64, 64), (90, 60, 30)).save(image, "JPEG")
-    features = server.http.post(
-        f"/v1/extractors/{eager['id']}/features", content=image.getvalue(), headers={"Content-Type": "image/jpeg"}
-    )
+    image = saved(Image.new("RGB", (64, 64), (90, 60, 30)), "JPEG")
+    features = server.http.post(f"/v1/extractors/{eager['id']}/features", **sent(image))
     assert answered(features)["images"] == 1
     assert server.metric("fxserve_ready") == 0
     for _ in range(2):
-        answer = server.extractor("features.5", "openvino")
-        assert (answer.status_code, answer.json()["type"]) == (503, "/problems/not-ready"), answer.text
-        assert "thread" in answer.json()["detail"]
-    ready = server.http.get("/readyz")
-    assert ready.status_code == 503
-    assert "threads left" in ready.json()["detail"]
+        refused(server.extractor("features.5", "openvino"), "not-ready", "thread", status=503)
+    refused(server.http.get("/readyz"), "not-ready", "threads left", status=503)
 
     server.limit(before)
     until(lambda: server.http.get("/readyz").status_code == 200)
@@ -122,16 +116,12 @@ def test_threads_are_bounded_whatever_the_number_of_extractors(start: Callable[.
 
     def make(key: str) -> None:
         """Another extractor of the same graph, which is compiled once, and a batch of each size."""
-        nodes = {"features.5": key}
-        spec = {"model": "squeezenet1_1", "weights": "random", "return_nodes": nodes, "backend": "openvino"}
-        made = server.http.post("/v1/extractors", json=spec, params={"wait": 250})
-        assert made.status_code == 201, made.text
+        spec = {"model": "squeezenet1_1", "weights": "random", "backend": "openvino"}
+        made = created(server.http, **spec, return_nodes={"features.5": key})
         for rows in (1, 2, 3, 4, 6, 8):
-            body = io.BytesIO()
-            np.save(body, np.zeros((rows, 3, 224, 224), np.float32))
-            path = f"/v1/extractors/{made.json()['id']}/features?preprocess=none&pool=avg"
-            headers = {"content-type": "application/x-npy"}
-            assert server.http.post(path, content=body.getvalue(), headers=headers).status_code == 200
+            path = f"/v1/extractors/{made['id']}/features?preprocess=none&pool=avg"
+            batch = np.zeros((rows, 3, 224, 224), np.float32)
+            assert server.http.post(path, **sent(batch)).status_code == 200
 
     make("first")
     first = threads()

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import PIL.Image
 import pytest
-import safetensors.torch
 import timm
 import torch
 
 from tests.e2e.conftest import Server
+from tests.hostile_images import saved
+from tests.seeded import seeded
+from tests.wire import SAFETENSORS, multipart, read
 
 # Architectures of a package that registers them with timm: one small network at several configurations.
 REGISTERED = """
@@ -71,25 +73,14 @@ def test_every_crop_mode_is_timms_to_the_bit(
     server = start(models_dir=registered)
     wide = PIL.Image.open(io.BytesIO(photos["chelsea"]))
     images = [wide, wide.transpose(PIL.Image.Transpose.ROTATE_90), wide.resize((30, 20)), wide.convert("L")]
-    files = []
-    for image in images:
-        buffer = io.BytesIO()
-        image.save(buffer, "PNG")
-        files.append(("image", buffer.getvalue()))
+    form = multipart(saved(image, "PNG") for image in images)
     for name in NAMES:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = timm.create_model(name).eval()
+        model = seeded(timm.create_model, name)
         config = timm.data.resolve_model_data_config(model)
         transform = timm.data.create_transform(**config, is_training=False)
         x = torch.stack([transform(image.convert("RGB")) for image in images])
-        response = server.http.post(
-            f"/v1/models/timm.{name}/features?nodes=x,layer4:last&weights=random&preprocess=pil",
-            files=files,
-            headers={"Accept": "application/x-safetensors"},
-        )
-        assert response.status_code == 200, response.text
-        found = safetensors.torch.load(response.content)
+        url = f"/v1/models/timm.{name}/features?nodes=x,layer4:last&weights=random&preprocess=pil"
+        found = read(server.http.post(url, headers={"Accept": SAFETENSORS}, **form))
         assert torch.equal(found["x"], x), name
         with torch.no_grad():
             last = model.forward_features(x)

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
 import pytest
-import safetensors.torch
 import torch
 from torch.testing import assert_close
 
 from tests.e2e.conftest import Server, servers, until
 from tests.e2e.faults.app import Faulty
+from tests.wire import SAFETENSORS, read, sent
 
 # Short enough for a test to wait for, and long enough for a right response from a busy machine.
 REQUEST_TIMEOUT = 10.0
@@ -81,10 +80,7 @@ class FaultyServer(Server):
 
     def features(self, *marks: float, model: str = "faulty", **headers: str) -> httpx.Response:
         """Request features of the rows from :func:`rows`."""
-        body = io.BytesIO()
-        np.save(body, rows(*marks).numpy())
-        given = {"content-type": "application/x-npy", "accept": "application/x-safetensors", **headers}
-        return self.http.post(FEATURES.format(model), content=body.getvalue(), headers=given)
+        return self.http.post(FEATURES.format(model), **sent(rows(*marks), **{"accept": SAFETENSORS, **headers}))
 
     def settled(self) -> bool:
         """Return whether nothing is in flight."""
@@ -102,8 +98,7 @@ class Clients:
 
     def check(self, response: httpx.Response, *marks: float) -> None:
         """Check that ``response`` is right, and belongs to this request."""
-        assert response.status_code == 200, response.text
-        found = safetensors.torch.load(response.content)
+        found = read(response)
         with torch.inference_mode():
             conv = self.model.conv(rows(*marks))
             head = self.model.head(self.model.pool(conv).flatten(1))

@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.conftest import until
 from tests.e2e.faults.app import STALL_SECONDS
 from tests.e2e.faults.conftest import Clients, FaultyServer, Weights
+from tests.wire import refused
 
 pytestmark = pytest.mark.usefixtures("sound")
 
@@ -33,9 +34,7 @@ def _weights_are_right_again(weights: Weights) -> Iterator[None]:
 
 def unavailable(response: httpx.Response) -> str:
     """The detail of the problem."""
-    document = response.json()
-    assert (response.status_code, document["type"]) == (503, "/problems/weights-unavailable"), document
-    return str(document["detail"])
+    return str(refused(response, "weights-unavailable", status=503)["detail"])
 
 
 def taken(server: FaultyServer, clients: Clients, model: str, cache: Path, weights: Weights) -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.conftest import until
 from tests.e2e.faults.app import HANGS
 from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weights
+from tests.wire import refused
 
 
 def held(server: FaultyServer, responses: list[httpx.Response]) -> threading.Thread:
@@ -67,9 +68,9 @@ def test_killed_and_restarted_then_terminated(
     until(lambda: draining(server))
     with httpx.Client(base_url=server.url) as fresh:
         assert fresh.get("/healthz").status_code == 200  # new connections are taken too
-    refused = server.features(3)
-    assert (refused.status_code, refused.json()["type"]) == (503, "/problems/draining")
-    assert int(refused.headers["retry-after"]) >= 1
+    late = server.features(3)
+    refused(late, "draining", status=503)
+    assert int(late.headers["retry-after"]) >= 1
     (together / "release").touch()
     slow.join()
     clients.check(responses[0], HANGS, 1)
@@ -88,5 +89,5 @@ def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
     server.process.terminate()
     slow.join()
     assert time.monotonic() - began >= GRACE_PERIOD - 0.5
-    assert (responses[0].status_code, responses[0].json()["type"]) == (503, "/problems/draining")
+    refused(responses[0], "draining", status=503)
     server.process.wait(60)
