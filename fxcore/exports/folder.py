@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, fx
 
+from fxcore.errors import BadArgument
 from fxcore.exports.description import description_json, require_float, zipped
 from fxcore.exports.function_code import define, is_own_leaf
 from fxcore.exports.layer_code import ASSEMBLE, empty_code, import_of, layer_code, tensors_of
@@ -136,6 +137,7 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
         example_inputs: inputs of a graph module, see :func:`fxcore.exports.export`.
 
     Raises:
+        BadArgument: that name cannot be imported.
         CannotExport: a layer or function cannot be imported without this library.
 
     >>> import sys, tempfile
@@ -153,8 +155,11 @@ def export_folder(extractor: Extractor | fx.GraphModule, path: Path, *, example_
     >>> torch.equal(again(x)["features.2"], extractor.module(x)["features.2"])
     True
     """
+    package = path.resolve().name
+    if package != (importable := unused_identifier(package, set())):
+        raise BadArgument(f"{package!r} cannot be imported as a package; name the folder {importable!r}, for example")
     path.mkdir(parents=True, exist_ok=True)
-    for name, data in folder_files(subject_of(extractor, example_inputs), path.name).items():
+    for name, data in folder_files(subject_of(extractor, example_inputs), package).items():
         (path / name).write_bytes(data)
 
 

@@ -25,6 +25,7 @@ from torchvision.ops import Conv2dNormActivation
 
 from fxcore import Extractor, build_extractor, create_extractor, get_model, load_model, model_graph, trace
 from fxcore.analysis.verify import verify
+from fxcore.errors import BadArgument
 from fxcore.exports import FORMATS, CannotExport, ExportUnavailable, UnknownFormat, export, export_folder
 from fxcore.exports.subject import subject_of
 from fxcore.int8.quantize import quantize
@@ -160,6 +161,13 @@ def test_the_folder_says_how_to_use_it(tmp_path: Path) -> None:
     assert "[0.485, 0.456, 0.406]" in readme
     code = readme.split("```python\n")[1].split("```")[0]
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=600)
+
+
+@pytest.mark.parametrize(("name", "importable"), [("my-package", "my_package"), ("class", "_class")])
+def test_a_folder_that_cannot_be_imported_is_not_written(tmp_path: Path, name: str, importable: str) -> None:
+    with pytest.raises(BadArgument, match=f"name the folder '{importable}'"):
+        export_folder(trace(nn.ReLU()), tmp_path / name, example_inputs=torch.ones(1))
+    assert not (tmp_path / name).exists()
 
 
 def test_a_folded_normalization_is_not_described() -> None:
