@@ -89,7 +89,7 @@ def subject_of(
     Raises:
         NotAGraph: ``source`` is neither an extractor nor a graph module.
         BadTensor: a graph module is given without inputs, or does not accept them.
-        CannotExport: the module takes or returns values other than tensors.
+        CannotExport: the module has no inputs, or takes or returns values other than tensors.
     """
     if isinstance(source, Extractor):
         return _of_extractor(source, preprocessing, any_size)
@@ -181,6 +181,8 @@ def _of_module(module: fx.GraphModule, inputs: tuple[Any, ...]) -> Subject:
     name = type(module).__name__
     private = fork(module)
     placeholders = private.graph.find_nodes(op="placeholder")
+    if not placeholders:
+        raise CannotExport(f"{name} has no inputs: there is nothing to compute")
     if len(placeholders) != len(inputs) or not all(isinstance(value, Tensor) for value in inputs):
         raise CannotExport(
             f"{name} takes {', '.join(n.name for n in placeholders)}, and a file takes tensors only; fix "

@@ -491,6 +491,20 @@ def test_what_a_folder_would_lose_is_refused(prepare: Callable[[nn.Conv2d], nn.M
         export(small(prepare), "fx")
 
 
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return self.weight * 2
+
+
+def test_a_module_without_inputs_is_refused() -> None:
+    with pytest.raises(CannotExport, match="has no inputs"):
+        export(trace(Constant()), "fx", example_inputs=())
+
+
 def test_functions_of_this_package_are_refused() -> None:
     extractor = make("resnet18", {"C2": "C2"})
     graph = fx.Graph()
