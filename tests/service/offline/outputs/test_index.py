@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +15,12 @@ from service.offline.inputs.sources import Source
 from service.offline.outputs.index import Index
 
 
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    with closing(Index(tmp_path)) as made:
+        yield made
+
+
 def left(index: Index) -> list[str]:
     return [source.path for block in index.pending() for source in block]
 
@@ -22,62 +29,52 @@ def files(*names: str) -> list[Source]:
     return [Source(name, name) for name in names]
 
 
-def test_what_is_entered_is_left_until_it_is_in_a_shard(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+def test_what_is_entered_is_left_until_it_is_in_a_shard(index: Index, tmp_path: Path) -> None:
     index.add(files("b", "c", "a", "b"))
     assert left(index) == ["a", "b", "c"]
     index.commit("shard-000000.npz", ["b"], [("c", "it is no image")])
     index.close()
-    index = Index(tmp_path)
-    assert (left(index), index.counts(), list(index.errors())) == (["a"], (3, 1, 1), [("c", "it is no image")])
-    index.add(files("c", "d", "b"))  # a is gone now, d is new, and c may have been mended
-    assert (left(index), index.counts()) == (["c", "d"], (3, 1, 0))
-    index.close()
+    with closing(Index(tmp_path)) as again:
+        assert (left(again), again.counts(), list(again.errors())) == (["a"], (3, 1, 1), [("c", "it is no image")])
+        again.add(files("c", "d", "b"))  # a is gone now, d is new, and c may have been mended
+        assert (left(again), again.counts()) == (["c", "d"], (3, 1, 0))
 
 
-def test_shards_that_are_gone_are_done_again(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+def test_shards_that_are_gone_are_done_again(index: Index) -> None:
     index.add(files("a", "b", "c"))
     index.commit("shard-000000.npz", ["a", "b"], [])
     index.commit("shard-000001.npz", ["c"], [])
     index.keep_shards(["shard-000001.npz"])
     assert (left(index), index.shards()) == (["a", "b"], ["shard-000001.npz"])
-    index.close()
 
 
-def test_members_of_an_archive_are_left_in_the_order_of_their_places(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+def test_members_of_an_archive_are_left_in_the_order_of_their_places(index: Index) -> None:
     members = [Source(f"t.tar/{name}", "t.tar", offset, 5) for offset, name in ((30, "a"), (10, "c"), (20, "b"))]
     index.add([*members, Source("t.tar/a", "t.tar", 40, 6)])  # a once more: tar takes the last
     assert left(index) == ["t.tar/c", "t.tar/b", "t.tar/a"]
     assert [source.offset for block in index.pending() for source in block] == [10, 20, 40]
-    index.close()
 
 
-def test_many_are_given_in_blocks_and_each_once(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+def test_many_are_given_in_blocks_and_each_once(index: Index) -> None:
     index.add(files(*(f"{n:05d}" for n in range(3000))))
     blocks = [[source.path for source in block] for block in index.pending()]
     assert [path for block in blocks for path in block] == [f"{n:05d}" for n in range(3000)]
     assert max(map(len, blocks)) < 2000
-    index.close()
 
 
-def test_links_to_the_last_of_a_block_are_given(tmp_path: Path) -> None:
+def test_links_to_the_last_of_a_block_are_given(index: Index) -> None:
     """They have its place in the archive."""
-    index = Index(tmp_path)
     members = [Source(f"t.tar/{n:05d}", "t.tar", n, 5) for n in range(3000)]
     index.add([*members, *(Source(f"{one.path}-link", "t.tar", one.offset, 5) for one in members[1:])])
     assert left(index) == ["t.tar/00000", *(f"t.tar/{n:05d}{link}" for n in range(1, 3000) for link in ("", "-link"))]
-    index.close()
 
 
-def test_two_runs_cannot_have_one_folder(tmp_path: Path) -> None:
-    index = Index(tmp_path)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_two_runs_cannot_have_one_folder(read_only: bool, index: Index, tmp_path: Path) -> None:
     with pytest.raises(FxError, match="another run is writing to this folder"):
-        Index(tmp_path)
+        Index(tmp_path, read_only=read_only)
     index.close()
-    Index(tmp_path).close()
+    Index(tmp_path, read_only=read_only).close()
 
 
 def test_a_damaged_index_is_reported(tmp_path: Path) -> None:
@@ -86,24 +83,20 @@ def test_a_damaged_index_is_reported(tmp_path: Path) -> None:
         Index(tmp_path)
 
 
-def test_an_index_is_read_without_being_written(tmp_path: Path) -> None:
-    index = Index(tmp_path)
-    index.add([Source("a", "a", 0, 1)])
-    with pytest.raises(FxError, match="another run is writing to this folder"):
-        Index(tmp_path, read_only=True)
+def test_an_index_is_read_without_being_written(index: Index, tmp_path: Path) -> None:
+    index.add(files("a"))
     index.close()
     before = (tmp_path / "index.sqlite").stat()
-    other = Index(tmp_path, read_only=True)
-    assert other.counts() == (1, 0, 0)
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        other.add([Source("b", "b", 0, 1)])
-    other.close()
+    with closing(Index(tmp_path, read_only=True)) as other:
+        assert other.counts() == (1, 0, 0)
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            other.add(files("b"))
     after = (tmp_path / "index.sqlite").stat()
     assert (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size)
 
 
-def test_an_index_that_a_killed_run_left_in_a_transaction_is_not_read(tmp_path: Path) -> None:
-    index, killed = Index(tmp_path), tmp_path / "killed"
+def test_an_index_that_a_killed_run_left_in_a_transaction_is_not_read(index: Index, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
     index.add(files(*(f"{n:05d}" for n in range(3000))))
     index.close()
     killed.mkdir()
@@ -116,5 +109,5 @@ def test_an_index_that_a_killed_run_left_in_a_transaction_is_not_read(tmp_path: 
         database.execute("ROLLBACK")
     with pytest.raises(FxError, match=r"killed/index.sqlite cannot be read \(.*\); finish that run first"):
         Index(killed, read_only=True)
-    with closing(Index(killed)) as index:
-        assert index.counts() == (3000, 0, 0)
+    with closing(Index(killed)) as resumed:
+        assert resumed.counts() == (3000, 0, 0)

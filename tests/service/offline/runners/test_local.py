@@ -20,18 +20,24 @@ from tests.service.engine.fake_backends import Broken
 from tests.service.offline.conftest import SETTINGS, job
 
 
+@pytest.fixture
+def lowering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """With a backend that is always judged to be faster."""
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
+    return SETTINGS.model_copy(update={"lowering": True, "cache_dir": tmp_path / "cache"})
+
+
 @pytest.mark.exhaustive
 def test_a_faster_backend_is_looked_for_if_that_saves_time(
-    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Callable[..., Path], tmp_path: Path, lowering: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images, settings = folder(3), SETTINGS.model_copy(update={"lowering": True, "cache_dir": tmp_path / "cache"})
+    images = folder(3)
 
-    def backend(name: str, settings: Settings = settings) -> str:
+    def backend(name: str, settings: Settings = lowering) -> str:
         extract(job(tmp_path / name, images), settings)
         return str(json.loads((tmp_path / name / "spec.json").read_text())["backend"])
 
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
     monkeypatch.setattr("service.offline.run._MAX_COUNTED", 4)
     assert backend("few") == "eager"
     monkeypatch.setattr("service.offline.run._MAX_COUNTED", 3)
@@ -41,10 +47,10 @@ def test_a_faster_backend_is_looked_for_if_that_saves_time(
 
 @pytest.mark.exhaustive
 def test_images_are_only_counted_if_their_number_decides(
-    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Callable[..., Path], tmp_path: Path, lowering: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counting reads whole archives."""
-    images, settings = folder(5), SETTINGS.model_copy(update={"lowering": True, "cache_dir": tmp_path / "cache"})
+    images = folder(5)
     find, found = sources.find, 0
 
     def counted(inputs: Sequence[str], *skipped: Any) -> Iterator[Source]:
@@ -55,12 +61,10 @@ def test_images_are_only_counted_if_their_number_decides(
 
     def run(name: str, backend: str = "auto") -> int:
         before = found
-        assert extract(job(tmp_path / name, images, spec={"backend": backend}), settings).done == 5
+        assert extract(job(tmp_path / name, images, spec={"backend": backend}), lowering).done == 5
         return found - before
 
     monkeypatch.setattr(sources, "find", counted)
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
     monkeypatch.setattr("service.offline.run._MAX_COUNTED", 3)
     assert run("eager", "eager") == 1 + 5  # the first one before the model is built
     assert run("auto") == 1 + 3 + 5
