@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sqlite3
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from service.engine import FeatureOptions
 from service.offline import Job
 from service.schemas.specs import ExtractorSpec
 from service.settings import Settings
+from tests.hostile_images import saved
 from tests.service.engine.extractors.conftest import bucket
 
 __all__ = ["bucket"]
@@ -32,9 +34,7 @@ def png(number: int) -> bytes:
     """Encode a piece of a photograph that is different for each number."""
     top, left = divmod(number, 20)
     piece = skimage.data.coffee()[8 * top : 8 * top + 64, 16 * left : 16 * left + 80]
-    buffer = io.BytesIO()
-    PIL.Image.fromarray(piece).save(buffer, "PNG")
-    return buffer.getvalue()
+    return saved(PIL.Image.fromarray(piece), "PNG")
 
 
 @pytest.fixture
@@ -50,6 +50,32 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+def numbered(root: Path) -> dict[str, int]:
+    """Return the number of each image of such a folder by its path."""
+    return {str(file): int(file.stem) for file in root.rglob("[0-9]*.png")}
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes = b"", link: str = "", kind: bytes = tarfile.LNKTYPE) -> None:
+    """Add a file to an archive, or a link of that kind."""
+    member = tarfile.TarInfo(name)
+    if link:
+        member.type, member.linkname = kind, link
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def archive(path: Path, members: dict[str, bytes], mode: str = "w") -> Path:
+    """Write an archive of files."""
+    with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+        for name, data in members.items():
+            add(tar, name, data)
+    return path
+
+
+EXTRACT = "--model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg --device cpu"
+"""The options of ``fxserve extract`` for what :func:`job` computes."""
 
 
 def job(out: Path | str, *inputs: Path | str, **changed: Any) -> Job:
@@ -97,8 +123,18 @@ def regions_in(out: Path, column: str = "box") -> Regions:
     return found
 
 
+def errors(out: Path) -> dict[str, str]:
+    """Return why images could not be read, by path."""
+    return {line["path"]: line["error"] for line in map(json.loads, (out / "errors.jsonl").read_text().splitlines())}
+
+
+def shards(out: Path) -> dict[str, bytes]:
+    """Return the shards by name."""
+    return {file.name: file.read_bytes() for file in out.glob("shard-*.safetensors")}
+
+
 def places(out: Path) -> dict[str, tuple[str, int]]:
-    """Return shard and row by path, from the index."""
+    """Return shard and first row by path, from the index."""
     with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as database:
         found = database.execute('SELECT path, shard, "row" FROM images WHERE shard IS NOT NULL').fetchall()
     return {path: (shard, row) for path, shard, row in found}
@@ -106,10 +142,10 @@ def places(out: Path) -> dict[str, tuple[str, int]]:
 
 def rows(out: Path) -> dict[str, dict[str, NDArray[Any]]]:
     """Return the features by path, from the places given by the index."""
-    shards = {file.name: load_file(file) for file in out.glob("shard-*.safetensors")}
+    tensors = {file.name: load_file(file) for file in out.glob("shard-*.safetensors")}
     found = places(out)
-    assert sum(len(shard["top"]) for shard in shards.values()) == len(found)  # every row has a path
-    return {path: {key: values[row] for key, values in shards[shard].items()} for path, (shard, row) in found.items()}
+    assert sum(len(shard["top"]) for shard in tensors.values()) == len(found)  # every row has a path
+    return {path: {key: values[row] for key, values in tensors[shard].items()} for path, (shard, row) in found.items()}
 
 
 def assert_right(

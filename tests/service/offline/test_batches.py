@@ -12,7 +12,7 @@ import torch
 
 from fxcore.images.decoding import Decoder
 from service.offline import extract
-from tests.service.offline.conftest import SETTINGS, job, png
+from tests.service.offline.conftest import SETTINGS, errors, job, png
 from tests.service.own_models import own_models
 
 
@@ -62,6 +62,6 @@ def test_an_image_of_a_size_that_the_model_does_not_accept_costs_no_other(
         settings = SETTINGS.model_copy(update={"models_dir": tmp_path})
         made = extract(job(tmp_path / "out", root, pool="none", spec=spec), settings)
     assert (made.done, made.unreadable) == (3, 1)
-    [line] = (tmp_path / "out/errors.jsonl").read_text().splitlines()
-    assert "wide.png" in line
-    assert "limited failed on an input of 3 x 64 x 160: IndexError: index out of range in self" in line
+    [(path, error)] = errors(tmp_path / "out").items()
+    assert path == str(root / "wide.png")
+    assert "limited failed on an input of 3 x 64 x 160: IndexError: index out of range in self" in error

@@ -5,25 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import s3fs
 from safetensors import safe_open
-from safetensors.numpy import load
 
 from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.inputs.sources import find
-from tests.service.offline.conftest import SETTINGS, job, png, rows
-from tests.service.offline.inputs.test_sources import archive
+from tests.service.offline.conftest import SETTINGS, archive, errors, job, png, rows
 
 
 @pytest.fixture
-def photos(bucket: str, tmp_path: Path) -> str:
+def fs(bucket: str) -> s3fs.S3FileSystem:
+    return s3fs.S3FileSystem(use_listings_cache=False)
+
+
+@pytest.fixture
+def photos(bucket: str, fs: s3fs.S3FileSystem, tmp_path: Path) -> str:
     """Images and archives under a URL."""
-    fs = s3fs.S3FileSystem(use_listings_cache=False)
     for number in range(6):
         fs.pipe_file(f"{bucket}/photos/{'deep/' * (number % 2)}{number}.png", png(number))
     for name, mode in (("a.tar", "w"), ("b.tar.gz", "w:gz")):
@@ -34,29 +35,16 @@ def photos(bucket: str, tmp_path: Path) -> str:
     return f"{bucket}/photos"
 
 
-def in_bucket(out: str) -> dict[str, dict[str, Any]]:
-    """Path → its features in all shards of ``out``, each once."""
-    fs = s3fs.S3FileSystem(use_listings_cache=False)
-    found: dict[str, dict[str, Any]] = {}
-    for file in fs.glob(f"{out}/shard-*.safetensors"):
-        data = fs.cat_file(file)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        arrays = load(data)
-        for row, path in enumerate(json.loads(header["__metadata__"]["path"])):
-            assert path not in found
-            found[path] = {key: values[row] for key, values in arrays.items()}
-    return found
-
-
 @pytest.mark.exhaustive
 def test_a_run_between_buckets_gives_what_one_on_the_disk_does(
-    bucket: str, photos: str, folder: Callable[..., Path], tmp_path: Path
+    bucket: str, photos: str, fs: s3fs.S3FileSystem, folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     extract(job(tmp_path / "out", folder(7)), SETTINGS)
     right = {int(Path(path).stem): features for path, features in rows(tmp_path / "out").items()}
     made = extract(job(f"{bucket}/out", photos), SETTINGS)
     assert (made.images, made.done, made.unreadable) == (9, 8, 1)
-    found = in_bucket(f"{bucket}/out")
+    fs.get(f"{bucket}/out", str(tmp_path / "copy"), recursive=True)
+    found = rows(tmp_path / "copy")
     assert sorted(found) == sorted(
         [f"{photos}/{'deep/' * (number % 2)}{number}.png" for number in range(6)]
         + [f"{photos}/a.tar/in/6.png", f"{photos}/b.tar.gz/in/6.png"]
@@ -64,37 +52,33 @@ def test_a_run_between_buckets_gives_what_one_on_the_disk_does(
     for path, features in found.items():
         for key, values in features.items():
             np.testing.assert_allclose(values, right[int(Path(path).stem)][key], rtol=1e-4, atol=1e-5)
-    fs = s3fs.S3FileSystem(use_listings_cache=False)
-    assert b"broken.png" in fs.cat_file(f"{bucket}/out/errors.jsonl")
+    assert list(errors(tmp_path / "copy")) == [f"{photos}/broken.png"]
 
 
 @pytest.mark.exhaustive
-def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str) -> None:
+def test_a_run_into_a_bucket_goes_on(bucket: str, photos: str, fs: s3fs.S3FileSystem, tmp_path: Path) -> None:
     out = f"{bucket}/resumed"
     extract(job(out, f"{photos}/*.png"), SETTINGS)
-    first = in_bucket(out)
-    fs = s3fs.S3FileSystem(use_listings_cache=False)
+    fs.get(out, str(tmp_path / "first"), recursive=True)
     fs.pipe_file(f"{out}/shard-000007.safetensors", b"of a run that was killed before its index was there")
     made = extract(job(out, photos), SETTINGS)
     assert (made.done, made.unreadable) == (8, 1)
-    found = in_bucket(out)
-    assert first.keys() < found.keys()
+    fs.get(out, str(tmp_path / "then"), recursive=True)
+    found = rows(tmp_path / "then")
+    assert rows(tmp_path / "first").keys() < found.keys()
     assert len(found) == 8
 
 
-def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, tmp_path: Path) -> None:
+def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, fs: s3fs.S3FileSystem, tmp_path: Path) -> None:
     """HTTP has no empty range: servers send the whole archive for one."""
     packed = archive(tmp_path / "a.tar", {"empty.png": b"", "1.png": png(1)})
-    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{bucket}/empty/a.tar", packed.read_bytes())
+    fs.pipe_file(f"{bucket}/empty/a.tar", packed.read_bytes())
     made = extract(job(tmp_path / "out", f"{bucket}/empty/a.tar"), SETTINGS)
     assert (made.done, made.unreadable) == (1, 1)
-    [line] = (tmp_path / "out" / "errors.jsonl").read_text().splitlines()
-    assert json.loads(line)["path"].endswith("a.tar/empty.png")
-    assert "the image is empty (0 bytes)" in line
+    assert errors(tmp_path / "out") == {f"{bucket}/empty/a.tar/empty.png": "the image is empty (0 bytes)"}
 
 
-def test_names_that_look_like_patterns(bucket: str) -> None:
-    fs = s3fs.S3FileSystem(use_listings_cache=False)
+def test_names_that_look_like_patterns(bucket: str, fs: s3fs.S3FileSystem) -> None:
     names = ["rome [2021]/0.png", "where?/1.png", "plain/[2].png"]
     for name in names:
         fs.pipe_file(f"{bucket}/named/{name}", png(0))
@@ -104,9 +88,9 @@ def test_names_that_look_like_patterns(bucket: str) -> None:
         list(find([f"{bucket}/named/rome*"]))
 
 
-def test_boxes_lie_beside_the_images(bucket: str, photos: str, tmp_path: Path) -> None:
+def test_boxes_lie_beside_the_images(photos: str, fs: s3fs.S3FileSystem, tmp_path: Path) -> None:
     lines = b'path,boxes\na.tar/in/6.png,"[[20,10,60,50]]"\n./deep/1.png,"[[20,10,60,50],[0,0,40,64]]"\n'
-    s3fs.S3FileSystem(use_listings_cache=False).pipe_file(f"{photos}/boxes.csv", lines)
+    fs.pipe_file(f"{photos}/boxes.csv", lines)
     spec = {"return_nodes": {"features.5": "mid"}}
     asked = job(tmp_path / "out", photos, pool="roi", regions=f"{photos}/boxes.csv", spec=spec, roi_size=1)
     assert extract(asked, SETTINGS).done == 2

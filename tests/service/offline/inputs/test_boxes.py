@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,24 +17,32 @@ from torchvision.ops import roi_align
 from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.inputs import regions as files
-from tests.service.offline.conftest import SETTINGS, Regions, csv, job, png, regions, regions_in
+from tests.service.offline.conftest import (
+    SETTINGS,
+    Regions,
+    csv,
+    errors,
+    job,
+    places,
+    png,
+    regions,
+    regions_in,
+    shards,
+)
 
 # In pixels of images of 80 x 64: one inside, one that the crop cuts, one of fractions.
 BOXES = [[20, 10, 60, 50], [0, 0, 40, 64], [30.5, 12.25, 41, 30]]
 
 
-def expected(reference: Callable[..., Any], node: str, stride: int, number: int, wanted: Any, size: int = 7) -> Any:
-    """80 x 64 becomes 320 x 256, of which 224 x 224 are seen."""
-    moved = torch.tensor(wanted, dtype=torch.float64) * 4 - torch.tensor([48, 16] * 2)
-    pooled = roi_align(reference("resnet18", node, [png(number)]), [moved.float()], size, 1 / stride, aligned=True)
-    return pooled.flatten(1).numpy() if size == 1 else pooled.numpy()
-
-
 def assert_right(found: Regions, wanted: dict[str, Any], reference: Callable[..., Any], size: int = 7) -> None:
     assert {path: [box for box, _ in rows] for path, rows in found.items()} == wanted
     for path, rows in found.items():
+        # 80 x 64 becomes 320 x 256, of which 224 x 224 are seen.
+        moved = torch.tensor(wanted[path], dtype=torch.float64) * 4 - torch.tensor([48, 16] * 2)
         for key, node, stride in (("C4", "layer3.1.relu_1", 16), ("C5", "layer4.1.relu_1", 32)):
-            right = expected(reference, node, stride, int(Path(path).stem), wanted[path], size)
+            maps = reference("resnet18", node, [png(int(Path(path).stem))])
+            pooled = roi_align(maps, [moved.float()], size, 1 / stride, aligned=True)
+            right = pooled.flatten(1).numpy() if size == 1 else pooled.numpy()
             actual = np.stack([features[key] for _, features in rows])
             assert actual.shape == right.shape
             np.testing.assert_allclose(actual, right, rtol=1e-3, atol=1e-4 * np.abs(right).max(), err_msg=path)
@@ -54,12 +60,10 @@ def test_rows_are_the_regions_of_the_whole_maps(
     assert [output["shape"] for output in made.outputs] == [[256, 7, 7], [512, 7, 7]]
     wanted = {str(root / path): value for path, value in lines.items() if value}
     assert_right(regions_in(out), wanted, reference)
-    with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as index:
-        places = dict(index.execute('SELECT path, shard || " " || "row" FROM images').fetchall())
-    assert places == {
-        str(root / "001.png"): "shard-000000.safetensors 0",
-        str(root / "002.png"): "shard-000000.safetensors 3",
-        str(root / "deep/er/003.png"): "shard-000001.safetensors 0",
+    assert places(out) == {
+        str(root / "001.png"): ("shard-000000.safetensors", 0),
+        str(root / "002.png"): ("shard-000000.safetensors", 3),
+        str(root / "deep/er/003.png"): ("shard-000001.safetensors", 0),
     }
 
 
@@ -88,21 +92,13 @@ def test_a_run_goes_on_and_other_boxes_are_refused(
     made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     assert (made.images, made.done) == (5, 5)
     assert_right(regions_in(out), {str(root / path): value for path, value in lines.items()}, reference)
-    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    before = shards(out), places(out)
     lines["001.png"] = [[1, 2, 30, 40]]
     with pytest.raises(FxError, match=r"001\.png was extracted with different boxes; use a new folder"):
         extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     with pytest.raises(FxError, match="made with pool roi, not avg"):
         extract(job(out, root, spec={"model": "resnet18", "return_nodes": {"C4": "C4", "C5": "C5"}}), SETTINGS)
-    assert {f"{path}/{row}" for path, row in _indexed(out)} >= {f"{root}/001.png/0"}
-    assert {name: (out / name).read_bytes() for name in before if name.startswith("shard")} == {
-        name: data for name, data in before.items() if name.startswith("shard")
-    }
-
-
-def _indexed(out: Path) -> list[tuple[str, int]]:
-    with sqlite3.connect(f"file:{out}/index.sqlite?mode=ro", uri=True) as index:
-        return index.execute('SELECT path, "row" FROM images WHERE shard IS NOT NULL').fetchall()
+    assert (shards(out), places(out)) == before
 
 
 @pytest.mark.exhaustive
@@ -140,9 +136,7 @@ def test_boxes_that_are_wrong_cost_no_other_image_its_place(
     made = extract(regions(out, csv(root / "boxes.csv", lines), root), SETTINGS)
     assert (made.images, made.done, made.unreadable) == (6, 1, 5)
     assert_right(regions_in(out), {str(root / "002.png"): BOXES}, reference)
-    listed = map(json.loads, (out / "errors.jsonl").read_text().splitlines())
-    said = {Path(line["path"]).name: line["error"] for line in listed}
-    assert said == {
+    assert {Path(path).name: error for path, error in errors(out).items()} == {
         "001.png": "box 0, [0, 0, 81.5, 64], reaches out of its image, which is 80 x 64 pixels",
         "003.png": "box 1, [50, 10, 20, 40], is empty or inverted: write [x1, y1, x2, y2] with x1 < x2 and y1 < y2",
         "004.png": "box 0, [0, 10, 10, 30], lies outside of the part of its image that the model sees: leave it out",

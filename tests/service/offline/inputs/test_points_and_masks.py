@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,9 @@ from torch.nn.functional import grid_sample
 from fxcore.errors import FxError
 from service.offline import extract
 from service.offline.inputs import regions as files
-from tests.service.offline.conftest import SETTINGS, csv, png, regions, regions_in
+from tests.hostile_images import saved
+from tests.service.offline.conftest import SETTINGS, csv, errors, png, regions, regions_in
+from tests.wire import b64
 
 POINTS = [[40, 32], [30.5, 12.25]]  # in pixels of images of 80 x 64
 
@@ -42,7 +41,7 @@ def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, refer
         at = (torch.tensor([place for place, _ in rows]) * 4 - torch.tensor([48, 16])) / 112 - 1
         right = grid_sample(maps, at[None, None], align_corners=False)[0, :, 0].T.numpy()
         np.testing.assert_allclose([row["C4"] for _, row in rows], right, rtol=1e-3, atol=1e-4 * np.abs(right).max())
-    error = json.loads((out / "errors.jsonl").read_text())["error"]
+    [error] = errors(out).values()
     assert error == "point 0, [1, 40], lies outside of the part of its image that the model sees: leave it out"
     csv(file, {"001.png": [[1, 2]]}, "points")
     with pytest.raises(FxError, match=r"001\.png was extracted with different points; use a new folder"):
@@ -51,9 +50,7 @@ def test_points_of_a_csv_file(folder: Callable[..., Path], tmp_path: Path, refer
 
 def mask_png() -> bytes:
     """All of an image of 80 x 64."""
-    file = io.BytesIO()
-    PIL.Image.new("L", (80, 64), 1).save(file, "PNG")
-    return file.getvalue()
+    return saved(PIL.Image.new("L", (80, 64), 1), "PNG")
 
 
 @pytest.mark.exhaustive
@@ -63,8 +60,7 @@ def test_masks_of_a_file(folder: Callable[..., Path], tmp_path: Path, reference:
     root, out = folder(3), tmp_path / "out"
     runs, empty = {"size": [64, 80], "counts": [0, 5120]}, {"size": [64, 80], "counts": [5120]}
     if kind == "csv":
-        text = base64.b64encode(mask_png()).decode()
-        csv(root / "masks.csv", {"001.png": [text, runs], "002.png": [empty]}, "masks")
+        csv(root / "masks.csv", {"001.png": [b64(mask_png()), runs], "002.png": [empty]}, "masks")
     else:
         masks = pyarrow.array([[mask_png(), mask_png()], [b"junk"]], pyarrow.list_(pyarrow.binary()))
         table = pyarrow.table({"path": ["001.png", "002.png"], "masks": masks})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from service.offline.outputs.index import Index
 from service.offline.runners.runner import RowLayout
 from service.offline.statistics.statistics import Statistics
 from tests.e2e.forked import script
-from tests.service.offline.conftest import SETTINGS, job, png, rows
-from tests.service.offline.test_run import errors
+from tests.service.offline.conftest import EXTRACT, SETTINGS, errors, job, png, rows
 
 parquet = pytest.importorskip("pyarrow.parquet")
 
@@ -113,30 +113,6 @@ def test_a_second_run_continues_the_first(folder: Callable[..., Path], tmp_path:
         extract(job(out, root), SETTINGS)
 
 
-KILLED = """
-import os, signal, sys
-from service.cli import main
-from service.offline import batches
-from service.offline.statistics import reducer
-from service.offline.outputs.index import Index
-
-batches._BATCH, reducer._SECONDS, reducer._MAX_SHARE, left = 2, 0, 1e9, int(sys.argv.pop(1))
-commit = Index.commit
-
-def limited(self, *arguments):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    commit(self, *arguments)
-    if left == -5:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-Index.commit = limited
-main()
-"""
-
-
 @pytest.mark.exhaustive
 def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(11), tmp_path / "out"
@@ -167,12 +143,35 @@ def test_merged_folders_are_one_of_all_images(folder: Callable[..., Path], tmp_p
     assert not (tmp_path / "other").exists()
 
 
+KILLED = """
+import os, signal, sys
+from service.cli import main
+from service.offline import batches
+from service.offline.statistics import reducer
+from service.offline.outputs.index import Index
+
+batches._BATCH, reducer._SECONDS, reducer._MAX_SHARE, left = 2, 0, 1e9, int(sys.argv.pop(1))
+commit = Index.commit
+
+def limited(self, *arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    commit(self, *arguments)
+    if left == -5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Index.commit = limited
+main()
+"""
+
+
 @pytest.mark.exhaustive
 def test_a_run_that_is_killed_counts_every_image_once(folder: Callable[..., Path], tmp_path: Path) -> None:
     root, out = folder(40), tmp_path / "out"
     extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
-    command = f"extract {root} --model squeezenet1_1 --nodes features.5:mid,features.12:top --weights random --pool avg"
-    command += f" --out {out} --reduce {ALL} --device cpu --backend eager"
+    command = f"extract {root} {EXTRACT} --out {out} --reduce {ALL} --backend eager"
 
     def run(commits: str) -> tuple[int, str]:
         code = script(KILLED, tmp_path, commits, *command.split()).wait(600)
@@ -182,9 +181,8 @@ def test_a_run_that_is_killed_counts_every_image_once(folder: Callable[..., Path
         code, said = run(commits)
         assert code == -signal.SIGKILL, said
         assert not list(out.glob("stats*"))
-    index = Index(out)
-    assert index.counts()[1] == 2 * 3 + 2 * 4
-    index.close()
+    with closing(Index(out)) as index:
+        assert index.counts()[1] == 2 * 3 + 2 * 4
     code, said = run("9999")
     assert code == 0, said
     assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)  # rounding differs with the batches
