@@ -15,6 +15,13 @@ def fxserve(*arguments: object) -> Any:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
+def fails(done: Any, code: int, said: str) -> None:
+    """Assert that a command printed nothing but one line, an error that begins so."""
+    assert (done.exit_code, done.stdout) == (code, ""), done.output
+    assert done.stderr.startswith(f"fxserve: {said}")
+    assert done.stderr.count("\n") == 1
+
+
 def rows(stdout: str, first: str) -> list[list[str]]:
     """Return the cells of the table whose first column is called ``first``."""
     lines = stdout.splitlines()

@@ -16,7 +16,11 @@ import pytest
 import typer.main
 
 from service.cli import app
-from tests.service.cli.running import fxserve
+from tests.service.cli.running import fails, fxserve
+
+
+def python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
 
 
 def test_help_comes_without_importing_anything_heavy() -> None:
@@ -29,7 +33,7 @@ try:
 finally:
     print("HEAVY", sorted({"torch", "torchvision", "numpy", "fastapi", "uvicorn", "fxcore"} & set(sys.modules)))
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    run = python(script)
     assert run.returncode == 0
     assert "HEAVY []" in run.stdout
     for command in ("serve", "models", "nodes", "graph", "extract", "why", "key"):
@@ -46,7 +50,7 @@ try:
 finally:
     print("torch" in sys.modules)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    run = python(script)
     assert (run.returncode, run.stdout) == (2, "False\n")
     assert "--ray and --server cannot be combined" in run.stderr
 
@@ -65,11 +69,9 @@ try:
 finally:
     print("FULL", len(full), "torchvision" in sys.modules)
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    run = python(script)
     assert run.returncode == 0
-    count, imported = run.stdout.splitlines()[-1].removeprefix("FULL ").split()
-    assert imported == "True"
-    assert int(count) <= 1
+    assert run.stdout.splitlines()[-1] in ("FULL 0 True", "FULL 1 True")
 
 
 def test_a_command_that_ends_while_a_thread_computes_returns_its_own_status() -> None:
@@ -85,7 +87,7 @@ def compute():
 threading.Thread(target=compute, name="fxserve-cpu", daemon=True).start()
 main()
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    run = python(script)
     assert run.returncode == 1
     assert run.stderr.splitlines()[-1].startswith("fxserve: there is no model 'no_such_model'")
 
@@ -130,11 +132,7 @@ RANDOM = (*EXTRACT, "--weights", "random")
     [
         (["nodes", "resnet5"], 1, "there is no model 'resnet5'; did you mean resnet50"),
         (["nodes", "resnet18", "--weights", "V9"], 1, "no weights 'V9'; ask for one of DEFAULT, IMAGENET1K_V1"),
-        (
-            ["graph", "resnet18", "--height", "64"],
-            2,
-            "--height and --width must be given together (see fxserve graph --help)",
-        ),
+        (["graph", "resnet18", "--height", "64"], 2, "--width must be given together (see fxserve graph --help)"),
         (["graph", "vit_b_16", "--height", "100", "--width", "100"], 1, "cannot take an input of 100 x 100"),
         (["graph", "resnet18", "--format", "pdf"], 2, "'pdf' is not one of 'json', 'table'"),
         (["graph", "resnet18", "--out", "no/such/folder.svg"], 1, "no/such/folder.svg: No such file or directory"),
@@ -192,11 +190,8 @@ def test_errors_are_one_line(arguments: Sequence[str], code: int, said: str, fil
     named = {"CAT": files[0], "GONE": tmp_path / "gone.jpg", "FOLDER": tmp_path}
     filled = [str(named.get(a, a)).replace("OUT", str(tmp_path / "out")) for a in arguments]
     result = fxserve(*filled)
-    assert result.exit_code == code
-    assert result.stderr.startswith("fxserve: ")
-    assert result.stderr.count("\n") == 1
+    fails(result, code, "")
     assert said in result.stderr
-    assert result.stdout == ""
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ from torchvision.models import list_models
 from torchvision.models.feature_extraction import get_graph_node_names
 
 from fxcore import get_model, model_graph
-from fxcore.models.catalog import register
 from fxcore.rendering.render import render
-from tests.service.cli.running import fxserve, rows
+from tests.service.cli.running import fails, fxserve, rows
 
 
 def test_models_lists_what_torchvision_lists() -> None:
@@ -65,7 +65,9 @@ def test_nodes_lists_untraceable_modules() -> None:
 
 
 @pytest.mark.exhaustive
-def test_nodes_of_a_model_that_only_eval_mode_can_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_a_model_that_only_eval_mode_can_trace(
+    tmp_path: Path, own_models: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "dropping.py").write_text(
         """
 import torch
@@ -75,16 +77,10 @@ class Dropping(torch.nn.Module):
         return x * torch.rand(x.shape[0], 1, 1, 1) if self.training else x.relu()
 """
     )
-    (tmp_path / "models.toml").write_text('[models.mine]\nbuilder = "dropping:Dropping"\n')
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path))
-    try:
-        listed, train = fxserve("nodes", "mine"), fxserve("nodes", "mine", "--train")
-    finally:
-        register({})
-    assert (listed.exit_code, [row[0] for row in rows(listed.stdout, "node")]) == (0, ["x", "relu"])
-    assert (train.exit_code, train.stdout) == (1, "")
-    assert train.stderr == "fxserve: mine can be traced in eval mode only; leave out --train\n"
+    own_models('[models.mine]\nbuilder = "dropping:Dropping"\n')
+    assert [row[0] for row in rows(fxserve("nodes", "mine").stdout, "node")] == ["x", "relu"]
+    fails(fxserve("nodes", "mine", "--train"), 1, "mine can be traced in eval mode only; leave out --train\n")
 
 
 @pytest.mark.exhaustive
@@ -130,6 +126,5 @@ def test_graph_draws_modules_of_a_depth_as_one_box(format: str, tmp_path: Path) 
     expected = render(graph, format, 1)  # type: ignore[arg-type]
     assert len(expected) < len(render(graph, format)) / 3  # type: ignore[arg-type]
     assert fxserve("graph", "resnet18", "--format", format, "--depth", 1).stdout == expected
-    out = tmp_path / "graph.svg"
-    fxserve("graph", "resnet18", "--out", out, "--depth", 2)
-    assert out.read_text() == render(graph, "svg", 2)
+    fxserve("graph", "resnet18", "--format", format, "--depth", 2, "--out", tmp_path / "graph.svg")
+    assert (tmp_path / "graph.svg").read_text() == render(graph, format, 2)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from fxcore.errors import FxError
 from service.cli.commands import serving
@@ -24,7 +23,7 @@ from service.engine.extractors.store import Store
 from service.http.server import supervisor
 from service.http.server.run import run_workers
 from service.settings import SHARED_WEIGHTS, Settings
-from tests.service.cli.running import fxserve
+from tests.service.cli.running import fails, fxserve
 from tests.service.engine.extractors.conftest import bucket
 from tests.small_disk import small_disk
 
@@ -51,14 +50,14 @@ def test_a_full_disk_ends_the_start_only_where_there_is_no_store(
 
 def test_the_driver_that_the_check_uses_is_closed_before_the_server_starts(bucket: str) -> None:
     """Otherwise it is closed on the server's event loop, which logs an error."""
+
+    def drivers() -> int:
+        return sum(type(found).__name__ == "S3FileSystem" for found in gc.get_objects())
+
     gc.collect()
-    before = _drivers()
+    before = drivers()
     serving._check_dependencies(Settings(extractors=f"{bucket}/checked"))
-    assert _drivers() == before
-
-
-def _drivers() -> int:
-    return sum(type(found).__name__ == "S3FileSystem" for found in gc.get_objects())
+    assert drivers() == before
 
 
 @pytest.mark.parametrize("host", ["no such host", "a..b"])
@@ -127,7 +126,7 @@ def test_a_full_disk_is_reported_in_one_line(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         disk.fill()
         result = fxserve("graph", "alexnet", "--out", disk.path / "graph.json")
-    assert (result.exit_code, result.stderr) == (1, "fxserve: No space left on device\n")
+    fails(result, 1, "No space left on device\n")
 
 
 @pytest.mark.usefixtures("signals")
@@ -142,27 +141,26 @@ def test_serve_reports_a_port_in_use() -> None:
     assert "address already in use" in result.stderr
 
 
-def test_the_socket_of_several_processes_closes_with_the_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The exit takes seconds. Connections accepted meanwhile would be reset."""
-    listening: list[socket.socket] = []
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: listening.extend(self.sockets))
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> supervisor.Supervisor:
+    """A supervisor of several processes that ended at once."""
+    made: list[supervisor.Supervisor] = []
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: made.append(self))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
     run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
-    assert [each.fileno() for each in listening] == [-1]
+    return made[0]
+
+
+def test_the_socket_of_several_processes_closes_with_the_last(ended: supervisor.Supervisor) -> None:
+    """The exit takes seconds. Connections accepted meanwhile would be reset."""
+    assert [each.fileno() for each in ended.sockets] == [-1]
 
 
 @pytest.mark.exhaustive
-def test_spawned_processes_say_that_they_live_before_they_import_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_spawned_processes_say_that_they_live_before_they_import_torch(ended: supervisor.Supervisor) -> None:
     """One that cannot say so is replaced by one that cannot, either: on a busy machine, without end."""
-    given: list[uvicorn.Config] = []
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self: given.append(self.config))
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    monkeypatch.setenv(SHARED_WEIGHTS, "")  # so that it is taken back
-    run_workers(Settings(workers=2, port=0, extractors=str(tmp_path)), "cuda")
-    assert given[0].timeout_worker_healthcheck >= 120
+    assert ended.config.timeout_worker_healthcheck >= 120
     script = """
 import pickle, sys
 config = pickle.load(sys.stdin.buffer)
@@ -171,7 +169,7 @@ print("torch" in sys.modules, end=" ")
 config.load()
 print("torch" in sys.modules)
 """
-    config = pickle.dumps(given[0])
+    config = pickle.dumps(ended.config)
     child = subprocess.run([sys.executable, "-c", script], input=config, capture_output=True, timeout=120)
     assert child.stdout.decode() == "False True\n", child.stderr
 
@@ -183,9 +181,7 @@ def test_serve_refuses_an_unreadable_key_file(workers: int, tmp_path: Path, monk
     keys.write_text("nonsense\n")
     monkeypatch.setenv("FXSERVE_API_KEYS_FILE", str(keys))
     done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", workers)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"fxserve: {keys}, line 1: not NAME:read:SHA256")
-    assert done.stderr.count("\n") == 1
+    fails(done, 1, f"{keys}, line 1: not NAME:read:SHA256")
 
 
 @pytest.mark.usefixtures("signals")
@@ -219,6 +215,4 @@ def test_serve_reports_missing_tracing_packages(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     monkeypatch.setenv("FXSERVE_TRACING", "true")
     done = fxserve("serve", "--port", 18437, "--device", "cpu", "--workers", 2)
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("fxserve: FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")
-    assert done.stderr.count("\n") == 1
+    fails(done, 1, "FXSERVE_TRACING needs the extra otel: pip install 'fxserve[otel]'")

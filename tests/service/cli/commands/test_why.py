@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import fxcore.attribution
 import fxcore.photos
 from fxcore import get_model, load_model
 from fxcore.attribution import gradients
-from fxcore.models.catalog import register
 from service.codecs import heatmap
 from tests.hostile_images import saved
-from tests.service.cli.running import fxserve
+from tests.service.cli.running import fails, fxserve
 
 LITE = ("--model", "efficientnet_lite0")
 
@@ -31,11 +31,8 @@ def test_the_classes_and_where_the_first_lies(files: list[Path]) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].split() == [">", "285", lines[0].split()[2], "Egyptian", "cat"]
     assert {line.split()[0] for line in lines[1:4]} == {"281", "282", "287"}  # tabby, tiger cat, lynx
-    assert len(lines) == 6
-    assert (
-        lines[-1]
-        == f"wrote {files[0].with_suffix('.why.png')}: Grad-CAM of classifier.1[285] at features.7.0.block.2.1"
-    )
+    out = files[0].with_suffix(".why.png")
+    assert lines[5:] == [f"wrote {out}: Grad-CAM of classifier.1[285] at features.7.0.block.2.1"]
 
     entry = get_model("efficientnet_lite0")
     model, preprocessing = load_model(entry, entry.canonical_weights("DEFAULT")), entry.preprocessing()
@@ -43,17 +40,13 @@ def test_the_classes_and_where_the_first_lies(files: list[Path]) -> None:
     assert float(lines[0].split()[2]) == pytest.approx(model(batch).softmax(1)[0, 285].item(), abs=1e-4)
     cam = LayerGradCam(model, model.features[7]).attribute(batch, 285, relu_attributions=True).detach()
     [expected] = heatmap.write(files[0].read_bytes(), preprocessing, cam, "NCHW")
-    drawn, wanted = (
-        np.asarray(PIL.Image.open(io.BytesIO(data))).astype(int)
-        for data in (files[0].with_suffix(".why.png").read_bytes(), expected)
-    )
+    drawn, wanted = (np.asarray(PIL.Image.open(io.BytesIO(data))).astype(int) for data in (out.read_bytes(), expected))
     assert np.abs(drawn - wanted).max() <= 1
 
 
 def test_nothing_is_printed_where_the_file_cannot_be_written(files: list[Path], tmp_path: Path) -> None:
     done = fxserve("why", files[0], *LITE, "--out", tmp_path / "gone/x.png")
-    assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr == f"fxserve: {tmp_path}/gone/x.png: No such file or directory\n"
+    fails(done, 1, f"{tmp_path}/gone/x.png: No such file or directory\n")
 
 
 def test_a_class_by_name_or_number(files: list[Path], tmp_path: Path) -> None:
@@ -87,7 +80,9 @@ def test_a_vision_transformer_is_explained_before_its_last_attention(tmp_path: P
     assert at.startswith(f"blocks.{last}.attn") or at == f"blocks.{last}.norm1"
 
 
-def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_of_zeros_explains_nothing(
+    files: list[Path], own_models: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchvision's vision transformers begin with one. Its first gradient shows that those before it are zero too."""
     asked = []
 
@@ -96,7 +91,7 @@ def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, mon
         return gradients(*given)
 
     monkeypatch.setattr(fxcore.attribution, "gradients", recorded)
-    (tmp_path / "models.toml").write_text(
+    own_models(
         """
         [models.mine]
         builder = "torchvision.models:VisionTransformer"
@@ -111,11 +106,7 @@ def test_a_head_of_zeros_explains_nothing(files: list[Path], tmp_path: Path, mon
         mlp_dim = 8
         """
     )
-    monkeypatch.setenv("FXSERVE_MODELS_DIR", str(tmp_path))
-    try:
-        done = fxserve("why", files[0], "--model", "mine")
-    finally:
-        register({})
+    done = fxserve("why", files[0], "--model", "mine")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "does not depend on any feature map: all gradients are zero" in done.stderr
     assert len(asked) == 1
