@@ -8,6 +8,7 @@ import torch
 from timm.models._features_fx import get_notrace_functions, get_notrace_modules
 from timm.models.cait import TalkingHeadAttn
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.transforms import attention_maps
@@ -61,6 +62,15 @@ def test_weights_are_timms(architecture: str, prefix: int | None) -> None:
     assert found["first"].shape[0] == 2 * first.rows_per_image
 
 
+def attention_of(traced: GraphModule, path: str | None = None) -> GraphModule:
+    """A module that returns its only attention's weights, or those of the attention at ``path``."""
+    module = attention_maps(traced)
+    [node] = [n for n in module.graph.nodes if n.meta.get("attention") and path in (None, n.meta.get("path"))]
+    module.graph.output_node().args = (node,)
+    module.recompile()
+    return module
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_weights_by_hand(fused: bool) -> None:
     torch.manual_seed(0)
@@ -69,10 +79,8 @@ def test_weights_by_hand(fused: bool) -> None:
     for block in model.blocks:
         block.attn.fused_attn = fused
     kept = {"leaf_modules": tuple(get_notrace_modules()), "leaf_functions": get_notrace_functions()}
-    module = attention_maps(trace(model, **kept, concrete_args={"attn_mask": None, "is_causal": False}))
-    node = next(n for n in module.graph.nodes if n.meta.get("path") == "blocks.1.attn.attention")
-    module.graph.output_node().args = (node,)
-    module.recompile()
+    traced = trace(model, **kept, concrete_args={"attn_mask": None, "is_causal": False})
+    module = attention_of(traced, "blocks.1.attn.attention")
     seen: list[Tensor] = []
     x = torch.rand(2, 3, 64, 64)
     with torch.no_grad(), attention.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
@@ -85,10 +93,7 @@ def test_weights_by_hand(fused: bool) -> None:
 def test_talking_heads_are_returned_before_they_are_mixed() -> None:
     torch.manual_seed(0)
     attention = TalkingHeadAttn(dim=24, num_heads=4).eval()
-    module = attention_maps(trace(attention))
-    [node] = [n for n in module.graph.nodes if n.meta.get("attention")]
-    module.graph.output_node().args = (node,)
-    module.recompile()
+    module = attention_of(trace(attention))
     seen: list[Tensor] = []
     x = torch.rand(2, 7, 24)
     with torch.no_grad(), attention.proj_w.register_forward_pre_hook(lambda m, args: seen.append(args[0])):
@@ -114,8 +119,5 @@ def test_fused_attention_of_any_kind(mask: str) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
 
-    module = attention_maps(trace(attend))
-    node = next(n for n in module.graph.nodes if n.meta.get("attention"))
-    module.graph.output_node().args = (node,)
-    module.recompile()
+    module = attention_of(trace(attend))
     assert torch.allclose(module(q, k, v) @ v.repeat_interleave(2, 1), attend(q, k, v), atol=1e-6)
