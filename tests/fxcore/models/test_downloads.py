@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import http.server
 import io
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from fxcore import ModelEntry, get_model, load_model
 from fxcore.errors import WeightsUnavailable
 from fxcore.models import downloads
 from tests.fxcore.models.test_weights import SMALL, drawn
+from tests.processes import QuietHandler, serving
 
 
 @pytest.fixture
@@ -30,17 +31,12 @@ def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     folder = tmp_path / "served"
     folder.mkdir()
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            pass
+    class Files(QuietHandler, SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(folder))
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", folder
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Files) as url:
+        yield url, folder
 
 
 def at(url: str) -> ModelEntry:

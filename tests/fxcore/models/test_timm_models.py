@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from fxcore.models.hub import HubWeights
 from fxcore.photos import photos
 from tests.fxcore.hooks import hooked
 from tests.fxcore.model_list import SWEPT
+from tests.processes import QuietHandler, serving
 from tests.seeded import seeded
 
 FAMILIES = [
@@ -205,7 +204,7 @@ def refusing_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     """A hub on this machine that refuses every file with the code and status put into the dictionary."""
     said: dict[str, str] = {}
 
-    class Refuse(BaseHTTPRequestHandler):
+    class Refuse(QuietHandler):
         def do_HEAD(self) -> None:
             said["asked"] = said.get("asked", "") + "+"
             self.send_response(int(said["status"]))
@@ -215,25 +214,13 @@ def refusing_hub(hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
 
         do_GET = do_HEAD
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuse)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    template = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-    monkeypatch.setattr(
-        huggingface_hub.constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        template.replace(huggingface_hub.constants.ENDPOINT, url),
-    )
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    yield said
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    constants = huggingface_hub.constants
+    with serving(Refuse) as url:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield said
 
 
 @pytest.mark.parametrize(

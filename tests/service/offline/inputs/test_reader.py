@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import fsspec.config
@@ -15,9 +13,10 @@ from service.offline import folder
 from service.offline.inputs import reader
 from service.offline.inputs.reader import Reader
 from service.offline.inputs.sources import Source, find
+from tests.processes import QuietHandler, serving
 
 
-class Photos(BaseHTTPRequestHandler):
+class Photos(QuietHandler):
     """``/200.png`` is a photo; ``/403.png`` is answered 403; ``/once.png`` fails first; ``/login.png`` needs one."""
 
     failed: set[str]
@@ -39,20 +38,13 @@ class Photos(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(b"a photo")
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def photos(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(reader, "_RETRY_DELAYS", (0.0, 0.0))
     monkeypatch.setattr(Photos, "failed", set(), raising=False)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Photos)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving(Photos) as url:
+        yield url
 
 
 def at(url: str) -> Source:
