@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 
 import numpy as np
+import PIL.ExifTags
 import PIL.Image
 import PIL.ImageCms
 import PIL.TiffImagePlugin
@@ -30,6 +31,19 @@ def saved(image: PIL.Image.Image, format: str, **options: object) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+def turned(orientation: int) -> PIL.Image.Exif:
+    """Make EXIF that says which way up an image is."""
+    exif = PIL.Image.Exif()
+    exif[PIL.ExifTags.Base.Orientation] = orientation
+    return exif
+
+
+def tiff(data: bytes, *entries: tuple[int, int, int, int]) -> bytes:
+    """Build a TIFF of ``data``, which begins at 8, and a directory: tag, type, count and value."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", len(entries)) + packed + bytes(4)
 
 
 def grey16() -> PIL.Image.Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,33 +31,22 @@ from fxcore.images.preprocessing import ImagePreprocessing, Preprocessing
 from fxcore.images.presets import ImageClassification
 from fxcore.images.timm_preprocessing import TimmPreprocessing
 from tests import hostile_images
+from tests.decoding import decoded
 from tests.fxcore.model_list import SWEPT
-
-ORIENTATION = 0x0112
+from tests.hostile_images import png, saved, turned
 
 
 def encoded(
     image: PIL.Image.Image | np.ndarray, format: str = "JPEG", orientation: int = 1, **options: object
 ) -> bytes:
     image = image if isinstance(image, PIL.Image.Image) else PIL.Image.fromarray(image)
-    exif = PIL.Image.Exif()
-    exif[ORIENTATION] = orientation
-    buffer = io.BytesIO()
-    image.save(buffer, format, exif=exif, **options)
-    return buffer.getvalue()
+    return saved(image, format, exif=turned(orientation), **options)
 
 
 def exact(preprocessing: Preprocessing, data: bytes) -> Tensor:
-    """What torchvision documents, of a preprocessing that has a preset."""
+    """What torchvision documents, of a preprocessing that has a preset; PIL decodes what torchvision does not."""
     assert isinstance(preprocessing, ImagePreprocessing)
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return preprocessing.preset(torchvision.io.decode_image(tensor, mode="RGB", apply_exif_orientation=True))
-
-
-def levels(preprocessing: Preprocessing, a: Tensor, b: Tensor) -> Tensor:
-    """The absolute difference of two preprocessed images in grey levels."""
-    std = torch.tensor(preprocessing.describe()["std"]).view(3, 1, 1)
-    return ((a - b) * std * 255).abs()
+    return preprocessing.preset(decoded(data))
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +98,9 @@ def test_images_of_one_line_are_turned(size: tuple[int, int], orientation: int):
     ],
 )
 def test_other_formats_are_decoded_by_pil(coffee: PIL.Image.Image, plain: Preprocessing, format: str, mode: str):
-    image = coffee.crop((0, 0, 301, 260)).convert(mode)
-    buffer = io.BytesIO()
-    image.save(buffer, format)
-    data = buffer.getvalue()
+    data = saved(coffee.crop((0, 0, 301, 260)).convert(mode), format)
     assert np.array_equal(decode(data, exactly=False).numpy(), np.asarray(open_image(data)))
-    if format in ("BMP", "TIFF"):  # torchvision takes neither
-        expected = plain.pixels(torch.from_numpy(np.array(open_image(data))).permute(2, 0, 1))
-    else:
-        expected = exact(plain, data)
-    assert torch.equal(made(plain, data), expected)
+    assert torch.equal(made(plain, data), exact(plain, data))
 
 
 @pytest.mark.exhaustive
@@ -160,12 +141,7 @@ def deep_png(pixels: np.ndarray) -> bytes:
     """A PNG file of ``[H, W, C]`` uint16, which PIL does not write in colour (ISO/IEC 15948)."""
     height, width, channels = pixels.shape
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
-    file = b"\x89PNG\r\n\x1a\n"
-    for kind, data in chunks:
-        file += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-    return file
+    return png(width, height, (b"IDAT", zlib.compress(lines)), depth=16, color={1: 0, 2: 4, 3: 2, 4: 6}[channels])
 
 
 @functools.cache
@@ -239,7 +215,7 @@ def test_all_weights_and_kinds_of_files_are_as_torchvision_documents(model: str,
             continue
         if min(preprocessing.nominal_size()) > 500 and kind not in ("photo", "turned", "16 bit"):
             continue  # they take a second each
-        image = torchvision.io.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), "RGB", True)
+        image = decoded(data)
         if isinstance(preprocessing, ImagePreprocessing):
             expected = preset(image)
         elif isinstance(preprocessing, DetectorPreprocessing):
@@ -332,7 +308,8 @@ def test_large_jpegs_are_decoded_smaller_and_features_stay(large_photos: list[PI
     expected = torch.stack([exact(plain, data) for data in files])
     got = torch.stack([made(plain, data, "fast") for data in files])
     assert torch.equal(torch.stack([made(plain, data) for data in files]), expected)
-    difference = levels(plain, got, expected)
+    std = torch.tensor(plain.describe()["std"]).view(3, 1, 1)
+    difference = ((got - expected) * std * 255).abs()  # in grey levels
     assert not torch.equal(got, expected)
     assert difference.max() < 16
     assert difference.mean() < 0.5

@@ -19,18 +19,7 @@ from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
 from fxcore.images.decoding import decode
 from fxcore.images.files import FORMATS, MAX_SCANS, image_header, is_image, plain_header
-from tests.hostile_images import saved, scans
-
-
-@pytest.fixture(scope="module")
-def cat() -> PIL.Image.Image:
-    """300 x 451 pixels, RGB."""
-    return PIL.Image.fromarray(skimage.data.chelsea())
-
-
-def pixels(image: PIL.Image.Image) -> np.ndarray:
-    return np.asarray(image)
-
+from tests.hostile_images import saved, scans, turned
 
 # -- decoding ----------------------------------------------------------------------------------------------------------
 
@@ -40,10 +29,9 @@ def test_formats(format: str, cat: PIL.Image.Image) -> None:
     data = saved(cat, format)
     image = open_image(data)
     assert image.mode == "RGB"
-    expected = PIL.Image.open(io.BytesIO(data)).convert("RGB")
-    assert np.array_equal(pixels(image), pixels(expected))
+    assert np.array_equal(image, PIL.Image.open(io.BytesIO(data)).convert("RGB"))
     if format in ("PNG", "BMP", "DIB", "TIFF"):
-        assert np.array_equal(pixels(image), pixels(cat))
+        assert np.array_equal(image, cat)
     assert image_header(data)[:2] == (300, 451)
 
 
@@ -89,26 +77,23 @@ def test_the_size_of_plain_files_needs_no_decoder(
 def test_jpeg_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
     plain = saved(cat, "JPEG")
     scan = plain.index(b"\xff\xda")
-    turned = PIL.Image.Exif()
-    turned[PIL.ExifTags.Base.Orientation] = 6
-    late = plain[:scan] + b"\xff\xe1" + (len(turned.tobytes()) + 2).to_bytes(2, "big") + turned.tobytes() + plain[scan:]
+    block = turned(6).tobytes()
+    late = plain[:scan] + b"\xff\xe1" + (len(block) + 2).to_bytes(2, "big") + block + plain[scan:]
     assert image_header(late)[:2] == (cat.width, cat.height)  # PIL heeds the block here too
-    with_exif, cmyk = saved(cat, "JPEG", exif=turned), saved(cat.convert("CMYK"), "JPEG")
+    with_exif, cmyk = saved(cat, "JPEG", exif=block), saved(cat.convert("CMYK"), "JPEG")
     for data in (late, with_exif, cmyk, plain[:scan], plain[:2] * 100, b"\xff\xd8"):
         assert plain_header(data) is None
     assert plain_header(plain[:2] + b"\xff\xfe\0\2" * 1000 + plain[2:]) is None
 
 
 def test_webp_files_that_are_not_plain_are_left_to_pil(cat: PIL.Image.Image) -> None:
-    turned = PIL.Image.Exif()
-    turned[PIL.ExifTags.Base.Orientation] = 6
-    with_exif, clear = saved(cat, "WEBP", exif=turned), cat.convert("RGBA")
+    block = turned(6).tobytes()
+    with_exif, clear = saved(cat, "WEBP", exif=block), cat.convert("RGBA")
     clear.putalpha(100)
     several = saved(cat, "WEBP", save_all=True, append_images=[cat.rotate(90)])
     plain, lossless = saved(cat, "WEBP"), saved(cat, "WEBP", lossless=True)
     key_frame, signature = plain[:20] + b"\1" + plain[21:], lossless[:20] + b"\x2e" + lossless[21:]
     sound = saved(cat, "BMP").replace(b"BM", b"RIFF", 1)
-    block = turned.tobytes()
     after = plain + b"EXIF" + struct.pack("<I", len(block)) + block + b"\0" * (len(block) % 2)
     after = after[:4] + struct.pack("<I", len(after) - 8) + after[8:]
     for data in (with_exif, after, saved(clear, "WEBP"), several, plain[:-2], key_frame, signature, sound, b"RIFF"):
@@ -124,7 +109,7 @@ def test_plain_webp_files_are_decoded_to_what_was_saved(mode: str, cat: PIL.Imag
         image.putalpha(100)
     data = saved(image, "WEBP", lossless=True)
     assert plain_header(data) is not None
-    np.testing.assert_array_equal(decode(data), pixels(cat))
+    np.testing.assert_array_equal(decode(data), cat)
 
 
 @pytest.mark.parametrize("lossless", [False, True])
@@ -144,8 +129,8 @@ def test_modes_become_rgb(mode: str, format: str, cat: PIL.Image.Image) -> None:
     data = saved(cat.convert(mode), format)
     image = open_image(data)
     assert image.mode == "RGB"
-    assert np.array_equal(pixels(image), pixels(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
-    assert abs(pixels(image).astype(float).mean() - pixels(cat).mean()) < 12
+    assert np.array_equal(image, PIL.Image.open(io.BytesIO(data)).convert("RGB"))
+    assert abs(np.mean(image) - np.mean(cat)) < 12
 
 
 @pytest.mark.parametrize("transparency", [3, bytes(range(256))])
@@ -153,13 +138,13 @@ def test_palettes_with_transparency(transparency: int | bytes, cat: PIL.Image.Im
     """One transparent colour, or an alpha for each: the colours count, the alpha does not."""
     palette = cat.convert("P")
     image = open_image(saved(palette, "PNG", transparency=transparency))
-    assert np.array_equal(pixels(image), pixels(palette.convert("RGB")))
+    assert np.array_equal(image, palette.convert("RGB"))
 
 
 def test_alpha_is_dropped(cat: PIL.Image.Image) -> None:
     transparent = cat.copy()
     transparent.putalpha(PIL.Image.linear_gradient("L").resize(cat.size))
-    assert np.array_equal(pixels(open_image(saved(transparent, "PNG"))), pixels(cat))
+    assert np.array_equal(open_image(saved(transparent, "PNG")), cat)
 
 
 @pytest.mark.parametrize("format", ["PNG", "TIFF"])
@@ -167,7 +152,7 @@ def test_16_bit_grey_keeps_its_upper_bits(format: str) -> None:
     """PIL's own conversion clips everything above 255 to white."""
     grey = np.arange(64 * 64, dtype=np.uint16).reshape(64, 64) * 16
     image = open_image(saved(PIL.Image.fromarray(grey), format))
-    assert np.array_equal(pixels(image), np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=-1))
+    assert np.array_equal(image, np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=-1))
 
 
 @pytest.mark.parametrize("format", FORMATS)

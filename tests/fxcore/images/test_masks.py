@@ -1,6 +1,5 @@
 """Masks: PNG files, COCO's run lengths, and areas held to averages over cells by torch."""
 
-import io
 import itertools
 import time
 import zlib
@@ -16,14 +15,9 @@ from fxcore.images.masks import Rle, read_mask, shares
 from fxcore.images.placement import Placement
 from fxcore.pooling import MapGrid
 from tests import hostile_images
+from tests.hostile_images import saved
 
 MASK = np.random.default_rng(0).random((12, 18)) < 0.4
-
-
-def png(image):
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def counts(mask):
@@ -71,16 +65,19 @@ def test_png_files_of_one_channel(mode):
             image.putpalette([0, 0, 0] * 256)
         elif mode == "1":
             image = image.convert("1")
-    assert np.array_equal(read_mask(png(image), MASK.shape), MASK)
+    assert np.array_equal(read_mask(saved(image, "PNG"), MASK.shape), MASK)
 
 
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (png(PIL.Image.new("L", (18, 13))), "has 18 x 13 pixels and its image, after its EXIF orientation, 18 x 12"),
-        (png(PIL.Image.new("RGB", (18, 12))), "is a PNG file of mode RGB: send one channel"),
+        (
+            saved(PIL.Image.new("L", (18, 13)), "PNG"),
+            "18 x 13 pixels and its image, after its EXIF orientation, 18 x 12",
+        ),
+        (saved(PIL.Image.new("RGB", (18, 12)), "PNG"), "is a PNG file of mode RGB: send one channel"),
         (b"junk", r"is not a PNG file, or is damaged \(4 bytes\)"),
-        (png(PIL.Image.fromarray(MASK))[:60], "damaged"),
+        (saved(PIL.Image.fromarray(MASK), "PNG")[:60], "damaged"),
         (Rle(18, 12, [216]), "has 12 x 18 pixels"),
         (Rle(12, 18, [215]), "has run lengths of 215 pixels, and its size has 216"),
         (Rle(12, 18, [-1, 217]), "not COCO's"),

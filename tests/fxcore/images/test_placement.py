@@ -31,15 +31,11 @@ def test_a_white_box_is_where_its_corners_are_carried_to(model, weights, height,
 
 
 @pytest.mark.parametrize(
-    "model", ["fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn", "ssdlite320_mobilenet_v3_large"]
+    "model", ["fasterrcnn_resnet50_fpn", "retinanet_resnet50_fpn", "ssdlite320_mobilenet_v3_large", "fcn_resnet50"]
 )
 @pytest.mark.parametrize(("height", "width"), [(300, 451), (640, 333)])
-def test_the_same_for_detectors(model, height, width):
+def test_the_same_where_whole_images_are_resized(model, height, width):
     check(get_model(model).preprocessing(), height, width, (30, 50, 200, 280))
-
-
-def test_the_same_where_whole_images_are_resized():
-    check(get_model("fcn_resnet50").preprocessing(), 300, 451, (30, 50, 200, 280))
 
 
 def test_the_same_where_the_crop_is_larger_than_the_image():

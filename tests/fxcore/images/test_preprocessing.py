@@ -177,6 +177,7 @@ def test_another_size_resizes_as_the_usual_one(
 ) -> None:
     preset = preset_factory("image", {"resize_size": resize, "crop_size": 64, "mean": [0.5], "std": [0.25]})
     ours = ImagePreprocessing(preset(), image_size)
+    decoder = Decoder(ours)
     theirs = torchvision.transforms.Compose(
         [
             torchvision.transforms.Resize(steps[0]),
@@ -188,13 +189,8 @@ def test_another_size_resizes_as_the_usual_one(
     for height, width in SIZES:
         pixels = torchvision.transforms.functional.pil_to_tensor(photo(height, width))
         torch.testing.assert_close(ours.pixels(pixels), theirs(pixels), rtol=0, atol=0)
-        torch.testing.assert_close(decoded(ours, pixels), theirs(pixels))
-
-
-def decoded(ours: ImagePreprocessing, pixels: torch.Tensor) -> torch.Tensor:
-    """Return what the decoder makes of an image, whose resizing is its own."""
-    decoder = Decoder(ours)
-    return decoder.batch(decoder.pixels(pixels.permute(1, 2, 0))[None])[0]
+        row = decoder.pixels(pixels.permute(1, 2, 0))  # whose resizing is its own
+        torch.testing.assert_close(decoder.batch(row[None])[0], theirs(pixels))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """GIF files against torchvision's decoder, where that can be trusted: valid files, whose frame lies in the canvas."""
 
-import io
 import struct
 
 import numpy as np
@@ -12,15 +11,12 @@ import torchvision
 from fxcore.errors import BadImage
 from fxcore.images.decoding import decode
 from fxcore.images.files import image_header
+from tests.hostile_images import saved
 
 TRANSPARENT_3 = b"!\xf9\x04\x01\0\0\x03\0"
 TRANSPARENT_4 = b"!\xf9\x04\x01\0\0\x04\0"
 OPAQUE = b"!\xf9\x04\0\0\0\x03\0"
 COMMENT = b"!\xfe\x03cat\0"
-
-
-def numbers(width, height, colors):
-    return np.random.default_rng(0).integers(0, colors, (height, width), dtype=np.uint8)
 
 
 def gif(
@@ -36,12 +32,11 @@ def gif(
     ends=True,
 ):
     """One frame ``(left, top, width, height)``; a colour table of it alone (``own``), of all frames, or of both."""
-    rows = numbers(*frame[2:], colors) if rows is None else rows
+    if rows is None:
+        rows = np.random.default_rng(0).integers(0, colors, frame[:1:-1], dtype=np.uint8)
     image = PIL.Image.fromarray(rows, "L")
     image.putpalette(bytes(range(256)) * 3)
-    buffer = io.BytesIO()
-    image.save(buffer, "GIF", interlace=interlaced, optimize=False)
-    data = buffer.getvalue()
+    data = saved(image, "GIF", interlace=interlaced, optimize=False)
     start = data.index(b"," + struct.pack("<HHHH", 0, 0, *frame[2:]))
     flags = data[start + 9]
     packed = data[start + 10 + (3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0) :]
@@ -50,11 +45,6 @@ def gif(
     head = struct.pack("<6sHHBBB", b"GIF89a", *canvas, 0x80 * everywhere + size, background, 0)
     place = b"," + struct.pack("<HHHHB", *frame, 0x80 * own + 0x40 * interlaced + size)
     return head + table * everywhere + before + place + table[::-1] * own + packed + b";" * ends
-
-
-def by_torchvision(data):
-    made = torchvision.io.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-    return made.permute(1, 2, 0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +67,8 @@ def by_torchvision(data):
     ],
 )
 def test_pixels_are_those_of_torchvision(data):
-    assert torch.equal(decode(data), by_torchvision(data))
+    expected = torchvision.io.decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
+    assert torch.equal(decode(data), expected.permute(1, 2, 0))
 
 
 def test_only_the_first_frame_is_decoded():

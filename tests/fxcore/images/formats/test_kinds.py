@@ -10,24 +10,23 @@ import pytest
 
 from fxcore import open_image
 from fxcore.errors import BadImage
-from tests.hostile_images import photo, saved
+from tests import hostile_images
+from tests.hostile_images import photo, saved, turned
 
 
 def tiff(values):
     """An uncompressed TIFF of ``[H, W]`` or ``[H, W, 3]`` in any dtype."""
-    height, width, *samples = values.shape
-    channels = samples[0] if samples else 1
+    height, width, channels = np.atleast_3d(values).shape
     data = values.astype(values.dtype.newbyteorder("<")).tobytes()
     form = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
     bits = 8 * values.dtype.itemsize
-    at = 8 + len(data) + 2 + 12 * 10 + 4  # of what fits in no entry
-    entries = [(256, 1, width), (257, 1, height), (258, channels, bits if channels == 1 else at), (259, 1, 1)]
-    entries += [(262, 1, 1 if channels == 1 else 2), (273, 1, 8), (277, 1, channels), (278, 1, height)]
-    entries += [(279, 1, len(data)), (339, channels, form if channels == 1 else at + 2 * channels)]
-    kinds = {258: 3, 339: 3}
-    packed = b"".join(struct.pack("<HHII", tag, kinds.get(tag, 4), count, value) for tag, count, value in entries)
-    more = struct.pack(f"<{2 * channels}H", *[bits] * channels, *[form] * channels) if channels > 1 else b""
-    return b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", 10) + packed + bytes(4) + more
+    more = struct.pack(f"<{2 * channels}H", *[bits] * channels, *[form] * channels)  # a single value is in its entry
+    at = 8 + len(data)
+    entries = [(256, 4, 1, width), (257, 4, 1, height), (258, 3, channels, bits if channels == 1 else at)]
+    entries += [(259, 4, 1, 1), (262, 4, 1, 1 if channels == 1 else 2), (273, 4, 1, 8), (277, 4, 1, channels)]
+    entries += [(278, 4, 1, height), (279, 4, 1, len(data))]
+    entries += [(339, 3, channels, form if channels == 1 else at + 2 * channels)]
+    return hostile_images.tiff(data + more, *entries)
 
 
 @pytest.mark.parametrize(
@@ -54,27 +53,24 @@ def test_values_of_32_bits_are_clipped_as_by_pil(dtype):
     values = np.array([[0, 7, 255, 256, 70_000]], dtype)
     data = tiff(values)
     assert np.asarray(open_image(data))[0, :, 0].tolist() == [0, 7, 255, 255, 255]
-    assert np.array_equal(np.asarray(open_image(data)), np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB")))
+    assert np.array_equal(open_image(data), PIL.Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 def test_grey_levels_of_12_and_16_bits_keep_the_upper_eight():
     levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
     bits = "".join(f"{level:012b}" for level in levels.ravel().tolist())
     data = int(bits, 2).to_bytes(len(bits) // 8, "big")
-    entries = [(256, 64), (257, 64), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 64), (279, len(data))]
-    packed = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in entries)
-    twelve = b"II*\0" + struct.pack("<I", 8 + len(data)) + data + struct.pack("<H", 9) + packed + bytes(4)
+    tags = [(256, 64), (257, 64), (258, 12), (259, 1), (262, 1), (273, 8), (277, 1), (278, 64), (279, len(data))]
+    twelve = hostile_images.tiff(data, *((tag, 4, 1, value) for tag, value in tags))
     assert np.array_equal(np.asarray(open_image(twelve))[:, :, 0], levels >> 4)
     assert np.array_equal(np.asarray(open_image(tiff(levels * 16)))[:, :, 0], levels >> 4)
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
 def test_an_avif_is_turned_as_by_pil(turn):
-    exif = PIL.Image.Exif()
-    exif[0x0112] = turn
-    data = saved(photo(), "AVIF", exif=exif.tobytes())
+    data = saved(photo(), "AVIF", exif=turned(turn).tobytes())
     expected = PIL.ImageOps.exif_transpose(PIL.Image.open(io.BytesIO(data)))
-    assert np.array_equal(np.asarray(open_image(data)), np.asarray(expected))
+    assert np.array_equal(open_image(data), expected)
 
 
 def test_an_avif_whose_frame_is_larger_than_it_says_is_refused():

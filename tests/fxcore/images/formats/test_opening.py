@@ -10,7 +10,6 @@ import warnings
 import numpy as np
 import PIL.Image
 import pytest
-import skimage.data
 
 from fxcore import open_image
 from fxcore.errors import BadImage, ImageTooLarge
@@ -46,8 +45,7 @@ def test_a_process_that_imports_fxcore_keeps_its_limit_decoders_and_filters() ->
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_images_over_pillows_limit(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cat = PIL.Image.fromarray(skimage.data.chelsea())
+def test_images_over_pillows_limit(format: str, cat: PIL.Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(cat, format)
     expected = np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", cat.width * cat.height // 3)
@@ -57,20 +55,18 @@ def test_images_over_pillows_limit(format: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ImageTooLarge, match="MAX_IMAGE_PIXELS"):
             open_image(data)
     else:
-        assert np.array_equal(np.asarray(open_image(data)), expected)
+        assert np.array_equal(open_image(data), expected)
         decode(data)
     with pytest.raises(ImageTooLarge, match="at most"):
         open_image(data, 1000)
 
 
-def test_warnings_of_pillow_do_not_fail_an_image() -> None:
-    image = PIL.Image.fromarray(skimage.data.chelsea()).quantize(64)
-    file = io.BytesIO()
-    image.save(file, "PNG", transparency=bytes(range(64)))
+def test_warnings_of_pillow_do_not_fail_an_image(cat: PIL.Image.Image) -> None:
+    data = saved(cat.quantize(64), "PNG", transparency=bytes(range(64)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning):
-            PIL.Image.open(io.BytesIO(file.getvalue())).convert("RGB")
-        open_image(file.getvalue())
+            PIL.Image.open(io.BytesIO(data)).convert("RGB")
+        open_image(data)
     with pytest.raises(BadImage):
-        open_image(file.getvalue()[:-500])
+        open_image(data[:-500])
