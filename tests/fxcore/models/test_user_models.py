@@ -120,13 +120,20 @@ def read(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return described
 
 
+def values(entry: UserEntry, nodes: list[str], x: Tensor) -> dict[str, Tensor]:
+    """The values of nodes, with the default weights."""
+    weights = str(entry.default_weights)
+    graph = model_graph(entry, weights)
+    extractor = build_extractor(graph, load_model(entry, weights), graph.resolve(nodes))
+    with torch.no_grad():
+        found: dict[str, Tensor] = extractor.module(x)
+    return found
+
+
 def assert_like_hooks(entry: UserEntry, model: nn.Module, nodes: list[str]) -> None:
     batch = torch.rand(2, 3, *entry.preprocessing().nominal_size())
-    graph = model_graph(entry, str(entry.default_weights))
-    extractor = build_extractor(graph, load_model(entry, str(entry.default_weights)), graph.resolve(nodes))
-    with torch.inference_mode():
-        for node, value in extractor.module(batch).items():
-            torch.testing.assert_close(value, hooked(model.eval(), node, batch), rtol=1e-5, atol=1e-6)
+    for node, value in values(entry, nodes, batch).items():
+        torch.testing.assert_close(value, hooked(model.eval(), node, batch), rtol=1e-5, atol=1e-6)
 
 
 def test_a_module_written_by_hand(module: str, read: Callable[[str], dict[str, Any]], tmp_path: Path) -> None:
@@ -243,9 +250,8 @@ def test_what_is_kept_whole(
     assert [part.path for part in graph.untraceable] == closed
     torch.manual_seed(0)
     model, x = sys.modules[module].Options(), torch.rand(1, 3, 224, 224)
-    extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve({nodes[-1]: "out"}))
     with torch.no_grad():
-        assert torch.equal(extractor.module(x)["out"], model(x, double="double" in lines))
+        assert torch.equal(values(entry, nodes[-1:], x)[nodes[-1]], model(x, double="double" in lines))
 
 
 def test_what_is_kept_whole_may_decide_by_values(module: str, read: Callable[[str], dict[str, Any]]) -> None:
@@ -265,10 +271,9 @@ def test_what_is_kept_whole_may_decide_by_values(module: str, read: Callable[[st
         part.values_at([(3, 4096, 4096)], ["stem"])
     torch.manual_seed(0)
     model = sys.modules[module].Deciding()
-    extractor = build_extractor(graph, load_model(entry, "builder"), graph.resolve(["stem"]))
     with torch.no_grad():
         for x in (torch.rand(1, 3, 224, 224), -torch.rand(1, 3, 224, 224)):
-            torch.testing.assert_close(extractor.module(x)["stem"], model(x))
+            torch.testing.assert_close(values(entry, ["stem"], x)["stem"], model(x))
 
 
 def test_a_function_to_keep_whole_is_named(module: str, read: Callable[[str], dict[str, Any]]) -> None:
@@ -459,12 +464,10 @@ class Optional(nn.Module):
 
 def test_an_image_that_has_a_default_is_an_input() -> None:
     entry = user_entry("optional", UserModel(Optional, preprocessing={"crop_size": 32}))
-    graph = model_graph(entry)
-    assert [(spec.name, spec.shape) for spec in graph.inputs] == [("x", (None, 3, 32, 32))]
+    assert [(spec.name, spec.shape) for spec in model_graph(entry).inputs] == [("x", (None, 3, 32, 32))]
     x = torch.rand(2, 3, 32, 32)
-    extractor = build_extractor(graph, load_model(entry, entry.canonical_weights("DEFAULT")), graph.resolve(["relu"]))
     with torch.no_grad():
-        torch.testing.assert_close(extractor.module(x)["relu"], Optional()(x))
+        torch.testing.assert_close(values(entry, ["relu"], x)["relu"], Optional()(x))
 
 
 class DropPath(nn.Module):
@@ -478,6 +481,6 @@ def test_what_only_training_runs_need_not_be_traceable() -> None:
     entry = user_entry("dropping", UserModel(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), DropPath(), nn.ReLU())))
     graph = model_graph(entry)
     assert (graph.eval_nodes, graph.train_nodes) == (["input", "0", "2"], [])
-    model, x = load_model(entry, "builder"), torch.rand(2, 3, 8, 8)
-    found = build_extractor(graph, model, graph.resolve({"2": "out"})).module(x)["out"]
-    assert torch.equal(found, model(x))
+    x = torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(values(entry, ["2"], x)["2"], load_model(entry, "builder")(x))
