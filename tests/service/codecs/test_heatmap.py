@@ -23,6 +23,13 @@ def png(height: int, width: int) -> bytes:
     return file.getvalue()
 
 
+def halves() -> torch.Tensor:
+    """Features that are weakest on the left and strongest on the right."""
+    tensor = torch.zeros(1, 5, 4, 4)
+    tensor[..., 2:] = 1.0
+    return tensor
+
+
 def drawn(*args: object) -> np.ndarray:
     [data] = heatmap.write(*args)
     return np.asarray(PIL.Image.open(io.BytesIO(data)))
@@ -48,20 +55,16 @@ def test_what_is_large_is_drawn_smaller(
     monkeypatch: pytest.MonkeyPatch, model: str | None, height: int, width: int, size: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(heatmap, "MAX_PIXELS", 15_000)
-    tensor = torch.zeros(1, 5, 4, 4)
-    tensor[..., 2:] = 1.0
     preprocessing = None if model is None else get_model(model).preprocessing()
-    picture = drawn(png(height, width), preprocessing, tensor, "NCHW")
+    picture = drawn(png(height, width), preprocessing, halves(), "NCHW")
     assert picture.shape == (*size, 3)
-    assert (picture[:, 0] == blended((0, 0, 4))).all()  # weakest on the left, strongest on the right
+    assert (picture[:, 0] == blended((0, 0, 4))).all()
     assert (picture[:, -1] == blended((252, 255, 164))).all()
 
 
 def test_models_of_one_channel_see_grey() -> None:
     """The grey under the colours is PIL's."""
-    tensor = torch.zeros(1, 5, 4, 4)
-    tensor[..., 2:] = 1.0
-    picture = drawn(png(64, 64), OtherChannels(get_model("resnet18").preprocessing(), 1), tensor, "NCHW")
+    picture = drawn(png(64, 64), OtherChannels(get_model("resnet18").preprocessing(), 1), halves(), "NCHW")
     grey = PIL.Image.new("RGB", (1, 1), COLOUR).convert("L").getpixel((0, 0))
     assert picture.shape == (224, 224, 3)
     for column, colour in ((0, (0, 0, 4)), (-1, (252, 255, 164))):
