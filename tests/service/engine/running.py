@@ -64,6 +64,19 @@ async def built(engine: Engine, *args: Any, **rest: Any) -> ExtractorRecord:
     return record
 
 
+async def halves(engine: Engine, node: str) -> tuple[ExtractorRecord, Any]:
+    """Build the half of mobilenet_v3_small that begins at ``node``, and return it with what is told of the node."""
+    back = await built(engine, "mobilenet_v3_small", nodes=("classifier",), inputs=[node], backend="eager")
+    front = await built(engine, "mobilenet_v3_small", nodes=(node,), backend="eager")
+    return back, front.outputs[0]
+
+
+def values_of(half: ExtractorRecord, rows: int, size: int) -> dict[str, torch.Tensor]:
+    """Return random values for the only input of a half, whose maps may be of any size."""
+    [begin] = half.description.inputs
+    return {begin.name: torch.rand(rows, *(known or size for known in begin.shape[1:]))}
+
+
 def runtime_alone(*args: Any) -> Runtime:
     """Build an extractor and close its engine, for tests that only inspect the extractor."""
 

@@ -16,7 +16,7 @@ from service.engine.requests.attributing import Question
 from service.engine.runtime import pace as module
 from service.engine.runtime.pace import Pace
 from service.problems import DeadlineExceeded
-from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, tensors
+from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, halves, tensors, values_of
 
 SHAPES = ((3, 512, 512),)
 
@@ -128,10 +128,8 @@ async def test_large_rows_of_a_slow_model_are_refused_before_they_are_computed(e
 async def test_passes_of_attributions_are_refused(engine: MakeEngine) -> None:
     """A pass forwards and backwards takes three times as long as a pass forwards, and cannot be interrupted."""
     async with engine() as running:
-        half = await built(running, "mobilenet_v3_small", nodes=("classifier",), inputs=["features.8"], backend="eager")
-        at = (await built(running, "mobilenet_v3_small", nodes=("features.8",), backend="eager")).outputs[0]
-        [begin] = half.description.inputs
-        values = {begin.name: torch.rand(1, *(size or 14 for size in begin.shape[1:]))}
+        half, at = await halves(running, "features.8")
+        values = values_of(half, rows=1, size=14)
         runtime = await running.runtimes.load(half)
         await running.features(half, values)
         row = runtime.sizes.row(tuple(tuple(value.shape[1:]) for value in values.values()))
