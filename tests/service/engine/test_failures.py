@@ -78,7 +78,6 @@ async def test_a_poison_row_fails_its_own_request_only(engine: MakeEngine) -> No
         record = await built(running)
         alone = {i: (await running.features(record, tensors(i))).outputs for i in range(7)}
         watched = Watched(record)
-
         watched.fault = failing_on_poison(ValueError("poison"))
         first = await watched.held(running.features(record, tensors(0)))
         tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(5)]
@@ -129,9 +128,9 @@ async def test_admission_counts_requests(engine: MakeEngine) -> None:
     async with engine(max_inflight=3) as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        tasks = [asyncio.create_task(running.features(record, tensors(i))) for i in range(3)]
-        await watched.begun()
+        tasks = [await watched.held(running.features(record, tensors(0)))]
+        tasks += [asyncio.create_task(running.features(record, tensors(i))) for i in (1, 2)]
+        await waiting(running, 2)
         with pytest.raises(AdmissionFull, match="3 requests") as caught:
             await running.features(record, tensors(3))
         assert 1 <= caught.value.retry_after <= 60
@@ -217,9 +216,7 @@ async def test_oldest_line_first(engine: MakeEngine) -> None:
         watched = {"first": Watched(first), "second": Watched(second)}
         for name, one in watched.items():
             one.fault = lambda batch, name=name: order.append(f"{name} {marks(batch)}")  # type: ignore[misc]
-        watched["first"].open.clear()
-        tasks = [asyncio.create_task(running.features(first, tensors(0)))]
-        await watched["first"].begun()
+        tasks = [await watched["first"].held(running.features(first, tensors(0)))]
         for number, record in enumerate([first, first, second, first, first, second], 1):
             tasks.append(asyncio.create_task(running.features(record, tensors(number))))
             await waiting(running, number)
@@ -234,13 +231,10 @@ async def test_batches_have_few_sizes(engine: MakeEngine) -> None:
     async with engine(max_batch=12) as running:
         record = await built(running)
         watched = Watched(record)
-        watched.open.clear()
-        tasks = [asyncio.create_task(running.features(record, tensors(0)))]
-        await watched.begun()
-        tasks.append(asyncio.create_task(running.features(record, tensors(*range(1, 6)))))
-        await waiting(running, 1)
-        tasks.append(asyncio.create_task(running.features(record, tensors(*range(6, 12)))))
-        await waiting(running, 2)
+        tasks = [await watched.held(running.features(record, tensors(0)))]
+        for number, rows in enumerate((range(1, 6), range(6, 12)), 1):
+            tasks.append(asyncio.create_task(running.features(record, tensors(*rows))))
+            await waiting(running, number)
         watched.open.set()
         responses = [(await task).outputs for task in tasks]
     # Eleven rows: of the second request three go with the first, and none is lost or out of order.
@@ -272,18 +266,9 @@ async def test_batches_are_bounded_by_bytes(engine: MakeEngine) -> None:
     assert watched.sizes == [1, 1, 1]
 
 
-async def test_cut_images_cost_no_place(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    async with engine(max_inflight=1) as running:
-        record = await built(running)
-        for _ in range(3):
-            with pytest.raises(Exception, match="image 0"):
-                await running.features(record, [jpegs[0][:400]])
-        assert (await running.features(record, jpegs)).images == 3
-
-
 async def test_photographs_that_cannot_be_read_are_no_fault_of_the_request(engine: MakeEngine, tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(b"nope")
-    async with engine(calibration_dir=tmp_path, lowering=False) as running:
+    async with engine(calibration_dir=tmp_path) as running:
         record, _ = await running.extractors.get(spec(precision="int8", backend="eager"), PATIENCE)
     assert isinstance(record.problem, ExtractorFailed)
     assert record.problem.status == 500

@@ -9,21 +9,36 @@ from typing import Any
 import pytest
 import torch
 
-from service.engine import ExtractorRecord, FeatureOptions
+from service.engine import FeatureOptions
 from service.engine.device.job import Item, Job
 from service.engine.device.queue import BackgroundTask, Queue
+from service.engine.runtime.runtime import Runtime
 from service.problems import NotReady, OutOfMemory
 from tests.decoding import decoded
-from tests.service.engine.running import OUT_OF_MEMORY, PATIENCE, MakeEngine, Watched, built, tensors, waiting
+from tests.service.engine.running import (
+    OUT_OF_MEMORY,
+    PATIENCE,
+    MakeEngine,
+    Watched,
+    built,
+    runtime_alone,
+    tensors,
+    waiting,
+)
 
 pytestmark = pytest.mark.anyio
 
 
-def job(record: ExtractorRecord, rows: int, row_seconds: float | None = 0.0) -> Job:
+@pytest.fixture(scope="module")
+def alone() -> Runtime:
+    """An extractor without its engine."""
+    return runtime_alone()
+
+
+def job(runtime: Runtime, rows: int, row_seconds: float | None = 0.0) -> Job:
     """A job whose rows take one byte each."""
-    assert record.runtime is not None
-    record.runtime.seconds_per_byte = row_seconds
-    return Job(record.runtime, FeatureOptions(), rows)
+    runtime.seconds_per_byte = row_seconds
+    return Job(runtime, FeatureOptions(), rows)
 
 
 def item(of: Job, rows: range, values: torch.Tensor, row_bytes: int = 1, *since: float) -> Item:
@@ -42,7 +57,7 @@ async def test_a_result_that_cannot_be_assembled_fails_alone(
         record = await built(running)
         expected = (await running.features(record, tensors(1))).outputs
         watched = Watched(record)
-        whole, lost = job(record, 2), job(record, 2)
+        whole, lost = job(record.runtime, 2), job(record.runtime, 2)
         monkeypatch.setattr(lost, "deliver", none_left)
         rows = [(whole, 0, 0.0), (lost, 0, 5.0), (whole, 1, 1.0)]
         running._queue.put([item(of, range(i, i + 1), tensors(mark)["x"]) for of, i, mark in rows])
@@ -95,7 +110,7 @@ async def test_results_do_not_wait_for_cancelled_work(engine: MakeEngine) -> Non
         record = await built(running)
         watched = Watched(record)
         watched.open.clear()
-        kept, dropped = job(record, 1), job(record, 1)
+        kept, dropped = job(record.runtime, 1), job(record.runtime, 1)
         running._queue.put([item(of, range(1), tensors(1)["x"]) for of in (kept, dropped)])
         await watched.begun()
         leaving = asyncio.create_task(dropped.result())
@@ -131,36 +146,35 @@ async def test_a_batch_wakes_the_event_loop_once(engine: MakeEngine, monkeypatch
         assert len(called) == 2
 
 
-async def test_the_first_to_settle_a_job_has_the_say(engine: MakeEngine) -> None:
-    async with engine() as running:
-        record = await built(running)
-        delivered, failed = job(record, 1), job(record, 1)
-        value = torch.ones(1, 2)
-        delivered.deliver(range(1), {"y": value})
-        delivered.fail(NotReady("late"))  # which also announces what nobody did
-        failed.fail(NotReady("early"))
-        failed.deliver(range(1), {"y": value})
-        assert torch.equal((await asyncio.wait_for(delivered.result(), PATIENCE))["y"], value)
-        with pytest.raises(NotReady, match="early"):
-            await asyncio.wait_for(failed.result(), PATIENCE)
-        assert not delivered.wanted()
+async def test_the_first_to_settle_a_job_has_the_say(alone: Runtime) -> None:
+    delivered, failed = job(alone, 1), job(alone, 1)
+    value = torch.ones(1, 2)
+    delivered.deliver(range(1), {"y": value})
+    delivered.fail(NotReady("late"))  # which also announces what nobody did
+    failed.fail(NotReady("early"))
+    failed.deliver(range(1), {"y": value})
+    assert torch.equal((await asyncio.wait_for(delivered.result(), PATIENCE))["y"], value)
+    with pytest.raises(NotReady, match="early"):
+        await asyncio.wait_for(failed.result(), PATIENCE)
+    assert not delivered.wanted()
 
 
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()])
-async def test_out_of_memory_errors_have_several_forms(engine: MakeEngine, error: Exception) -> None:
+async def test_out_of_memory_errors_have_several_forms(alone: Runtime, error: Exception) -> None:
     """Whoever fails a job of it, as a decoder does."""
-    async with engine() as running:
-        lost = job(await built(running), 1)
-        lost.fail(error)
-        with pytest.raises(OutOfMemory):
-            await asyncio.wait_for(lost.result(), PATIENCE)
+    lost = job(alone, 1)
+    lost.fail(error)
+    with pytest.raises(OutOfMemory):
+        await asyncio.wait_for(lost.result(), PATIENCE)
 
 
-async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
-    async with engine() as running:
-        record = await built(running)
+def put_one(queue: Queue, runtime: Runtime) -> None:
+    queue.put([item(job(runtime, 1), range(1), tensors(1)["x"])])
+
+
+async def test_an_overdue_task_waits_for_no_other(alone: Runtime) -> None:
     queue = Queue(1, 1)
-    queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
+    put_one(queue, alone)
     queue.run_idle(lambda: "patient", max_wait=PATIENCE)
     overdue = queue.run_idle(lambda: "overdue", max_wait=-1.0)
     work = queue.take()
@@ -169,25 +183,21 @@ async def test_an_overdue_task_waits_for_no_other(engine: MakeEngine) -> None:
     assert isinstance(queue.take(), list)
 
 
-async def test_a_batch_has_its_turn_between_overdue_tasks(engine: MakeEngine) -> None:
-    async with engine() as running:
-        record = await built(running)
+async def test_a_batch_has_its_turn_between_overdue_tasks(alone: Runtime) -> None:
     queue = Queue(1, 1)
     for _ in range(3):
         queue.run_idle(lambda: None, max_wait=-1.0)
     for _ in range(2):
-        queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
+        put_one(queue, alone)
     assert [type(queue.take()) for _ in range(5)] == [BackgroundTask, list, BackgroundTask, list, BackgroundTask]
 
 
-async def test_a_batch_has_its_turn_after_a_task_that_ran_alone(engine: MakeEngine) -> None:
-    async with engine() as running:
-        record = await built(running)
+async def test_a_batch_has_its_turn_after_a_task_that_ran_alone(alone: Runtime) -> None:
     queue = Queue(1, 1)
     queue.run_idle(lambda: None, max_wait=PATIENCE)
     taken_alone = queue.take()
     queue.run_idle(lambda: None, max_wait=-1.0)
-    queue.put([item(job(record, 1), range(1), tensors(1)["x"])])
+    put_one(queue, alone)
     assert [type(taken_alone), type(queue.take()), type(queue.take())] == [BackgroundTask, list, BackgroundTask]
 
 
@@ -197,12 +207,10 @@ def taken(queue: Queue) -> list[Item]:
     return batch
 
 
-async def test_many_shapes_do_not_hold_up_one(engine: MakeEngine) -> None:
+async def test_many_shapes_do_not_hold_up_one(alone: Runtime) -> None:
     """A request with a batch for each of its shapes shares the device with what comes after it, and is not starved
     either. Nothing is padded: a batch has one shape."""
-    async with engine() as running:
-        record = await built(running)
-    queue, many = Queue(8, 10**9), job(record, 12)
+    queue, many = Queue(8, 10**9), job(alone, 12)
     served: list[str] = []
 
     def put(one: Job, since: float, *widths: int) -> None:
@@ -218,13 +226,13 @@ async def test_many_shapes_do_not_hold_up_one(engine: MakeEngine) -> None:
 
     put(many, 0.0, *(2 * [32, 64, 96, 128, 160, 192]))
     turn()
-    put(job(record, 1), 1.0, 224)
+    put(job(alone, 1), 1.0, 224)
     for _ in range(2):
         turn()
-    put(job(record, 1), 2.0, 224)
+    put(job(alone, 1), 2.0, 224)
     for _ in range(4):  # what comes after the turns that it is due comes after them
         turn()
-        put(job(record, 1), 20.0, 224)
+        put(job(alone, 1), 20.0, 224)
     turn()
     assert served == ["2 of many", "one", "2 of many", "one", *4 * ["2 of many"]]
 
@@ -234,7 +242,7 @@ async def test_batches_of_slow_models_are_small(engine: MakeEngine, row_seconds:
     """A long batch looks like one that hangs, and all other requests wait for it. The first one tells."""
     async with engine() as running:
         record = await built(running)
-        queue, many = Queue(8, 10**9), job(record, 8, row_seconds)
+        queue, many = Queue(8, 10**9), job(record.runtime, 8, row_seconds)
         queue.put([item(many, range(8), torch.zeros(8, 3, 32, 32))])
         assert sum(len(item.rows) for item in taken(queue)) == rows
         assert (await running.features(record, tensors(1))).images == 1
@@ -247,7 +255,7 @@ async def test_rows_without_values_make_a_batch(engine: MakeEngine) -> None:
         record = await built(running, nodes=["x"])
         taken = record.runtime.sizes.row(((3, 0, 0),)).bytes
         assert taken > 0
-        both = job(record, 2)
+        both = job(record.runtime, 2)
         running._queue.put([item(both, range(2), torch.zeros(2, 3, 0, 0), taken)])
         assert (await asyncio.wait_for(both.result(), PATIENCE))["x"].shape == (2, 3, 0, 0)
 
@@ -261,7 +269,7 @@ async def test_what_no_batch_can_be_made_of_fails(engine: MakeEngine, broken: st
 
     async with engine(max_batch=2) as running:
         record, other = await built(running), await built(running, nodes=["features.3"])
-        first, second, third = job(record, 1), job(record, 3), job(other, 1)
+        first, second, third = job(record.runtime, 1), job(record.runtime, 3), job(other.runtime, 1)
         one, three = (item(of, range(of.rows), tensors(*range(of.rows))["x"]) for of in (first, second))
         setattr(three, broken, {"row_bytes": 0, "split": none_left}[broken])
         thread = running._worker._thread
@@ -290,11 +298,9 @@ async def test_an_output_that_is_the_input_is_not_overwritten(engine: MakeEngine
             watched.open.set()
             await held
             responses.append((await both).outputs["x"])
-        rows = torch.stack([record.description.preprocessing.pixels(decoded(data)) for data in jpegs]).permute(
-            0, 2, 3, 1
-        )
-    assert torch.equal(responses[0], rows[:2])
-    assert torch.equal(responses[1], rows[1:3])
+        rows = torch.stack([record.description.preprocessing.pixels(decoded(data)) for data in jpegs])
+    for response, pair in zip(responses, (rows[:2], rows[1:3]), strict=True):
+        assert torch.equal(response, pair.permute(0, 2, 3, 1))
 
 
 async def test_rows_of_a_request_that_was_cancelled_do_not_wait_for_a_batch(engine: MakeEngine) -> None:

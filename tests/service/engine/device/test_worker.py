@@ -78,7 +78,6 @@ async def test_two_device_threads_that_die_at_once_are_replaced_in_order(
     async with engine(max_batch=1) as running:
         record = await built(running)
         watched = Watched(record)
-
         watched.fault = failing_on_poison(SystemExit("gone"))
         watched.open.clear()
         poison = [asyncio.create_task(running.features(record, tensors(POISON))) for _ in range(2)]
@@ -129,21 +128,20 @@ async def test_a_device_thread_that_cannot_begin_is_not_replaced_without_end(
         assert running.admission.requests == 0
 
 
+class Lost(RuntimeError):
+    pass
+
+
+def lose(batch: torch.Tensor) -> None:
+    raise Lost("CUDA error: an illegal memory access was encountered")
+
+
 async def test_a_lost_device_fails_every_request(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an illegal access a CUDA context answers every call with the same error: nothing can go on in it."""
-
-    class Lost(RuntimeError):
-        pass
-
     monkeypatch.setattr("service.engine.device.worker._DEVICE_LOST", Lost)
     async with engine() as running:
         record = await built(running)
-        watched = Watched(record)
-
-        def fault(batch: torch.Tensor) -> None:
-            raise Lost("CUDA error: an illegal memory access was encountered")
-
-        watched.fault = fault
+        Watched(record).fault = lose
         for _ in range(2):
             with pytest.raises(NotReady, match="the device worker died of Lost: CUDA error"):
                 await running.features(record, tensors(0))
@@ -155,17 +153,10 @@ async def test_a_lost_device_fails_every_request(engine: MakeEngine, monkeypatch
 
 
 async def test_a_device_lost_between_requests_is_noticed(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Lost(RuntimeError):
-        pass
-
-    def fault(batch: torch.Tensor) -> None:
-        raise Lost("CUDA error: an illegal memory access was encountered")
-
     monkeypatch.setattr("service.engine.device.worker._DEVICE_LOST", Lost)
     async with engine() as running:
         record = await built(running)
-        assert record.runtime is not None
-        Watched(record).fault = fault
+        Watched(record).fault = lose
         with pytest.raises(Lost):
             await running.profile(record.runtime)
         await until(lambda: running.device_lost() is not None)
@@ -180,9 +171,7 @@ async def test_an_error_that_leaves_the_device_usable_fails_its_request_only(
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)  # that it answers
     async with engine() as running:
         record = await built(running)
-        watched = Watched(record)
-
-        watched.fault = failing_on_poison(torch.AcceleratorError("CUDA error: invalid configuration argument"))
+        Watched(record).fault = failing_on_poison(torch.AcceleratorError("CUDA error: invalid configuration argument"))
         with pytest.raises(ComputeFailed, match="invalid configuration argument"):
             await running.features(record, tensors(POISON))
         assert (await running.features(record, tensors(0))).images == 1

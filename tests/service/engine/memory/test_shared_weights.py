@@ -11,10 +11,9 @@ import torchvision
 from torch import nn
 from torch.testing import assert_close
 
-from service.engine import Engine
 from service.engine.memory.shared_weights import share
-from service.settings import SHARED_WEIGHTS, Settings
-from tests.service.engine.running import spec, until
+from service.settings import SHARED_WEIGHTS
+from tests.service.engine.running import MakeEngine, built, until
 
 
 @pytest.fixture
@@ -105,16 +104,12 @@ def test_a_full_disk_is_left_alone(model: nn.Module, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.anyio
-async def test_files_go_with_their_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_go_with_their_models(engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED_WEIGHTS, str(tmp_path))
-    running = Engine(Settings(device="cpu", lowering=False, cache_dir=None))
-    await running.start()
-    try:
-        record, _ = await running.extractors.get(spec(), 60)
+    async with engine() as running:
+        record = await built(running)
         assert len(list(tmp_path.iterdir())) == 1
         running.models.forget(("alexnet", "random", "float32"))  # which another process may have
         assert len(list(tmp_path.iterdir())) == 1
         await running.extractors.delete(record.id)
         await until(lambda: not list(tmp_path.iterdir()))
-    finally:
-        await running.close(grace=20)

@@ -10,7 +10,7 @@ import torch
 
 from fxcore.images.files import Header, image_header
 from service.engine.requests.plan import tensors as tensor_plan
-from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded, tensors
+from tests.service.engine.running import PATIENCE, MakeEngine, built, encoded, tensors, until
 
 pytestmark = pytest.mark.anyio
 
@@ -71,8 +71,7 @@ async def test_headers_of_several_requests_are_read_by_turns(
         first = asyncio.create_task(running.features(record, many))
         await begun.wait()
         second = asyncio.create_task(running.features(record, [one]))
-        while running.threads.intake._work_queue.qsize() < 1:
-            await asyncio.sleep(0.01)
+        await until(running.threads.intake._work_queue.qsize)
         go_on.set()
         await asyncio.gather(first, second)
     assert order.index(one) == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
@@ -28,26 +27,20 @@ async def test_an_accepted_request_goes_on_while_the_engine_drains(engine: MakeE
         await asyncio.wait_for(draining, PATIENCE)
 
 
-async def test_a_build_logs_under_its_own_name(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_build_logs_under_its_own_name(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is made for whoever asks for it, of whom the first may be answered long before."""
-    seen: list[str] = []
-
-    class Seeing(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(logs.TextLines().format(record))
 
     def fail(*given: Any, **options: Any) -> None:
         raise LookupError("nobody thought of this")
 
     monkeypatch.setattr("service.engine.lifecycle.building.build_extractor", fail)
-    handler = Seeing()
-    logging.getLogger("fxserve.extractors").addHandler(handler)
+    monkeypatch.setattr(caplog.handler, "formatter", logs.TextLines())
     entered = logs.request_id.set("first")
     try:
         async with engine() as running:
             await running.extractors.get(spec(), PATIENCE)
     finally:
         logs.request_id.reset(entered)
-        logging.getLogger("fxserve.extractors").removeHandler(handler)
-    (line,) = seen
-    assert "fxserve.extractors [fxserve-build] building extractor" in line
+    assert "fxserve.extractors [fxserve-build] building extractor" in caplog.text
