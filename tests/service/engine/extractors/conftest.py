@@ -74,7 +74,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def pair(engine: MakeEngine, tmp_path: Path) -> AsyncIterator[Pair]:
-    """Two engines over one store, in a folder."""
+    """Two engines over one store, in the folder ``store`` of ``tmp_path``."""
     url = str(tmp_path / "store")
     async with engine(extractors=url) as one, engine(extractors=url) as other:
         yield one, other

@@ -13,7 +13,7 @@ from fxcore.errors import UnknownWeights
 from service.engine.extractors import extractors, resolving, sharing, store
 from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
-from tests.service.engine.extractors.shared_store import Held, Pair, ids
+from tests.service.engine.extractors.shared_store import Held, Pair, away, ids
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
@@ -54,7 +54,6 @@ async def test_what_cannot_be_adopted_is_resolved_once_for_all_who_wait(
 ) -> None:
     one, other = pair
     record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-    assert other._sharing is not None
     find, found, resume, resolved = other._sharing.find, [], threading.Event(), []
 
     async def noted(*args: Any) -> str | None:
@@ -96,44 +95,41 @@ async def test_what_is_deleted_while_it_is_adopted_stays_deleted(pair: Pair, mon
 
 
 async def test_what_was_made_while_the_store_was_slow_is_deleted_by_others(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
 ) -> None:
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        slow = Held(monkeypatch, Store, "save")
-        with monkeypatch.context() as hasty:
-            hasty.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
-            record = await built(one)
-        slow.resume.set()
-        await until(lambda: ids(url) == {record.id})
-        await other.extractors.get(spec(name="x"), PATIENCE, keep=True)
-        await until(lambda: one.readiness()[1] == "ready")
-        assert await one.extractors.look_up("x") is record
-        await other.extractors.delete("x")
-        with pytest.raises(UnknownExtractor):
-            await one.extractors.look_up(record.id)
+    one, other = pair
+    slow = Held(monkeypatch, Store, "save")
+    with monkeypatch.context() as hasty:
+        hasty.setattr(sharing, "TIMEOUT_SECONDS", 0.3)
+        record = await built(one)
+    slow.resume.set()
+    await until(lambda: ids(str(tmp_path / "store")) == {record.id})
+    await other.extractors.get(spec(name="x"), PATIENCE, keep=True)
+    await until(lambda: one.readiness()[1] == "ready")
+    assert await one.extractors.look_up("x") is record
+    await other.extractors.delete("x")
+    with pytest.raises(UnknownExtractor):
+        await one.extractors.look_up(record.id)
 
 
 @pytest.mark.exhaustive
 async def test_a_name_that_cannot_be_given_leaves_an_extractor_saved(
-    engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: None
 ) -> None:
     def fail(*args: object) -> None:
         raise store.StoreError("no")
 
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
-        folder.rename(aside)
+    one, other = pair
+    with away(tmp_path):
         record = await built(one)
-        aside.rename(folder)
-        await until(lambda: one.readiness()[1] == "ready")
-        with monkeypatch.context() as broken:
-            broken.setattr(Store, "claim", fail)
-            with pytest.raises(NotReady):
-                await one.extractors.get(spec(name="x"), keep=True)
-        await other.extractors.delete(record.id)
-        with pytest.raises(UnknownExtractor):
-            await one.extractors.look_up(record.id)
+    await until(lambda: one.readiness()[1] == "ready")
+    with monkeypatch.context() as broken:
+        broken.setattr(Store, "claim", fail)
+        with pytest.raises(NotReady):
+            await one.extractors.get(spec(name="x"), keep=True)
+    await other.extractors.delete(record.id)
+    with pytest.raises(UnknownExtractor):
+        await one.extractors.look_up(record.id)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from service.engine.extractors.store import Store, Stored
+from service.engine.extractors.store import Store
 from tests.service.engine.extractors.conftest import AtomicPuts
+from tests.service.engine.extractors.shared_store import IDS, extractor, opened
 from tests.service.engine.running import PATIENCE, MakeEngine, spec, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
@@ -19,11 +20,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("patience")]
 async def test_listings_take_turns_and_keep_no_read_waiting(
     engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(str(tmp_path))
-    store.check()
-    ids = [f"{number:012x}" for number in range(120)]
-    for id in ids:
-        store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
+    store = opened(str(tmp_path))
+    for id in IDS:
+        store.save(extractor(id))
     listed, gate, begun = Store.all, threading.Event(), []
 
     def held(store: Store) -> Any:
@@ -35,22 +34,19 @@ async def test_listings_take_turns_and_keep_no_read_waiting(
     async with engine(extractors=str(tmp_path)) as running:
         listings = [asyncio.create_task(running.extractors.elsewhere()) for _ in range(8)]
         await until(lambda: begun)
-        assert running._sharing is not None
-        assert await asyncio.gather(*map(running._sharing.find, ids[:8])) == ids[:8]
+        assert await asyncio.gather(*map(running._sharing.find, IDS[:8])) == IDS[:8]
         assert len(begun) == 1
         gate.set()
         for found in await asyncio.gather(*listings):
-            assert [stored.id for stored, _ in found] == ids
+            assert [stored.id for stored, _ in found] == IDS
 
 
 @pytest.mark.exhaustive
 def test_objects_of_a_bucket_are_listed_concurrently(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, those of a large store would take minutes."""
-    store = Store(f"{bucket}/listed")
-    store.check()
-    ids = [f"{number:012x}" for number in range(4)]
+    store, ids = opened(f"{bucket}/listed"), IDS[:4]
     for id in ids:
-        store.save(Stored(id=id, spec=spec(), return_nodes={"layer4": "layer4"}, fingerprint="fingerprint"))
+        store.save(extractor(id))
     answer, asked, together = AtomicPuts.__call__, set(), threading.Event()
 
     def answer_together(app: AtomicPuts, environ: dict[str, Any], start_response: Any) -> Any:
@@ -86,6 +82,5 @@ async def test_listings_that_hang_keep_nothing_else_waiting(
             await until(lambda: begun)
             listing.cancel()
             await asyncio.sleep(0.01)  # the next one begins
-        assert one._sharing is not None
         assert await one._sharing.find(record.id) == record.id
         gate.set()

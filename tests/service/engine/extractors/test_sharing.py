@@ -12,7 +12,7 @@ from service.engine.extractors import extractors, resolving, sharing
 from service.engine.extractors.objects import Objects
 from service.engine.extractors.store import Store
 from service.problems import Forbidden, NameTaken, NotReady, StoreFull, UnknownExtractor
-from tests.service.engine.extractors.shared_store import Held, Pair, ids
+from tests.service.engine.extractors.shared_store import Held, Pair, away, ids
 from tests.service.engine.running import PATIENCE, MakeEngine, built, spec, tensors, until
 from tests.small_disk import small_disk
 
@@ -92,30 +92,27 @@ async def test_extractors_of_models_not_served_here_are_unknown(engine: MakeEngi
         assert ids(url) == set()
 
 
-async def test_a_deletion_is_seen_by_whatever_uses_it(engine: MakeEngine, tmp_path: Path, later: None) -> None:
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        made = [
-            await one.extractors.get(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True) for n in range(5)
-        ]
-        records = [await other.extractors.look_up(f"n{n}") for n in range(5)]
-        used = [other.runtimes.load(record) for record in records]
-        await asyncio.gather(*used)
-        for record, _ in made:
-            await one.extractors.delete(record.id)
-        assert len(other.records.list()) == 5  # nothing was used since
-        assert await other.extractors.known("n0") is None
-        assert await other.extractors.namesake("n1") is None
-        with pytest.raises(UnknownExtractor):
-            await other.extractors.delete("n2")
-        with pytest.raises(Forbidden):
-            await other.extractors.get(spec(nodes=["features.3"]), build=False)
-        assert [record.id for record in other.records.list()] == [made[4][0].id]
-        again, created = await other.extractors.get(spec(nodes=["features.4"]))  # in one step
-        assert (created, again.name, again is records[4]) == (True, None, True)
-        assert await other.extractors.elsewhere() == []
-        assert other.records.list() == [again]
-        assert ids(url) == {again.id}
+async def test_a_deletion_is_seen_by_whatever_uses_it(pair: Pair, tmp_path: Path, later: None) -> None:
+    one, other = pair
+    for n in range(5):
+        await one.extractors.get(spec(nodes=[f"features.{n}"], name=f"n{n}"), PATIENCE, keep=True)
+    records = [await other.extractors.look_up(f"n{n}") for n in range(5)]
+    await asyncio.gather(*(other.runtimes.load(record) for record in records))
+    for record in records:
+        await one.extractors.delete(record.id)
+    assert len(other.records.list()) == 5  # nothing was used since
+    assert await other.extractors.known("n0") is None
+    assert await other.extractors.namesake("n1") is None
+    with pytest.raises(UnknownExtractor):
+        await other.extractors.delete("n2")
+    with pytest.raises(Forbidden):
+        await other.extractors.get(spec(nodes=["features.3"]), build=False)
+    assert other.records.list() == records[4:]
+    again, created = await other.extractors.get(spec(nodes=["features.4"]))  # in one step
+    assert (created, again.name, again is records[4]) == (True, None, True)
+    assert await other.extractors.elsewhere() == []
+    assert other.records.list() == [again]
+    assert ids(str(tmp_path / "store")) == {again.id}
 
 
 async def test_a_name_that_another_process_gives_is_listed(
@@ -134,17 +131,16 @@ async def test_a_name_that_another_process_gives_is_listed(
         assert one.records.known("r") is record
 
 
-async def test_a_name_that_another_extractor_has_is_not_listed(engine: MakeEngine, tmp_path: Path, later: None) -> None:
+async def test_a_name_that_another_extractor_has_is_not_listed(pair: Pair, tmp_path: Path, later: None) -> None:
     """A process that dies while it gives a name leaves it in the index of the names of its extractor."""
-    url = str(tmp_path / "store")
-    async with engine(extractors=url) as one, engine(extractors=url) as other:
-        record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
-        owner, _ = await other.extractors.get(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
-        Objects(url).create(f"named/{record.id}.r.json", {})
-        assert [name for _, name in await one.extractors.elsewhere()] == ["r"]
-        assert record.name is None
-        assert (await one.extractors.look_up("r")).id == owner.id
-        assert record.name is None
+    one, other = pair
+    record, _ = await one.extractors.get(spec(), PATIENCE, keep=True)
+    owner, _ = await other.extractors.get(spec("resnet18", ["layer4"], name="r"), PATIENCE, keep=True)
+    Objects(str(tmp_path / "store")).create(f"named/{record.id}.r.json", {})
+    assert [name for _, name in await one.extractors.elsewhere()] == ["r"]
+    assert record.name is None
+    assert (await one.extractors.look_up("r")).id == owner.id
+    assert record.name is None
 
 
 async def test_the_store_is_read_no_more_often_than_it_must(
@@ -179,20 +175,18 @@ async def test_an_extractor_is_found_as_soon_as_it_is_made(engine: MakeEngine, u
                 await other.extractors.look_up("r")
 
         await ask()
-        before = asyncio.gather(*(ask() for _ in range(4)))
-        await before
+        await asyncio.gather(*(ask() for _ in range(4)))
         record, _ = await one.extractors.get(spec(name="r"), keep=True)
         assert (await other.extractors.look_up("r")).id == record.id
 
 
 @pytest.mark.exhaustive
 async def test_what_was_made_without_the_store_is_saved_when_it_is_asked_for_again(
-    engine: MakeEngine, tmp_path: Path, later: None
+    pair: Pair, tmp_path: Path, later: None
 ) -> None:
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
-        await until(lambda: one.readiness() == (True, "ready"))
-        folder.rename(aside)
+    one, other = pair
+    await until(lambda: one.readiness() == (True, "ready"))
+    with away(tmp_path):
         await until(lambda: one.readiness()[1] != "ready")
         record = await built(one)
         with pytest.raises(NotReady, match=r"store\.json is missing"):
@@ -200,37 +194,32 @@ async def test_what_was_made_without_the_store_is_saved_when_it_is_asked_for_aga
         with pytest.raises(NotReady):
             await one.extractors.get(spec(name="r"), keep=True)
         assert await one.extractors.look_up(record.id) is record
-        aside.rename(folder)
-        await until(lambda: one.readiness()[1] == other.readiness()[1] == "ready")
-        assert await one.extractors.look_up(record.id) is record
-        assert await one.extractors.get(spec()) == (record, True)
-        assert (await other.extractors.look_up(record.id)).id == record.id
+    await until(lambda: one.readiness()[1] == other.readiness()[1] == "ready")
+    assert await one.extractors.look_up(record.id) is record
+    assert await one.extractors.get(spec()) == (record, True)
+    assert (await other.extractors.look_up(record.id)).id == record.id
 
 
 async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeEngine, tmp_path: Path) -> None:
     """Or the extractor would come back with it."""
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one:
+    async with engine(extractors=str(tmp_path / "store")) as one:
         record = await built(one)
-        folder.rename(aside)
-        with pytest.raises(NotReady, match=r"store\.json is missing"):
+        with away(tmp_path), pytest.raises(NotReady, match=r"store\.json is missing"):
             await one.extractors.delete(record.id)
         assert one.records.known(record.id) is record
 
 
 @pytest.mark.exhaustive
-async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(engine: MakeEngine, tmp_path: Path) -> None:
+async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(pair: Pair, tmp_path: Path) -> None:
     """Another process may have made the extractor: whether the reader may use it is not known."""
-    folder, aside = tmp_path / "store", tmp_path / "aside"
-    async with engine(extractors=str(folder)) as one, engine(extractors=str(folder)) as other:
-        id = (await built(one)).id
-        folder.rename(aside)
+    one, other = pair
+    id = (await built(one)).id
+    with away(tmp_path):
         with pytest.raises(NotReady, match=r"store\.json is missing"):
             await other.extractors.get(spec(), build=False)
         await until(lambda: other.readiness()[1] != "ready")
-        aside.rename(folder)
-        await until(lambda: other.readiness()[1] == "ready")
-        assert (await other.extractors.get(spec(), build=False))[0].id == id
+    await until(lambda: other.readiness()[1] == "ready")
+    assert (await other.extractors.get(spec(), build=False))[0].id == id
 
 
 async def test_a_deletion_is_refused_while_a_save_is_pending(
@@ -259,7 +248,6 @@ async def test_a_deletion_is_refused_while_a_save_is_pending(
 
 async def test_what_is_written_waits_for_the_same_extractor_only(engine: MakeEngine, tmp_path: Path) -> None:
     async with engine(extractors=str(tmp_path / "store")) as one:
-        assert one._sharing is not None
         gate, done = threading.Event(), []
         write = one._sharing.write
         slow = [asyncio.create_task(write("a", lambda: done.append(gate.wait(PATIENCE)))) for _ in range(8)]
