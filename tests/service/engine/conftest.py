@@ -12,8 +12,9 @@ import skimage.data
 
 from fxcore.backends import BACKENDS
 from service.engine import Engine
+from service.engine.runtime.candidate import Candidate
 from service.settings import Settings
-from tests.service.engine.fake_backends import Held
+from tests.service.engine.fake_backends import Broken, Held
 from tests.service.engine.running import MakeEngine, encoded
 
 
@@ -54,6 +55,13 @@ def engine() -> MakeEngine:
             await running.close(grace=20)
 
     return make
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that replaces OpenVINO and takes over wherever it is tried."""
+    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
 
 
 @pytest.fixture

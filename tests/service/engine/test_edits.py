@@ -18,8 +18,6 @@ from fxcore.models.catalog import get_model
 from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
 from service.engine.lifecycle import variants
-from service.engine.record import ExtractorRecord
-from service.engine.runtime.runtime import Runtime
 from tests.service.engine.fake_backends import Held
 from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, tensors, waiting
 
@@ -29,11 +27,6 @@ NODE = "features.3.add"
 """A map of 24 channels, 8 x 8 for images of 64 x 64."""
 
 CLS = FeatureOptions(pool="cls")
-
-
-def runtime_of(record: ExtractorRecord) -> Runtime:
-    assert record.runtime is not None
-    return record.runtime
 
 
 def hooked(model: nn.Module, edits: list[Edit], x: Tensor) -> Tensor:
@@ -69,17 +62,16 @@ def random_edits(randomly: random.Random, rows: int) -> list[Edit]:
 
 @pytest.mark.exhaustive
 async def test_mixed_edits_of_eight_clients_equal_hooks(engine: MakeEngine) -> None:
-    count = 100
     model = load_model(get_model("mobilenet_v3_small"), "random").eval()
-    randomly, generator = random.Random(count), torch.Generator().manual_seed(0)
+    randomly, generator = random.Random(100), torch.Generator().manual_seed(0)
     async with engine(max_inflight=64) as running:
         record = await built(running, "mobilenet_v3_small", nodes=["classifier"])
         asked = []
-        for _ in range(count):
+        for _ in range(100):
             rows = randomly.randint(1, 3)
             asked.append((torch.rand(rows, 3, 64, 64, generator=generator), random_edits(randomly, rows)))
         await running.features(record, tensors(0.0), edits=[Edit(NODE)])
-        watched = Watched(record, runtime_of(record).variants[NODE,])
+        watched = Watched(record, record.runtime.variants[NODE,])
 
         async def client(number: int) -> None:
             for x, edits in asked[number::8]:
@@ -97,7 +89,7 @@ async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> 
         record = await built(running, "mobilenet_v3_small", nodes=[NODE])
         plain = (await running.features(record, tensors(1.0, 2.0))).outputs[NODE]
         await running.features(record, tensors(1.0), edits=[Edit(NODE)])
-        watched = Watched(record, runtime_of(record).variants[NODE,])
+        watched = Watched(record, record.runtime.variants[NODE,])
         first = await watched.held(running.features(record, tensors(0.0), edits=[Edit(NODE)]))
         edits = [[Edit(NODE, 0, 3, channels=[1])], [Edit(NODE, 2.0, box=(0, 0, 2, 1))], [Edit("features.3", shift=1.0)]]
         tasks = [asyncio.create_task(running.features(record, tensors(1.0, 2.0), edits=each)) for each in edits]
@@ -116,7 +108,7 @@ async def test_different_edits_of_one_node_are_one_batch(engine: MakeEngine) -> 
 async def test_requests_without_edits_stay_where_they_were(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "mobilenet_v3_small")
-        runtime = runtime_of(record)
+        runtime = record.runtime
         run, module, before = runtime.run, runtime.extractor.module, await running.features(record, tensors(1.0))
         bytes_before = running.eviction.bytes()
         zero = await running.features(record, tensors(1.0), edits=[Edit("features.12", scale=0)])
@@ -138,7 +130,7 @@ async def test_the_least_recently_edited_nodes_go_first(engine: MakeEngine, monk
         record = await built(running, "mobilenet_v3_small")
         for nodes in (["features.1"], ["features.2", "features.1"], ["features.1"], ["features.3"]):
             await running.features(record, tensors(1.0), edits=[Edit(node) for node in nodes])
-        names = [[name.split(".")[1] for name in key] for key in runtime_of(record).variants]  # type: ignore[union-attr]
+        names = [[name.split(".")[1] for name in key] for key in record.runtime.variants]
         assert sorted(names) == [["1"], ["3"]]
 
 
@@ -207,9 +199,8 @@ async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEng
         x, channels = tensors(*[1.0] * 8), [Edit(NODE, 0, 0.5, channels=[2])]
         await running.features(record, x, edits=channels)
         before = await running.features(record, x, edits=channels)
-        variant = runtime_of(record).variants[NODE,]
+        variant = record.runtime.variants[NODE,]
         assert variant.images == 16
-        assert variant.upgrade is not None
         await asyncio.wait({variant.upgrade})
         after = await running.features(record, x, edits=channels)
         torch.testing.assert_close(after.outputs["features.5"], before.outputs["features.5"], rtol=1e-4, atol=1e-4)
@@ -257,7 +248,7 @@ async def test_windows_of_another_size_have_the_edits_of_their_image(engine: Mak
 async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engine: MakeEngine) -> None:
     async with engine() as running:
         record = await built(running, "mobilenet_v3_small", nodes=[NODE])
-        runtime = runtime_of(record)
+        runtime = record.runtime
         watched = Watched(record, runtime)
         held = await watched.held(running.features(record, tensors(1.0)))
         weights = runtime.model

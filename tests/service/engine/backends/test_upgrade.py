@@ -40,9 +40,7 @@ async def test_auto_gets_faster(engine: MakeEngine, jpegs: list[bytes], cache: P
         before = await running.features(record, jpegs)
         await record.runtime.checked.wait()
         await asyncio.sleep(0)
-        checks = record.checks
-        assert checks is not None
-        assert [c["backend"] for c in checks["candidates"]] == ["eager", "openvino"]
+        assert [c["backend"] for c in record.checks["candidates"]] == ["eager", "openvino"]
         while not record.runtime.upgrade.done():  # type: ignore[union-attr]
             during = await running.features(record, jpegs)  # answered all the while
             assert far(during.outputs, before.outputs) < 1e-4
@@ -73,9 +71,10 @@ async def test_bfloat16_gets_faster(
     engine: MakeEngine, jpegs: list[bytes], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
+    asked = ("vit_b_16", ("encoder.layers.encoder_layer_1",))
     async with engine(lowering=True, cache_dir=cache) as running:
-        exact = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), backend="eager")
-        record = await built(running, "vit_b_16", ("encoder.layers.encoder_layer_1",), precision="bfloat16")
+        exact = await built(running, *asked, backend="eager")
+        record = await built(running, *asked, precision="bfloat16")
         expected = (await running.features(exact, jpegs)).outputs
         await running.settle(record.runtime, lambda: 10**7)
         checks = await settled(record)
@@ -106,11 +105,7 @@ async def test_a_second_copy_has_to_be_worth_it(engine: MakeEngine, held: Held, 
 
 
 @pytest.mark.exhaustive
-async def test_a_run_searches_only_where_that_saves_time(
-    engine: MakeEngine, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
+async def test_a_run_searches_only_where_that_saves_time(engine: MakeEngine, cache: Path, faster: None) -> None:
     count = iter((100, 10**7)).__next__  # not called once the backend was found
     for backend in ("eager", "openvino", "openvino"):
         async with engine(cache_dir=cache, max_batch=2) as running:
@@ -133,14 +128,10 @@ async def test_batches_that_do_not_fit_in_memory_are_not_tried(
         assert {len(values) for values in response.outputs.values()} == {4}
 
 
-async def test_a_run_whose_batches_do_not_fit_in_memory_starts(
-    engine: MakeEngine, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_whose_batches_do_not_fit_in_memory_starts(engine: MakeEngine, cache: Path) -> None:
     async with engine(cache_dir=cache, max_batch=8) as running:
         record = await built(running)
-        assert record.runtime is not None
-        options = Options()
-        lowered = Broken("two rows").lower(record.runtime.extractor.module, (), options)
+        lowered = Broken("two rows").lower(record.runtime.extractor.module, (), Options())
         record.runtime.serve(lowered, record.runtime.serving)
         await running.settle(record.runtime, lambda: 10**7)
         assert record.backend == "eager"
@@ -148,16 +139,15 @@ async def test_a_run_whose_batches_do_not_fit_in_memory_starts(
 
 @pytest.mark.exhaustive
 async def test_a_search_that_found_nothing_blocks_no_other(
-    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, jpegs: list[bytes], faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A search that found nothing leaves none, and what was deleted takes its own along."""
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("fails"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
     async with engine(lowering=True, max_batch=2) as running:
         records = [await built(running, nodes=[f"features.{i}"]) for i in range(3, 7)]
-        await running.features(records[0], jpegs)
-        await settled(records[0])
-        monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
+        with monkeypatch.context() as broken:
+            broken.setitem(BACKENDS, "openvino", Broken("fails"))
+            await running.features(records[0], jpegs)
+            await settled(records[0])
         await running.features(records[1], jpegs)
         await settled(records[1])
         assert [record.backend for record in records[:2]] == ["eager", "openvino"]
@@ -230,10 +220,8 @@ async def test_a_trial_ends_when_it_is_clear(
 
 @pytest.mark.exhaustive
 async def test_one_that_took_over_and_fails_loses_no_request(
-    engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, jpegs: list[bytes], faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr(Candidate, "judge", lambda self, other: True)
     async with engine(lowering=True, max_batch=2) as running:
         record = await built(running, backend="auto")
         before = await running.features(record, jpegs)
@@ -248,7 +236,6 @@ async def test_one_that_took_over_and_fails_loses_no_request(
         assert far(after.outputs, before.outputs) < 1e-5
         await asyncio.sleep(0)
         assert record.backend == "eager"
-        assert record.checks is not None
         assert [c["state"] for c in record.checks["candidates"]] == ["serving", "failed"]
 
 
@@ -286,7 +273,6 @@ async def test_a_backend_that_is_named_serves_from_the_start_and_alone(
     small = torch.rand(1, 3, 21, 40, generator=torch.Generator().manual_seed(1))
     async with engine(cache_dir=cache) as running:
         named, _ = await running.extractors.get(model.model_copy(update={"backend": "openvino"}), PATIENCE)
-        assert named.checks is not None
         assert [c["state"] for c in named.checks["candidates"]] == ["serving"]
         assert 0 < named.checks["max_rel_error"] < 1e-4
         with pytest.raises(BadTensor, match="cannot compute inputs of 3 x 21 x 40; send 3 x 224 x 224"):
@@ -306,7 +292,6 @@ async def test_int8_of_openvino_says_what_each_layer_costs(engine: MakeEngine, c
         record, _ = await running.extractors.get(spec("resnet18", ("layer1",), precision="int8"), 5 * PATIENCE)
         assert (record.state, record.backend) == ("ready", "openvino"), record.problem
         await asyncio.wait_for(record.runtime.checked.wait(), 5 * PATIENCE)
-        assert record.checks is not None
         layers = record.checks["layers"]
         assert {"conv1", "layer1.0.conv2", "layer1.1.add"} <= {layer["name"] for layer in layers}
         assert [layer["sqnr"] for layer in layers] == sorted(layer["sqnr"] for layer in layers)

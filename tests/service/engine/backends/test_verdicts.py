@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fxcore.backends import BACKENDS, Options
+from fxcore.backends import BACKENDS
 from fxcore.backends.eager import EagerModule
 from service.engine import ExtractorRecord
 from service.engine.backends.checks import Reference
 from service.engine.backends.verdicts import KEPT, Verdicts
 from service.settings import Settings
-from tests.service.engine.running import PATIENCE, MakeEngine, built
+from tests.service.engine.fake_backends import Broken, settled
+from tests.service.engine.running import MakeEngine, built
 
 pytestmark = pytest.mark.anyio
-
-
-class Twin:
-    """A backend that gives what eager does, or as far from it as ``error`` says, and is half as fast again."""
-
-    name = "openvino"
-
-    def __init__(self, error: float = 0.0) -> None:
-        self._error = error
-
-    def unavailable(self, device: torch.device, precision: str) -> str | None:
-        return None
-
-    def lower(self, module: torch.fx.GraphModule, example: tuple[torch.Tensor, ...], options: Options) -> Any:
-        eager, error = BACKENDS["eager"].lower(module, example, options), self._error
-
-        class Lowered:
-            grown = 0
-
-            def __call__(self, *inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-                return {key: value * (1 + error) for key, value in eager(*inputs).items()}
-
-            def storages(self) -> dict[int, int]:
-                return {}
-
-        return Lowered()
 
 
 @pytest.fixture
 def start(
     engine: MakeEngine, jpegs: list[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Any]:
-    """``record, compared = await start(error=…)``: an engine that finds out whether to take the twin, and how often it
-    compared anything on the way."""
+    """``record, compared = await start(fault)``: an engine that finds out whether to take a backend twice as fast, and
+    how often it compared anything on the way."""
 
-    async def run(error: float = 0.0, **settings: Any) -> tuple[ExtractorRecord, int]:
+    async def run(fault: str = "none", **settings: Any) -> tuple[ExtractorRecord, int]:
         compared: list[int] = []
         expected = Reference.expected
 
@@ -63,15 +36,14 @@ def start(
             return expected(self, *args)
 
         with monkeypatch.context() as patch:
-            patch.setitem(BACKENDS, "openvino", Twin(error))
+            patch.setitem(BACKENDS, "openvino", Broken(fault))
             patch.setattr(Reference, "expected", counted)
             for one in ("timed", "fastest"):
                 patch.setattr(Reference, one, lambda self, run, *rest: 1.0 if isinstance(run, EagerModule) else 0.5)
             async with engine(**{"lowering": True, "max_batch": 2, "cache_dir": tmp_path, **settings}) as running:
                 record = await built(running, "squeezenet1_1", ("features.3",), backend="auto")
                 await running.features(record, jpegs)
-                assert record.runtime.upgrade is not None
-                await asyncio.wait_for(asyncio.shield(record.runtime.upgrade), PATIENCE)
+                await settled(record)
                 return record, len(compared)
 
     return run
@@ -81,7 +53,7 @@ async def test_a_second_start_confirms_what_the_first_found(start: Callable[...,
     first, compared = await start()
     second, confirmed = await start()
     assert compared > 2 * confirmed
-    assert confirmed == 2  # eager itself, and the twin on a photograph
+    assert confirmed == 2  # eager itself, and the other on a photograph
     assert first.backend == second.backend == "openvino"
     assert second.checks == first.checks
 
@@ -89,7 +61,7 @@ async def test_a_second_start_confirms_what_the_first_found(start: Callable[...,
 @pytest.mark.exhaustive
 async def test_a_backend_that_no_longer_agrees_is_not_taken(start: Callable[..., Any]) -> None:
     await start()
-    record, compared = await start(error=0.01)
+    record, compared = await start("differs")
     assert record.backend == "eager"
     assert compared > 2  # and is told in full how far it is
     assert [c["state"] for c in record.checks["candidates"]] == ["serving", "differs"]
@@ -115,7 +87,7 @@ async def test_a_verdict_is_of_what_it_was_measured_with(start: Callable[..., An
 
 
 async def test_what_is_worse_is_not_kept(start: Callable[..., Any], tmp_path: Path) -> None:
-    await start(error=0.01)
+    await start("differs")
     assert not (tmp_path / ".verdicts").exists()
 
 
@@ -125,8 +97,6 @@ async def test_old_verdicts_go(start: Callable[..., Any], tmp_path: Path) -> Non
     for number in range(KEPT):
         (tmp_path / ".verdicts" / f"{number}.json").write_text("[]")
     verdicts = Verdicts(Settings(device="cpu", max_batch=2, cache_dir=tmp_path))
-    known = verdicts.read(record.description, "openvino")
-    assert known is not None
-    verdicts.write(record.description, *known)
+    verdicts.write(record.description, *verdicts.read(record.description, "openvino"))
     assert len(list((tmp_path / ".verdicts").iterdir())) == KEPT
     assert mine.exists()

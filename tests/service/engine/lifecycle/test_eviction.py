@@ -14,13 +14,11 @@ from fxcore.backends import BACKENDS, LoweringFailed
 from fxcore.errors import UnknownWeights
 from fxcore.graph.model_graph import kept_graphs, model_graph
 from fxcore.memory import give_back
-from service.engine import Engine
 from service.engine.backends.upgrades import WORTH_A_COPY
 from service.engine.placement import CompiledLimits
 from service.problems import BackendRefused, ExtractorFailed, UnknownExtractor
-from service.settings import Settings
 from tests.e2e.forked import script
-from tests.service.engine.fake_backends import Broken, Held, settled
+from tests.service.engine.fake_backends import Held, settled
 from tests.service.engine.running import PATIENCE, MakeEngine, Watched, built, spec, tensors, until
 
 pytestmark = pytest.mark.anyio
@@ -32,11 +30,7 @@ MiB = 1024**2
     ("precision", "cause", "told"), [("float32", ValueError, ExtractorFailed), ("int8", LoweringFailed, BackendRefused)]
 )
 async def test_a_failed_build_keeps_nothing_in_memory(
-    engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    precision: str,
-    cause: type[Exception],
-    told: type[Exception],
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, precision: str, cause: type[Exception], told: type[Exception]
 ) -> None:
     """What it had built goes at once, and its model with the budget's next eviction."""
     built_over: list[weakref.ref[torch.nn.Module]] = []
@@ -46,14 +40,13 @@ async def test_a_failed_build_keeps_nothing_in_memory(
         raise cause("no such operation")
 
     monkeypatch.setattr(BACKENDS["eager"], "lower", fail)
-    monkeypatch.setattr(
-        "service.engine.lifecycle.building.log.exception", lambda *said: None
-    )  # pytest keeps what is logged
+    # pytest keeps what is logged
+    monkeypatch.setattr("service.engine.lifecycle.building.log.exception", lambda *said: None)
     async with engine() as running:
         record, _ = await running.extractors.get(spec(precision=precision, backend="eager"), PATIENCE)
         assert isinstance(record.problem, told)
         await until(lambda: gc.collect() >= 0 and built_over[0]() is None)  # the thread may be about to let go of it
-        assert [module() for module in built_over] == [None]
+        assert len(built_over) == 1
         (model,) = running.models.loaded().values()
         weights = weakref.ref(model.module)
         del model
@@ -140,7 +133,6 @@ async def test_graphs_are_kept_under_the_budget(
         running.eviction._memory_budget = taken
         again = (await running.features(other, jpegs[:1])).outputs["layer4"]
         assert_close(again, expected, rtol=1e-5, atol=1e-5)
-        assert other.runtime is not None
         assert other.runtime.extractor.graph is model_graph("resnet18") is not own[1]
         assert other.description.fingerprint == own[1].fingerprint
         assert running.eviction.bytes() == taken
@@ -157,7 +149,6 @@ async def test_what_was_given_back_is_freed(
         if why == "shared":
             await built(running, nodes=["features.1"])
         record = await built(running)
-        assert record.runtime is not None
         module = weakref.ref(record.runtime.extractor.module)
         watched = Watched(record)
         if why == "in use":
@@ -182,26 +173,20 @@ async def test_what_was_given_back_is_freed(
 
 
 @pytest.mark.exhaustive
-async def test_what_was_preloaded_and_deleted_is_freed() -> None:
-    running = Engine(Settings(device="cpu", lowering=False, cache_dir=None, preload="squeezenet1_1@random:features.3"))
-    await running.start()
-    try:
+async def test_what_was_preloaded_and_deleted_is_freed(engine: MakeEngine) -> None:
+    async with engine(preload="squeezenet1_1@random:features.3") as running:
         await until(lambda: running.readiness()[0])
         (record,) = running.records.list()
-        assert record.runtime is not None
         module = weakref.ref(record.runtime.extractor.module)
         await running.extractors.delete(record.id)
         del record
         await until(lambda: module() is None)
-    finally:
-        await running.close(grace=20)
 
 
 async def test_what_is_unloaded_while_it_is_built_is_not_building_for_ever(engine: MakeEngine) -> None:
     async with engine() as running:
         record, _ = await running.extractors.get(spec())
         running.runtimes.unload(record)
-        assert record.build is not None
         await asyncio.wait_for(record.build, PATIENCE)
         await until(lambda: record.runtime is None)
         assert record.state == "ready"
@@ -383,12 +368,10 @@ async def test_what_is_known_of_evicted_extractors_is_bounded_in_bytes(
 
 @pytest.mark.exhaustive
 async def test_extractors_with_threads_of_their_own_are_few(
-    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those used least recently go, whether they were compiled when they were built or took over later."""
     monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 2))
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr("service.engine.runtime.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         named = [
             await built(running, "mobilenet_v3_small", nodes=[f"features.{place}"], backend="openvino")
@@ -405,13 +388,11 @@ async def test_extractors_with_threads_of_their_own_are_few(
 
 @pytest.mark.exhaustive
 async def test_extractors_in_use_are_not_replaced_by_others(
-    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: MakeEngine, faster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the usual number those used next stay on eager, unless one that is compiled was idle for long."""
     monkeypatch.setattr("service.engine.engine.compiled_limits", lambda threads: CompiledLimits(2, 4))
     monkeypatch.setattr("service.engine.backends.upgrades._FULL_SECONDS", 0.0)
-    monkeypatch.setitem(BACKENDS, "openvino", Broken("none"))
-    monkeypatch.setattr("service.engine.runtime.candidate.Candidate.judge", lambda self, other: True)
     async with engine(lowering=True) as running:
         records = [await built(running, nodes=[f"features.{place}"]) for place in (3, 4, 5)]
         for record in records:
