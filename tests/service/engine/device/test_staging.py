@@ -14,7 +14,6 @@ from service.engine.device.staging import Staging, copied, copy_rows
 from service.engine.threads import compute_with
 
 CPU = torch.device("cpu")
-FLOAT = torch.float32
 DECODER = Decoder(get_model("resnet18").preprocessing())
 
 
@@ -23,26 +22,20 @@ def parts(rows: list[int], shape: tuple[int, ...], channels_last: bool) -> list[
     return [x.contiguous(memory_format=torch.channels_last) for x in made] if channels_last else made
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("rows", [[1, 1], [2, 1, 3]])
-def test_a_batch_is_its_parts_one_after_another(rows: list[int], channels_last: bool) -> None:
-    given = parts(rows, (3, 5, 4), channels_last)
-    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
-    expected = torch.cat(given)
-    assert torch.equal(batch, expected)
-    assert batch.stride() == expected.stride()
-    assert batch.data_ptr() not in {part.data_ptr() for part in given}
+def batch_of(given: list[Tensor], staging: Staging | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Put the parts of a model's only input together."""
+    (batch,) = (staging or Staging(CPU)).inputs([(part,) for part in given], DECODER, dtype)
+    return batch
 
 
 def test_a_part_of_another_memory_format_gives_the_same_values() -> None:
     given = [*parts([1], (3, 5, 4), True), *parts([2], (3, 5, 4), False)]
-    (batch,) = Staging(CPU).inputs([(part,) for part in given], DECODER, FLOAT)
-    assert torch.equal(batch, torch.cat(given))
+    assert torch.equal(batch_of(given), torch.cat(given))
 
 
 def test_models_of_several_inputs() -> None:
     left, right = parts([1, 2], (3, 2, 2), False), parts([1, 2], (7,), False)
-    batches = Staging(CPU).inputs(list(zip(left, right, strict=True)), DECODER, FLOAT)
+    batches = Staging(CPU).inputs(list(zip(left, right, strict=True)), DECODER, torch.float32)
     assert [torch.equal(b, torch.cat(g)) for b, g in zip(batches, (left, right), strict=True)] == [True, True]
 
 
@@ -50,15 +43,14 @@ def test_memory_is_taken_once() -> None:
     staging = Staging(CPU)
     places = set()
     for rows in ([2, 2], [1, 1], [1, 3]):
-        (batch,) = staging.inputs([(part,) for part in parts(rows, (3, 8, 8), True)], DECODER, FLOAT)
-        places.add(batch.data_ptr())
+        places.add(batch_of(parts(rows, (3, 8, 8), True), staging).data_ptr())
     assert len(places) == 1
 
 
 def test_outputs_in_reused_memory_are_copied() -> None:
     staging = Staging(CPU)
     given = parts([2, 2], (3, 8, 8), True)
-    (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+    batch = batch_of(given, staging)
     reused = [batch, batch[1:], batch.permute(0, 2, 3, 1)]
     others = [given[0], batch + 1]
     expected = [value.clone() for value in reused]
@@ -76,19 +68,19 @@ def test_batches_of_all_kinds_in_turn() -> None:
     kinds = [((3, 8, 8), True), ((3, 8, 8), False), ((8, 8, 3), False), ((3, 16, 16), True), ((3, 4, 4), True)]
     for _ in range(2):
         for shape, channels_last in kinds:
-            for rows in ([1, 1], [2, 3], [1, 1]):
+            for rows in ([1, 1], [2, 1, 3], [1, 1]):
                 given = parts(rows, shape, channels_last)
-                (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
-                assert torch.equal(batch, torch.cat(given)), (shape, channels_last, rows)
-                assert batch.stride() == torch.cat(given).stride()
+                batch, expected = batch_of(given, staging), torch.cat(given)
+                assert torch.equal(batch, expected), (shape, channels_last, rows)
+                assert batch.stride() == expected.stride()
+                assert batch.data_ptr() not in {part.data_ptr() for part in given}
             images = [torch.randint(256, (1, *shape[1:], 3), dtype=torch.uint8) for _ in range(3)]
-            (batch,) = staging.inputs([(image,) for image in images], DECODER, FLOAT)
-            assert torch.equal(batch, DECODER.batch(torch.cat(images)))
+            assert torch.equal(batch_of(images, staging), DECODER.batch(torch.cat(images)))
 
 
 def test_a_single_part_is_handed_on() -> None:
     (part,) = parts([3], (3, 2, 2), False)
-    assert Staging(CPU).inputs([(part,)], DECODER, FLOAT)[0] is part
+    assert batch_of([part]) is part
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -117,20 +109,19 @@ def test_pixels_become_the_model_s_input(rows: list[int]) -> None:
     places = set()
     for _ in range(2):
         given = [torch.randint(0, 256, (n, 224, 224, 3), dtype=torch.uint8) for n in rows]
-        (batch,) = staging.inputs([(part,) for part in given], DECODER, FLOAT)
+        batch = batch_of(given, staging)
         mean, std = (torch.tensor(value)[:, None, None] for value in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         expected = (torch.cat(given).permute(0, 3, 1, 2) / 255 - mean) / std
         assert (batch - expected).abs().max() < 1e-5
         assert batch.is_contiguous(memory_format=torch.channels_last)
         places.add(batch.data_ptr())
     assert len(places) == 1
-    (half,) = Staging(CPU).inputs([(part,) for part in given], DECODER, torch.bfloat16)
-    assert torch.equal(half, batch.to(torch.bfloat16))
+    assert torch.equal(batch_of(given, dtype=torch.bfloat16), batch.to(torch.bfloat16))
 
 
 def test_threads_stay_as_they_were() -> None:
     def after() -> int:
-        Staging(CPU).inputs([(torch.zeros(1, 224, 224, 3, dtype=torch.uint8),)], DECODER, FLOAT)
+        batch_of([torch.zeros(1, 224, 224, 3, dtype=torch.uint8)])
         return torch.get_num_threads()
 
     with ThreadPoolExecutor(1, initializer=compute_with, initargs=(3,)) as pool:

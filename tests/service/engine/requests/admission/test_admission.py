@@ -25,21 +25,14 @@ def test_slots_and_bytes_are_released() -> None:
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
-def test_requests_that_never_fit_get_no_retry_after() -> None:
-    admission = Admission(2, 100)
-    with admission.enter("a") as ticket, pytest.raises(RequestTooLarge) as caught:
-        ticket.claim(101)
-    assert caught.value.retry_after is None
-    assert admission.bytes == 0
-
-
 def test_slots_are_released_after_errors() -> None:
     admission = Admission(1, 100)
     for _ in range(3):
         ticket = admission.enter("a")
         ticket.claim(100)
-        with pytest.raises(RequestTooLarge), ticket:
+        with pytest.raises(RequestTooLarge) as caught, ticket:
             ticket.claim(101)
+        assert caught.value.retry_after is None  # it never fits
     assert (admission.requests, admission.bytes) == (0, 0)
 
 
@@ -83,30 +76,26 @@ def full(monkeypatch: pytest.MonkeyPatch) -> tuple[Admission, list[Ticket], list
     return admission, [admission.enter(f"client {number}") for number in range(10)], clock
 
 
+def refused(admission: Admission, client: str) -> float:
+    """After how many seconds a client is told to come back."""
+    with pytest.raises(AdmissionFull) as caught:
+        admission.check(client)
+    return caught.value.retry_after
+
+
 def test_clients_that_are_refused_together_come_back_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     admission, _, _ = full(monkeypatch)
-    waits = []
-    for _ in range(40):
-        with pytest.raises(AdmissionFull) as refused:
-            admission.check("a")
-        waits.append(refused.value.retry_after)
+    waits = [refused(admission, "a") for _ in range(40)]
     assert [waits.count(seconds) for seconds in (1, 2, 3, 4, 5)] == pytest.approx([1, 10, 10, 10, 9], abs=2)
 
 
 def test_a_client_that_ignores_its_refusals_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     admission, held, clock = full(monkeypatch)
-
-    def refused(client: str) -> float:
-        with pytest.raises(AdmissionFull) as caught:
-            admission.check(client)
-        assert caught.value.retry_after is not None
-        return caught.value.retry_after
-
     for _ in range(200):
-        refused("in a hurry")
-    assert refused("in a hurry") >= 8  # its own retries come one after another
-    assert refused("patient") <= 2
-    waits = [refused(f"one of many {number}") for number in range(40)]
+        refused(admission, "in a hurry")
+    assert refused(admission, "in a hurry") >= 8  # its own retries come one after another
+    assert refused(admission, "patient") <= 2
+    waits = [refused(admission, f"one of many {number}") for number in range(40)]
     assert waits == sorted(waits)
     assert 5 <= waits[-1] <= 6  # so do those of many clients
     for ticket in held:
