@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.codecs import v2
@@ -64,6 +64,8 @@ SPOILED = st.sampled_from([*PLACES, *[("inputs", 0, *place) for place in OF_AN_I
     st.binary(max_size=40),
     st.sampled_from([None, "0", "5", "right", "-1", "x", "100000"]),
 )
+@example([(("inputs", 0, "parameters", "binary_data_size"), -1)], b"", "right")
+@example([(("inputs", 0, "data"), [1])], b"", "right")
 def test_whatever_is_sent_is_parsed_or_refused(changes, tail, header):
     document = {
         "id": "1",

@@ -207,6 +207,22 @@ def taken(queue: Queue) -> list[Item]:
     return batch
 
 
+async def test_a_closed_queue_takes_nothing(alone: Runtime) -> None:
+    """Not what waits, nor what comes afterwards."""
+    queue = Queue(1, 1)
+    jobs = [job(alone, 1), job(alone, 1)]
+    tasks = [queue.run_idle(lambda: None)]
+    for late, one in enumerate(jobs):
+        queue.put([item(one, range(1), tensors(1)["x"])])
+        if not late:
+            queue.close(NotReady("closed"))
+    tasks.append(queue.run_idle(lambda: None))
+    assert queue.take() is None
+    for given in (*(one.result() for one in jobs), *map(asyncio.wrap_future, tasks)):
+        with pytest.raises(NotReady, match="closed"):
+            await asyncio.wait_for(given, PATIENCE)
+
+
 async def test_many_shapes_do_not_hold_up_one(alone: Runtime) -> None:
     """A request with a batch for each of its shapes shares the device with what comes after it, and is not starved
     either. Nothing is padded: a batch has one shape."""
