@@ -2,10 +2,9 @@
 
 import { image, range } from "./colours.js"
 import { h, select } from "./dom.js"
-import { legend } from "./legend.js"
 import { short } from "./numbers.js"
 import { reduce } from "./reductions.js"
-import { picture } from "./stage.js"
+import { legend, picture } from "./stage.js"
 import { statisticsView } from "./statistics.js"
 
 /** @typedef {import("./answers.js").Answer} Answer */

@@ -2,11 +2,10 @@
 
 import { range } from "./colours.js"
 import { h } from "./dom.js"
-import { legend } from "./legend.js"
 import { short } from "./numbers.js"
 import { choosePatch, patchUnder } from "./patch.js"
 import { isStale } from "./reductions.js"
-import { stage } from "./stage.js"
+import { legend, stage } from "./stage.js"
 import { reason } from "./states.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */

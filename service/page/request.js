@@ -1,7 +1,6 @@
 // The request behind what is shown: copied as code, downloaded, or made an extractor.
 
 import { askFeatures } from "./answers.js"
-import { copyText } from "./clipboard.js"
 import { h, select } from "./dom.js"
 import { makeExtractor } from "./extractors.js"
 import { megabytes, shapeText } from "./numbers.js"
@@ -167,4 +166,16 @@ function bytesOfValue(dtype, { dtype: cast, precision = "" }) {
   if (dtype === "bool") return 1
   const half = (cast && dtype.includes("float")) || (precision.endsWith("float16") && dtype === "float32")
   return half ? 2 : Number(/\d+$/.exec(dtype)) / 8
+}
+
+/** Put a text on the clipboard. @param {string} text */
+async function copyText(text) {
+  // Browsers give the clipboard to pages of HTTPS and of this machine only; the older way works elsewhere.
+  if (navigator.clipboard) return navigator.clipboard.writeText(text)
+  const box = h("textarea", { class: "unseen", readonly: true })
+  box.value = text
+  document.body.append(box)
+  box.select()
+  document.execCommand("copy")
+  box.remove()
 }

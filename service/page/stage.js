@@ -1,12 +1,15 @@
-// The photo as the model sees it, with a map over it.
+// The photo as the model sees it, with a map over it, and the map's legend.
 
+import { image } from "./colours.js"
 import { h } from "./dom.js"
+import { short } from "./numbers.js"
 import { visibleRegion } from "./photo.js"
 
 /** @typedef {import("./patch.js").Patch} Patch */
 /** @typedef {import("./photo.js").Photo} Photo */
 
 const SIDE = 640
+const LEGEND = 256
 /** By how much the exponent of the opacity grows towards the least values. */
 const LEAST_SEEN = 1.2
 
@@ -53,10 +56,22 @@ export function stage({ bitmap }, preprocessing, label) {
 
 /**
  * A canvas of the image's own size.
- * @param {ImageData} image
+ * @param {ImageData} pixels
  */
-export function picture(image) {
-  const canvas = h("canvas", { width: image.width, height: image.height })
-  canvas.getContext("2d")?.putImageData(image, 0, 0)
+export function picture(pixels) {
+  const canvas = h("canvas", { width: pixels.width, height: pixels.height })
+  canvas.getContext("2d")?.putImageData(pixels, 0, 0)
   return canvas
+}
+
+/** The colours of a map, with the values at both ends and zero between them. @param {import("./colours.js").Range} range */
+export function legend({ low, high }) {
+  if (low > high) return h("div", { class: "scale-bar" }, h("span", {}, "no finite value"))
+  const values = Float32Array.from({ length: LEGEND }, (_, i) => low + ((high - low) * i) / (LEGEND - 1))
+  const zero = h("span", { class: "zero" }, "0")
+  const bar = picture(image(values, LEGEND, { low, high }))
+  const scale = h("div", { class: "scale-bar", role: "img", "aria-label": `Colours from ${short(low)} to ${short(high)}` },
+    bar, h("span", {}, short(low)), low < 0 && high > 0 ? zero : null, h("span", {}, short(high)))
+  scale.style.setProperty("--zero", `${(100 * -low) / (high - low)}%`)
+  return scale
 }

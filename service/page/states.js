@@ -6,7 +6,7 @@ import { changeKey, storedKey } from "./key.js"
 
 /** When the reason for waiting is shown, in milliseconds. */
 const LONG = 4000
-/** How often a server that did not answer is asked whether it is back, in milliseconds. */
+/** How often a server that is away is asked again, in milliseconds. */
 const AGAIN = 3000
 
 /**

@@ -137,7 +137,7 @@ def test_maps_are_as_large_as_one_likes(open_server, visit):
 def test_zero_is_at_its_colour_and_over_no_other_number(open_server, visit):
     page = visit(open_server.url).go()
     boxes = """async ([low, high]) => {
-        const { legend } = await import("/page/legend.js")
+        const { legend } = await import("/page/stage.js")
         const bar = legend({ low, high })
         bar.style.width = "200px"
         document.body.append(bar)
