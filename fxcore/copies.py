@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 
+GENERATED = "<fxcore>"
+"""File name of generated functions, which explanations of failures do not show as the model's."""
+
 # Attributes of modules that hold registered tensors and submodules.
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
@@ -136,9 +139,7 @@ def narrowed(
     name = "__call__" if has_own_call(type(model)) else "forward"
     own = made.__dict__.pop(name, None)
     function, rest = own or getattr(type(model), name), dict(fixed or {})
-    # What is set on the instance or static is called without self.
-    bound = own or isinstance(inspect.getattr_static(type(model), name), (staticmethod, classmethod))
-    passed = [] if bound else ["self"]
+    passed = ["self"] if own is None and takes_self(type(model), name) else []
     parameters = [*inspect.signature(function).parameters.values()][len(passed) :]
     positions = {p.name: rest.pop(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_ONLY}
     passed += [n if n in taken else f"_fxcore_positions[{n!r}]" for n in positions]
@@ -147,9 +148,15 @@ def narrowed(
     scope: dict[str, Any] = {"_fxcore_function": function, "_fxcore_positions": positions, "_fxcore_fixed": rest}
     # torch.fx reads the names of the inputs from the code object.
     call = f"_fxcore_function({', '.join(passed)}, **_fxcore_fixed)"
-    exec(f"def narrow(self, {', '.join(taken)}): return {call}", scope)
+    exec(compile(f"def narrow(self, {', '.join(taken)}): return {call}", GENERATED, "exec"), scope)
     made.__class__ = type(type(model).__name__, (type(model),), {name: scope["narrow"]})
     return made
+
+
+def takes_self(kind: type, name: str) -> bool:
+    """Return whether a function of a class is called with the instance: it is not static, nor a functools.partial."""
+    function = inspect.getattr_static(kind, name)
+    return hasattr(function, "__get__") and not isinstance(function, (staticmethod, classmethod))
 
 
 def has_own_call(kind: type) -> bool:

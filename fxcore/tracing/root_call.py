@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from fxcore.copies import has_own_call, shallow_copy
+from fxcore.copies import GENERATED, has_own_call, shallow_copy, takes_self
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -29,8 +29,7 @@ def called_otherwise(root: nn.Module) -> bool:
         return True
     if isinstance(root, fx.GraphModule):
         return False
-    bound = isinstance(inspect.getattr_static(root, "forward"), (staticmethod, classmethod))
-    return bound or "forward" in vars(root) or has_own_call(type(root))
+    return "forward" in vars(root) or has_own_call(type(root)) or not takes_self(type(root), "forward")
 
 
 def entry(root: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -98,10 +97,9 @@ def forward_to(called: str, root: nn.Module, **names: Any) -> Callable[..., Any]
         taken.append(stars.get(kind, "") + name + given)
         passed.append(f"{name}={name}" if kind is kinds.KEYWORD_ONLY else stars.get(kind, "") + name)
     scope: dict[str, Any] = {**names, "_fxcore_defaults": defaults}
-    # torch.fx reads the names of the inputs from the code object. Its file is in fxcore, so that explanations of
-    # failures do not name it as the model's.
+    # torch.fx reads the names of the inputs from the code object.
     source = f"def forward({', '.join(taken)}): return {called}({', '.join(passed)})"
-    exec(compile(source, f"{__file__}/forward", "exec"), scope)
+    exec(compile(source, GENERATED, "exec"), scope)
     made: Callable[..., Any] = scope["forward"]
     return made
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
+from fxcore.copies import GENERATED
 from fxcore.errors import NotTraceable
 from fxcore.tracing.constants import StateWrite
 from fxcore.tracing.names import shown_name
@@ -307,7 +308,7 @@ def _is_models(file: str, packages: set[str]) -> bool:
     if "site-packages/" in file:
         package = file.split("site-packages/")[-1].split("/")[0]
         return package != "torch" and package in packages
-    return not file.startswith(_STANDARD_LIBRARY) and not file.startswith("<frozen")
+    return not file.startswith((_STANDARD_LIBRARY, "<frozen", GENERATED))
 
 
 def _expression(summary: traceback.FrameSummary) -> str:

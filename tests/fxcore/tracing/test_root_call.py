@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import warnings
 from collections.abc import Callable
@@ -107,7 +108,11 @@ class Static(nn.Module):
         return x * scale
 
 
-@pytest.mark.parametrize("model", [Static(), hook(Static())])
+class Partial(nn.Module):
+    forward = functools.partial(Static.forward, scale=2.0)
+
+
+@pytest.mark.parametrize("model", [Static(), hook(Static()), Partial(), hook(Partial())])
 def test_a_static_forward_does_not_get_its_module(model: nn.Module) -> None:
     x = torch.randn(2, 6)
     assert torch.equal(trace(model)(x), model(x))
