@@ -10,7 +10,7 @@ eager until it has processed enough images for a faster backend to pay off; see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Set
 from contextlib import ExitStack
 from functools import partial
 
@@ -38,26 +38,26 @@ class Variants:
         self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build", keep=False)  # the runtimes have them
         self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
-    async def for_edits(self, stack: ExitStack, runtime: Runtime, nodes: Sequence[str]) -> Runtime:
-        """Return the variant for edits of ``nodes``, exact names, kept in memory until ``stack`` is closed.
+    async def hold(
+        self, stack: ExitStack, runtime: Runtime, edited: Set[str], shapes: Iterable[RowShape]
+    ) -> tuple[Runtime, dict[RowShape, Runtime]]:
+        """Return ``runtime`` or its variants that a request needs, kept in memory until ``stack`` is closed.
+
+        Args:
+            edited: exact names of the nodes that the request edits.
+            shapes: the shapes of its rows.
+
+        Returns:
+            The runtime that edits these nodes, and the one that does so for rows of each shape.
 
         Raises:
             BadEdit: a node cannot be edited.
-            AdmissionFull: too many other variants are being built.
-            FxError: it cannot be built.
-        """
-        return await self._hold(stack, runtime, tuple(sorted(set(nodes))))
-
-    async def for_sizes(
-        self, stack: ExitStack, runtime: Runtime, shapes: Iterable[RowShape]
-    ) -> dict[RowShape, Runtime]:
-        """Return the runtime for rows of each shape, ``runtime`` or a variant of it, kept until ``stack`` is closed.
-
-        Raises:
             BadTensor: the model does not accept that size.
             AdmissionFull: too many other variants are being built.
             FxError: a variant cannot be built.
         """
+        if edited:
+            runtime = await self._hold(stack, runtime, tuple(sorted(edited)))
         runtimes = dict.fromkeys(shapes, runtime)
         description = runtime.description
         if description.spec.fit == "native" and description.entry.one_size:
@@ -65,7 +65,7 @@ class Variants:
                 size = shape[0][-2], shape[0][-1]
                 if size != runtime.extractor.graph.input_size:
                     runtimes[shape] = await self._hold(stack, runtime, size)
-        return runtimes
+        return runtime, runtimes
 
     async def _hold(self, stack: ExitStack, runtime: Runtime, which: Variant) -> Runtime:
         known = runtime.variants.get(which)

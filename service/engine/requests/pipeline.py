@@ -82,12 +82,11 @@ class Pipeline:
             plan = await plan_images(description, images, preprocess, max_pixels, self._intake)
         check_sizes(description, plan, max_pixels)
         with ExitStack() as stack:
-            variant = runtime
             if edits:
                 edits = resolved(edits, runtime.extractor.graph.resolve)
                 stack.enter_context(at_fault(edits))
-                variant = await self._variants.for_edits(stack, runtime, [edit.node for edit in edits])
-            runtimes = await self._variants.for_sizes(stack, variant, plan.shapes)
+            edited = {edit.node for edit in edits}
+            variant, runtimes = await self._variants.hold(stack, runtime, edited, plan.shapes)
             for shape, one in runtimes.items():
                 if isinstance(run := one.run, Named):
                     run.check(shape)

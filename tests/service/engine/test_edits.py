@@ -254,7 +254,7 @@ async def test_the_extractor_of_a_deleted_one_edits_over_the_weights_it_had(engi
         weights = runtime.model
         await running.extractors.delete(record.id)
         with ExitStack() as stack:
-            another = await running._pipeline._variants.for_edits(stack, runtime, [NODE])
+            another, _ = await running._pipeline._variants.hold(stack, runtime, {NODE}, [])
             assert another.model is weights
         assert not running.models.loaded()
         watched.open.set()

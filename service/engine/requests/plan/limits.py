@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from fxcore.errors import BadImage, ImageTooLarge
 from service.engine.description import Description
-from service.engine.requests.plan.plan import Plan, of_image
+from service.engine.requests.plan.plan import Plan
 from service.engine.rows.shapes import ABOUT_USUAL, LARGEST_ROW, RowShape, RowSize, row_values
 from service.schemas.image_size import MAX_PATCHES, MAX_SIDE
 
@@ -35,9 +35,10 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
             continue
         sizes = f"the image has {width} x {height} pixels, and"
         if not pixels:
-            raise of_image(index, BadImage(f"{sizes} would have {size[1]} x {size[0]} after resizing"))
+            detail = f"image {index}: {sizes} would have {size[1]} x {size[0]} after resizing"
+            raise BadImage(detail, index=index)
         detail = f"{sizes} {size[1]} x {size[0]} = {pixels} after resizing; at most {limit} are allowed"
-        raise of_image(index, ImageTooLarge(detail, pixels=pixels, limit=limit))
+        raise _too_large(index, detail, pixels, limit)
     if description.spec.fit != "native":
         return
     multiple = preprocessing.describe()["multiple"]
@@ -52,7 +53,7 @@ def check_sizes(description: Description, plan: Plan, max_pixels: int) -> None:
                 f"with fit=native the model's input would have {width} x {height} pixels, and {limits[limit]}: "
                 f"{_instead(plan)}"
             )
-            raise of_image(part.rows.start, ImageTooLarge(detail, pixels=height * width, limit=limit))
+            raise _too_large(part.rows.start, detail, height * width, limit)
 
 
 def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, RowSize], max_batch_bytes: int) -> None:
@@ -78,7 +79,11 @@ def check_rows(description: Description, plan: Plan, sizes: Mapping[RowShape, Ro
                 f"computing an input of {shown} would need {taken:,} bytes of memory, and it may need {limit:,} "
                 f"({LARGEST_ROW} x FXSERVE_MAX_BATCH_BYTES): {_instead(plan)}"
             )
-            raise of_image(part.rows.start, ImageTooLarge(detail, pixels=pixels, limit=pixels * limit // taken))
+            raise _too_large(part.rows.start, detail, pixels, pixels * limit // taken)
+
+
+def _too_large(index: int, detail: str, pixels: int, limit: int) -> ImageTooLarge:
+    return ImageTooLarge(f"image {index}: {detail}", pixels=pixels, limit=limit, index=index)
 
 
 def _instead(plan: Plan) -> str:
