@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fxcore.tracing.graph_module import called_module
 from fxcore.tracing.names import operation_name
-from fxcore.tracing.writes import IN_PLACE_OPERATORS, LIBRARIES, home, overwritten
+from fxcore.tracing.writes import IN_PLACE_OPERATORS, LIBRARIES, OVERLOAD, home, overwritten
 
 _TRAINING = ("training", "train")
 _RATES = ("p", "dropout_p", "dropout", "attention_dropout", "drop_prob")
@@ -25,7 +25,7 @@ _RANDOM = {
     "fractional_max_pool3d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d_with_indices",
     "gumbel_softmax", "multi_head_attention_forward", "rrelu", "scaled_dot_product_attention", "stochastic_depth",
 }  # fmt: skip
-_OVERLOAD, _OVERLOAD_PACKET = type(torch.ops.aten.relu.default), type(torch.ops.aten.relu)
+_OVERLOAD_PACKET = type(torch.ops.aten.relu)
 _RANDOM_MODULES = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # Functions that return uninitialised memory, which counts as random.
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new", "new_empty", "new_empty_strided"}
@@ -154,7 +154,7 @@ def is_pure(module: nn.Module, node: fx.Node) -> bool:
     origin = getattr(node.target, "__module__", None) or ""
     if origin == "builtins":
         return name in _TRUSTED_BUILTINS
-    overload = isinstance(node.target, (_OVERLOAD, _OVERLOAD_PACKET))
+    overload = isinstance(node.target, (OVERLOAD, _OVERLOAD_PACKET))
     return overload or origin in _TRUSTED or origin.startswith(_TRUSTED_PACKAGES)
 
 
@@ -190,6 +190,6 @@ def may_branch(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    if isinstance(node.target, _OVERLOAD):
+    if isinstance(node.target, OVERLOAD):
         return str(node.target.overloadpacket.__name__)
     return operation_name(node)

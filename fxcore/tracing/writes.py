@@ -36,6 +36,9 @@ LIBRARIES = frozenset(("torch", "torchvision", "timm", "fxcore", "builtins", "ma
 #: key in ``node.meta`` of a node that writes to a copy made only for it
 ON_COPY = "on_copy"
 
+#: The type of ATen's operators in graphs of torch.export and make_fx. Their schema says what they write to and return.
+OVERLOAD = type(torch.ops.aten.relu.default)
+
 # Methods whose names end with an underscore but that do not write to the tensor's values.
 _NO_WRITES = ("requires_grad_", "share_memory_")
 
@@ -109,6 +112,8 @@ def mutated_argument(node: fx.Node, modules: dict[str, nn.Module]) -> fx.Node | 
         in_place = getattr(modules.get(str(node.target)), "inplace", None) is True
     elif node.op == "call_method":
         in_place = _is_in_place_name(str(node.target))
+    elif isinstance(node.target, OVERLOAD):
+        in_place = any(one.alias_info and one.alias_info.is_write for one in node.target._schema.arguments[:1])
     elif node.op == "call_function":
         in_place = (
             node.kwargs.get("inplace") is True
@@ -133,6 +138,10 @@ def pure_target(node: fx.Node) -> Any:
     if node.op == "call_method":
         name = str(node.target).removesuffix("_")
         return name if callable(getattr(Tensor, name, None)) else None
+    if isinstance(node.target, OVERLOAD):
+        package, _, name = node.target._schema.name.partition("::")
+        packet = getattr(getattr(torch.ops, package), name.removesuffix("_"), None)
+        return getattr(packet, node.target._overloadname, None)
     if node.op == "call_function":
         if node.kwargs.get("inplace") is True:
             return node.target
@@ -277,6 +286,8 @@ def _allocates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
         return _is_allocating(modules.get(str(node.target)))
     if is_number(node):
         return True
+    if isinstance(node.target, OVERLOAD) and node.target.__name__.partition(".")[0] not in _DROPPING:
+        return all(result.alias_info is None for result in node.target._schema.returns)
     name = operation_name(node)
     if name == "unfold":
         return node.op == "call_function"  # the method returns a view
@@ -365,6 +376,8 @@ def is_view(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Return whether ``node`` returns, or may return, a view of its first argument, judging by its name."""
     if node.op == "call_module":
         return isinstance(modules.get(str(node.target)), _SAME)
+    if isinstance(node.target, OVERLOAD):
+        return any(one.alias_info for one in node.target._schema.arguments[:1])
     if node.target is getattr:
         return node.args[1] in _VIEW_ATTRIBUTES
     if node.target is operator.getitem:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torchvision.ops import stochastic_depth
 
 from fxcore import build_extractor, create_extractor, trace
@@ -21,6 +22,13 @@ from fxcore.transforms import CannotTransform, applied, fold_constants, out_of_p
 from tests.fxcore.conftest import OwnEntry
 
 same = nn.Identity()
+
+
+def exported(function: Callable[[Tensor], object]) -> Callable[[Tensor], fx.GraphModule]:
+    """Make a graph as ``make_fx`` does, by torch.export."""
+    module = nn.Module()
+    module.forward = function
+    return lambda x: torch.export.export(module, (x,)).graph_module
 
 
 @fx.wrap
@@ -325,6 +333,34 @@ def test_so_does_a_graph_that_is_not_annotated(write: Callable[[Tensor], Tensor]
     again = out_of_place(pure)
     assert applied(again)[-1].changes == 0
     assert len(again.graph.nodes) == len(pure.graph.nodes)
+
+
+def aten_writes(x: Tensor) -> tuple[Tensor, ...]:
+    doubled = x * 2
+    row = doubled[:, :2]
+    row.add_(1)
+    doubled.relu_()
+    moved = doubled.t().unsqueeze(0)
+    moved.mul_(row.t().sum())
+    fresh = torch.relu(x)
+    fresh.sub_(x).clamp_(-1, 1)
+    return doubled, row, moved, fresh
+
+
+@pytest.mark.parametrize("make", [make_fx, exported], ids=["make_fx", "export"])
+def test_so_does_a_graph_of_aten_operators(make: Callable[..., Callable[[Tensor], fx.GraphModule]]) -> None:
+    x = torch.randn(3, 4)
+    graph = make(aten_writes)(x)
+    assert any(node.target is torch.ops.aten.add_.Tensor for node in graph.graph.nodes)
+    pure = out_of_place(graph)
+    assert applied(pure)[-1].changes == 5
+    for found, expected in zip(pure(x), aten_writes(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    first = next(node for node in pure.graph.nodes if node.target is torch.ops.aten.mul.Tensor)
+    output = pure.graph.output_node()
+    output.args = ((first, *output.args[0]),)
+    pure.recompile()
+    assert torch.equal(pure(x)[0], x * 2)
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
