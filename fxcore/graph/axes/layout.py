@@ -76,7 +76,8 @@ def follow(node: fx.Node, value: Any, module: nn.Module | None) -> str | None:
     if inputs and name in _REDUCES and loses_channels(node, name, value):
         return None
     if value.ndim == 2:
-        return "NC" if inputs else None
+        mixed = isinstance(module, nn.Linear) or name == "linear"
+        return (None if mixed else _of_equal_input(inputs, value)) or ("NC" if inputs else None)
     if not inputs:
         return _restored(node, value)
     axes, before = inputs[0].meta["axes"], inputs[0].meta.get("value")

@@ -204,6 +204,8 @@ def test_an_index_leaves_the_axes_that_it_does_not_take() -> None:
     for turn, last, axes in ((lambda h: h[:, :, 0, 0], 6, "NC"), (lambda h: h[:, 1, 2], 4, "NW")):
         graph = trace_graph(turned(turn, last))
         assert graph.by_name["getitem"].meta["axes"] == axes
+        [norm] = (node for node in graph.nodes if node.name == "norm")
+        assert (norm.layout, norm.channels) == (axes, 6 if axes == "NC" else None)
 
 
 @fx.wrap
