@@ -216,19 +216,34 @@ def _unlike(x: Tensor) -> Tensor:
 def changing_node(traced: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
     """Return the first node that, after other inputs, computes another value from the same ones; None if there is none.
 
-    Modules that are kept whole may hold state between calls. Random values are not compared.
+    Modules that are kept whole may hold state between calls. If there are any, larger inputs are tried too, where the
+    graph accepts these. Random values are not compared.
 
     >>> from fxcore import trace
     >>> changing_node(trace(lambda x: x + 1), [torch.ones(2)]) is None
     True
     """
     others = other_inputs(inputs)
+    found = _changed_by(traced, inputs, others)
+    if found is None and not all(_is_torchs(traced, node) for node in traced.graph.nodes):
+        with contextlib.suppress(Exception):  # the model does not accept larger inputs
+            # A part may hold what grows with its largest input, such as encodings of positions.
+            return _changed_by(traced, inputs, map_tensors(_enlarged, others))
+    return found
+
+
+def _changed_by(traced: fx.GraphModule, inputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
     with _deterministic(), _memory_set(traced):
         for node, (first, _, again) in _in_step(traced, (inputs, others, inputs)):
             pairs = zip(tensors_in(first), tensors_in(again), strict=True)
             if not all(near(sampled(a), sampled(b), SAME) for a, b in pairs):
                 return public_name(node)
     return None
+
+
+def _enlarged(value: Tensor) -> Tensor:
+    """Return an image, or another tensor of rows, with twice its size along the last two dimensions."""
+    return value.repeat(*[1] * (value.ndim - 2), 2, 2) if value.ndim > 3 else value
 
 
 def draws(traced: fx.GraphModule, inputs: Sequence[Any]) -> bool:

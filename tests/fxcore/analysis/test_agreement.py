@@ -128,6 +128,32 @@ def test_parts_kept_whole_may_draw(noise: Callable[[Tensor], Tensor]) -> None:
     assert compare_rows(traced, [x]) == Rows()
 
 
+class Positions(nn.Module):
+    """Adds encodings of positions, kept for as many as there were at most; ``whole`` if all depend on that number."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.kept = whole, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.kept) < x.shape[-1]:
+            self.kept = torch.arange(x.shape[-1]) / (x.shape[-1] if self.whole else 100)
+        return x + self.kept[: x.shape[-1]]
+
+
+@pytest.mark.parametrize(("whole", "changing"), [(True, "1"), (False, None)])
+def test_parts_may_not_remember_the_largest_input(whole: bool, changing: str | None) -> None:
+    for layers in ([nn.Conv2d(3, 3, 1)], [nn.Upsample((8, 8))]):  # of which one makes all inputs of one size
+        fixed = isinstance(layers[0], nn.Upsample)
+        model = nn.Sequential(*layers, Positions(whole)).eval()
+        traced, x = trace(model, leaf_modules=[Positions]), torch.randn(2, 3, 8, 8)
+        assert changing_node(traced, [x]) == (None if fixed else changing)
+        small, large = torch.randn(1, 3, 8, 8), torch.randn(1, 3, 16, 16)
+        again = nn.Sequential(*layers, Positions(whole)).eval()
+        before, _, after = again(small), again(large), again(small)
+        assert torch.equal(before, after) == (fixed or changing is None)
+
+
 def test_what_runs_beside_a_part_that_draws_is_compared() -> None:
     class Beside(Net):
         def forward(self, x: Tensor) -> Tensor:
