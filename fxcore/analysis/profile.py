@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fxcore.analysis.clock import now
 from fxcore.errors import BadArgument
 from fxcore.nesting import clones, tensors_in
 from fxcore.tensors import strided_parts
@@ -121,12 +121,11 @@ class Profiler:
             # Copy the inputs, since the module may write to them.
             self._watcher.run(*clones(self._inputs))
             inputs = clones(self._inputs)
-            _wait(self._device)
-            start = time.perf_counter()
+            start = now(self._device)
             self._module(*inputs)
-            _wait(self._device)
+            taken = now(self._device) - start
             if counts:
-                self._whole.append(1000 * (time.perf_counter() - start))
+                self._whole.append(1000 * taken)
 
     def result(self) -> Profile:
         """Return the medians over the recorded runs; there must be at least one."""
@@ -171,11 +170,9 @@ class _Watcher(Interpreter):
         before = torch.cuda.memory_allocated(self.device) if cuda else 0
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        _wait(self.device)
-        start = time.perf_counter()
+        start = now(self.device)
         value = super().run_node(n)
-        _wait(self.device)
-        taken = time.perf_counter() - start
+        taken = now(self.device) - start
         if self.counts:
             self.times.setdefault(n, []).append(taken)
             if cuda:
@@ -199,9 +196,3 @@ class _Watcher(Interpreter):
             if storage.data_ptr() not in self._parameters:
                 found[storage.data_ptr()] = storage.nbytes()
         return found
-
-
-def _wait(device: torch.device) -> None:
-    """Wait for queued work on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from numbers import Integral
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fxcore.analysis.clock import now
 from fxcore.analysis.samples import plain
 from fxcore.errors import BadArgument, FxError, finite
 from fxcore.nesting import clones, members
@@ -305,22 +305,12 @@ def _speedup(
     original: Callable[..., Any], transformed: Callable[..., Any], inputs: tuple[Any, ...], runs: int
 ) -> float:
     times: tuple[list[float], list[float]] = ([], [])
+    device = next((x.device for x in inputs if isinstance(x, Tensor)), torch.device("cpu"))
     # Alternate, so that other load affects both.
     for _ in range(runs):
         for function, taken in zip((original, transformed), times, strict=True):
             arguments = clones(inputs)
-            _wait(arguments)
-            start = time.perf_counter()
+            start = now(device)
             function(*arguments)
-            _wait(arguments)
-            taken.append(time.perf_counter() - start)
+            taken.append(now(device) - start)
     return statistics.median(times[0]) / statistics.median(times[1])
-
-
-def _wait(inputs: tuple[Any, ...]) -> None:
-    """Wait for the work on the GPU's current stream.
-
-    Synchronizing the whole device would break a CUDA graph capture in another thread.
-    """
-    for device in {x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
