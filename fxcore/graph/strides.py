@@ -32,6 +32,11 @@ class Strides:
         self._size = size
         self._maps = {name: map for name, node in nodes.items() if (map := map_size(node)) is not None}
         self._strides = {name: self._stride(name, map, usual) for name, map in self._maps.items()}
+        of_size = {map: self._strides[name] for name, map in self._maps.items()}
+        for name, (height, width) in self._maps.items():
+            halved, stride = of_size.get((2 * height, 2 * width)), self._strides[name]
+            if halved and stride and stride & (stride - 1):  # with padding, 200 pixels may make 8 positions of 32
+                self._strides[name] = 2 * halved
 
     def of(self, name: str) -> int | None:
         """Return input pixels per position of the map of the node ``name``; None if it has no map."""
@@ -53,8 +58,11 @@ class Strides:
         if any(part > full + _MARGIN for full, part in sides):
             return None  # enlarged, so that its stride is no whole number
         kept = None if usual is None or usual._is_fixed(name, map, self._size) else usual.of(name)
-        if kept is not None and all(abs(full / kept - part) <= _MARGIN for full, part in sides):
-            return kept
+        if kept is not None and usual is not None:
+            # A model may pad its input to a multiple of its deepest stride.
+            padded = max(filter(None, usual._strides.values())) / kept
+            if all(-_MARGIN <= part - full / kept <= max(padded, _MARGIN) for full, part in sides):
+                return kept
         if max(map) < 2:
             return None  # pooled away
         # Without padding, maps of other sizes may happen to divide their input.
