@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,22 @@ class Folder:
             except FileNotFoundError:
                 return []
         return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found if str(path).rstrip("/") != self.root)
+
+    def sizes(self, wanted: Callable[[str], bool]) -> dict[str, int]:
+        """Return the size in bytes of each file or folder in it whose name is ``wanted``, by name."""
+        with driver_errors(self.url):
+            try:
+                found = self.fs.ls(self.root, detail=True)
+            except FileNotFoundError:
+                return {}
+            sizes = {}
+            for info in found:
+                name = str(info["name"]).rstrip("/").rpartition("/")[2]
+                if wanted(name):
+                    is_folder = info["type"] == "directory"
+                    files = self.fs.find(self.path(name), detail=True).values() if is_folder else [info]
+                    sizes[name] = sum(file["size"] or 0 for file in files)
+        return sizes
 
     def path(self, name: str) -> str:
         """Return the path of ``name`` within the file system."""

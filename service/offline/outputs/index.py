@@ -3,7 +3,8 @@
 Each row of the table ``images`` is an image. ``shard`` and ``row`` locate its features, or those of its first region;
 ``error`` says why it has none; if all are NULL, the image is pending. For runs that pool boxes, points or masks, the
 table ``regions`` has the regions of each image as JSON. The rows of a shard are added in one transaction after its file
-is complete, so that the index never refers to missing files, and no image is computed twice.
+is complete, so that the index never refers to missing files, and no image is computed twice. The table ``shards`` has
+the size of each in bytes, by which damaged ones are noticed; shards of an older fxserve are not in it.
 
 For runs that reduce images to statistics, the table ``statistics`` has the state of each output. It is replaced in the
 transaction that marks its images as done, so that each image counts exactly once.
@@ -30,6 +31,7 @@ CREATE TABLE IF NOT EXISTS images (
     path TEXT PRIMARY KEY, file, "offset" INTEGER NOT NULL, size INTEGER, shard TEXT, "row" INTEGER, error TEXT
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS regions (path TEXT PRIMARY KEY, regions TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS shards (name TEXT PRIMARY KEY, size INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS statistics (output TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS by_place ON images (file, "offset");
 CREATE INDEX IF NOT EXISTS by_shard ON images (shard, "row");
@@ -144,16 +146,22 @@ class Index:
         )
         run("DROP TABLE given")
 
-    def keep_shards(self, shards: Iterable[str]) -> bool:
-        """Keep only ``shards``. Images in other shards become pending again. Return whether there are any."""
-        kept = set(shards)
+    def keep_shards(self, sizes: Mapping[str, int]) -> list[str]:
+        """Keep only the shards in ``sizes`` that have the size in bytes that they were written with.
+
+        Images in other shards become pending again. Return the names of these.
+        """
+        query = (
+            "SELECT DISTINCT shard, shards.size FROM images LEFT JOIN shards ON name = shard WHERE shard IS NOT NULL"
+        )
         with self._lock, self._database:
             self._database.execute("BEGIN")
-            known = self._database.execute("SELECT DISTINCT shard FROM images WHERE shard IS NOT NULL").fetchall()
-            missing = [shard for (shard,) in known if shard not in kept]
-            for shard in missing:
-                self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (shard,))
-        return bool(missing)
+            known = self._database.execute(query).fetchall()
+            lost = [name for name, size in known if name not in sizes or size not in (None, sizes[name])]
+            for name in lost:
+                self._database.execute('UPDATE images SET shard = NULL, "row" = NULL WHERE shard = ?', (name,))
+                self._database.execute("DELETE FROM shards WHERE name = ?", (name,))
+        return lost
 
     def shards(self) -> list[str]:
         """List the names of the indexed shards, in order."""
@@ -197,6 +205,7 @@ class Index:
         paths: Sequence[str],
         errors: Sequence[tuple[str, str]],
         statistics: Mapping[str, bytes] | None = None,
+        size: int | None = None,
     ) -> None:
         """Add the images of a finished shard, or replace the statistics by those of more images, in one transaction.
 
@@ -205,12 +214,15 @@ class Index:
             paths: path of each row's image. An image with several rows (its regions) is indexed at the first.
             errors: (path, reason) of images that could not be read.
             statistics: output → its statistics, to which the images were added. Such images have no row.
+            size: size of the shard in bytes.
         """
         first: dict[str, int] = {}
         for row, path in enumerate(paths):
             first.setdefault(path, row)
         with self._lock, self._database:
             self._database.execute("BEGIN")
+            if size is not None:
+                self._database.execute("REPLACE INTO shards VALUES (?, ?)", (file, size))
             if statistics is not None:
                 self._database.executemany("REPLACE INTO statistics VALUES (?, ?)", statistics.items())
             self._database.executemany(

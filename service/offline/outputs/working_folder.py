@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -15,6 +16,8 @@ from service.offline.atomic import UNFINISHED, remove
 from service.offline.folder import Folder
 from service.offline.outputs import shards
 from service.offline.outputs.index import FILE, Index
+
+_log = logging.getLogger("fxserve.offline")
 
 _ERRORS = "errors.jsonl"
 
@@ -58,10 +61,13 @@ class WorkingFolder:
         return str(self._out)
 
     def match_shards(self, suffix: str) -> None:
-        """Remove missing shards from the index, and shards that were never added to it, also unfinished ones."""
+        """Remove missing and damaged shards from the index, and those that are not in it, also unfinished ones."""
         names = self._out.names()
-        missing = self.index.keep_shards(name for name in names if shards.is_shard(name, suffix))
-        if missing and self._scratch is not None:
+        sizes = self._out.sizes(lambda name: shards.is_shard(name, suffix))
+        lost = self.index.keep_shards(sizes)
+        for name in sizes.keys() & lost:
+            _log.warning("%s/%s was changed since it was written; its images are computed again", self, name)
+        if lost and self._scratch is not None:
             # Their names are given to other rows. If this run were killed, the old index would refer to those.
             self._out.put(self.path / FILE)
         for name in set(names).difference(self.index.shards()):
@@ -74,9 +80,10 @@ class WorkingFolder:
         paths: Sequence[str],
         errors: Sequence[tuple[str, str]],
         statistics: Mapping[str, bytes] | None = None,
+        size: int | None = None,
     ) -> None:
         """Add images to the index, see :meth:`Index.commit`, and list those that could not be read."""
-        self.index.commit(file, paths, errors, statistics)
+        self.index.commit(file, paths, errors, statistics, size)
         self.publish_index()
         self._write_errors(errors, "ab")
 
@@ -84,11 +91,15 @@ class WorkingFolder:
         """List all images of the index that could not be read."""
         self._write_errors(self.index.errors(), "wb")
 
-    def publish(self, name: str) -> None:
-        """Upload a finished shard, for a bucket."""
+    def publish(self, name: str) -> int:
+        """Upload a finished shard, for a bucket. Return its size in bytes."""
+        shard = self.path / name
+        files = [file for file in shard.rglob("*") if file.is_file()] if shard.is_dir() else [shard]
+        size = sum(file.stat().st_size for file in files)
         if self._scratch is not None:
-            self._out.put(self.path / name)
-            remove(self.path / name)
+            self._out.put(shard)
+            remove(shard)
+        return size
 
     def publish_index(self) -> None:
         """Upload the index, for a bucket, if the last upload was long enough ago."""

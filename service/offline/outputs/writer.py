@@ -119,11 +119,12 @@ class Writer:
 
     def _write(self, name: str, paths: list[str], rows: Mapping[str, Tensor], errors: list[tuple[str, str]]) -> None:
         with write_errors(self._folder):
+            size = None
             if paths:
                 target, write = self._folder.path / name, self._format.write
                 write_whole(target, lambda file: write(file, rows, paths, self._metadata))
-                self._folder.publish(name)
-            self._folder.commit(name, paths, errors)
+                size = self._folder.publish(name)
+            self._folder.commit(name, paths, errors, size=size)
         give_back()  # otherwise the allocator accumulates memory with every shard
 
 

@@ -155,7 +155,9 @@ def test_what_a_kill_may_leave_behind_is_put_right(
     extract(job(out, root), SETTINGS)
     first = {shard for shard, _ in places(out).values()}
     assert first == {f"shard-00000{n}.safetensors" for n in range(3)}
-    (out / "shard-000001.safetensors").unlink()  # its rows are done again
+    (out / "shard-000000.safetensors").unlink()  # its rows are done again
+    damaged = out / "shard-000001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
     (out / "shard-000003.safetensors").write_bytes(b"in place, and not in the index yet")
     (out / "shard-000004.safetensors.part").write_bytes(b"half")
     (out / "errors.jsonl").write_bytes(b'{"path": "half a li')

@@ -44,8 +44,20 @@ def test_shards_that_are_gone_are_done_again(index: Index) -> None:
     index.add(files("a", "b", "c"))
     index.commit("shard-000000.npz", ["a", "b"], [])
     index.commit("shard-000001.npz", ["c"], [])
-    index.keep_shards(["shard-000001.npz"])
+    index.keep_shards({"shard-000001.npz": 1})
     assert (left(index), index.shards()) == (["a", "b"], ["shard-000001.npz"])
+
+
+def test_shards_of_another_size_are_done_again(index: Index) -> None:
+    index.add(files("a", "b", "c"))
+    index.commit("shard-000000.npz", ["a"], [], size=10)
+    index.commit("shard-000001.npz", ["b"], [], size=10)
+    index.commit("shard-000002.npz", ["c"], [])  # by an older fxserve
+    sizes = {"shard-000000.npz": 10, "shard-000001.npz": 9, "shard-000002.npz": 9}
+    assert index.keep_shards(sizes) == ["shard-000001.npz"]
+    assert left(index) == ["b"]
+    index.commit("shard-000001.npz", ["b"], [])
+    assert index.keep_shards(sizes) == []
 
 
 def test_members_of_an_archive_are_left_in_the_order_of_their_places(index: Index) -> None:
