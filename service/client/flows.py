@@ -224,6 +224,7 @@ async def extract(
     Raises:
         Problem: the server rejected the request.
         ExtractorChanged: the recreated extractor differs from the original.
+        ConnectionFailed: the response cannot be read.
     """
     body, content_type = await client._call(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
@@ -243,7 +244,11 @@ async def extract(
         if response.headers.get("content-type") != tensors.MEDIA_TYPE:
             raise unexpected(response, "safetensors")
         indices = None if part.regions is None else OUTPUTS[part.regions.field]
-        await client._call(lambda: assembly.put(part.first_row, response.content, part.start, indices))
+        put = partial(assembly.put, part.first_row, part.row_end, response.content, part.start, indices)
+        try:
+            await client._call(put)
+        except ValueError as error:
+            raise unexpected(response, "safetensors with the rows of the request") from error
         return
     del body, request
     for smaller in part.split(rows):

@@ -28,18 +28,23 @@ class Response:
     content: Buffer
 
 
+_MAX_RESERVED = 1024**3
+"""Maximum bytes reserved before they arrive: the header of a broken proxy may announce any number."""
+
+
 class Receiver:
     """Collects a response body into one buffer. Arrays decoded from it are views."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
-        self._content: Buffer = np.empty(int(response.headers.get("content-length", 0)), np.uint8)
+        announced = int(response.headers.get("content-length", 0))
+        self._content: Buffer = np.empty(min(announced, _MAX_RESERVED), np.uint8)
         self._filled = 0
 
     def feed(self, chunk: bytes) -> None:
         """Append the next chunk of the body."""
         end = self._filled + len(chunk)
-        if end > len(self._content):  # no Content-Length: the body is chunked
+        if end > len(self._content):  # chunked, without Content-Length, or larger than what was reserved
             larger = np.empty(max(end, 2 * len(self._content)), np.uint8)
             larger[: self._filled] = self._content[: self._filled]
             self._content = larger
@@ -101,7 +106,7 @@ def _decoded(response: Response) -> Any:
     """Decode JSON; return None for anything else."""
     try:
         return json.loads(response.content.tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

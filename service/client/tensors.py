@@ -34,17 +34,25 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def tensor_views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
-    """Decode safetensors without copying: key → dtype name and array, in the order of the header."""
-    length = int(content[:8].view("<u8")[0])
-    header = json.loads(content[8 : 8 + length].tobytes())
-    header.pop("__metadata__", None)
+    """Decode safetensors without copying: key → dtype name and array, in the order of the header.
+
+    Raises:
+        ValueError: it is something else, or damaged.
+    """
     found = {}
-    for key, entry in header.items():
-        begin, end = entry["data_offsets"]
-        dtype = _DTYPES[entry["dtype"]]
-        if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-            raise ValueError(f"tensor {key!r} of the response does not match its shape")
-        found[key] = entry["dtype"], content[8 + length + begin : 8 + length + end].view(dtype).reshape(entry["shape"])
+    try:
+        length = int(content[:8].view("<u8")[0])
+        header = json.loads(content[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        data = content[8 + length :]
+        for key, entry in header.items():
+            begin, end = entry["data_offsets"]
+            dtype = _DTYPES[entry["dtype"]]
+            if not 0 <= begin <= end <= len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+                raise ValueError(f"tensor {key!r} does not match its shape, or is not within the response")
+            found[key] = entry["dtype"], data[begin:end].view(dtype).reshape(entry["shape"])
+    except Exception as error:  # a header may be damaged in many ways
+        raise ValueError(f"the response is not safetensors, or is damaged: {error!r}") from error
     return found
 
 
@@ -61,17 +69,25 @@ class Assembly:
         self._parts: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
 
-    def put(self, start: int, content: NDArray[np.uint8], image: int = 0, indices: str | None = None) -> None:
+    def put(
+        self, start: int, stop: int, content: NDArray[np.uint8], image: int = 0, indices: str | None = None
+    ) -> None:
         """Add the response to one request.
 
         Args:
             start: index of its first row in the call.
+            stop: index after its last row.
             content: the response body.
             image: index of its first image in the call.
             indices: name of the output with the image index of each region, if there is one; the server reserves the
                 name.
+
+        Raises:
+            ValueError: it is not safetensors, or does not have these rows.
         """
         for key, (name, part) in tensor_views(content).items():
+            if part.shape[:1] != (stop - start,):
+                raise ValueError(f"{key!r} has the shape {part.shape} for {stop - start} rows")
             if key == indices:  # indices within the request
                 part = part + image
             with self._lock:
@@ -82,7 +98,7 @@ class Assembly:
                     self._arrays[key] = name, np.empty((self._rows, *part.shape[1:]), part.dtype)
             whole = self._arrays[key][1]
             if whole.shape[1:] == part.shape[1:]:
-                whole[start : start + len(part)] = part
+                whole[start:stop] = part
             else:
                 with self._lock:
                     self._parts.setdefault(key, {})[start] = part
