@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from service.cli.commands import extract, merge, models, serving, why
+from service.cli.interrupts import end_imports_on_interrupt
 from service.cli.usage import Commands
 from service.garbage import collect_rarely
 from service.http.server.signals import end
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script."""
+    end_imports_on_interrupt()
     collect_rarely()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded, as in service.app
     try:

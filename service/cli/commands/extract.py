@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -248,6 +249,7 @@ def extract(
     job = Job(
         tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool), reduce
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio replaces no other: it cancels the run
     if ray is not None:
         summary = _extract_on_ray(ray, job, settings)
     else:

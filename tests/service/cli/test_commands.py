@@ -92,6 +92,33 @@ main()
     assert run.stderr.splitlines()[-1].startswith("fxserve: there is no model 'no_such_model'")
 
 
+@pytest.mark.parametrize("amid_import", [True, False])
+def test_an_interrupt_ends_a_command_also_amid_an_import_that_ignores_it(amid_import: bool, tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text("""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("ignored")
+""")
+    script = f"""
+import os, signal, sys
+sys.argv = ["fxserve", "key", "alice"]
+sys.path.insert(0, {str(tmp_path)!r})
+from service.cli import main
+from service.http.access import keys
+def make(*arguments):
+    if {amid_import}:
+        import deaf
+    else:
+        os.kill(os.getpid(), signal.SIGINT)
+keys.make = make
+main()
+"""
+    run = python(script)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
 def test_the_command_alone_prints_its_help() -> None:
     alone = fxserve()
     assert alone.exit_code == 0
