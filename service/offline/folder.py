@@ -19,6 +19,10 @@ from service.offline.failures import driver_errors
 _WITH_PASSWORD = re.compile(r"(?:^|::)(?!git(?:hub)?:)([a-zA-Z][a-zA-Z0-9+.-]*)://[^/?#@]*:[^/?#]*@")
 
 
+_HIDDEN = "\0"
+"""Stands for the ``::`` of a name, at which fsspec would split it, as it does where they join URLs."""
+
+
 def is_url(text: str) -> bool:
     """Return whether ``text`` is a URL, such as ``s3://bucket/photos``, rather than a path."""
     return "://" in text
@@ -39,11 +43,12 @@ def filesystem(url: str) -> tuple[Any, str]:
         )
     with driver_errors(url):
         try:
-            fs, path = url_to_fs(url, use_listings_cache=False)
+            joined = any(is_url(one) for one in url.split("::")[1:])  # as in simplecache::s3://bucket/photos
+            fs, path = url_to_fs(url if joined else url.replace("::", _HIDDEN), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             reason = str(error).rstrip(".")
             raise FxError(f"{url}: {reason}; pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://") from error
-    return fs, path.rstrip("/")
+    return fs, path.replace(_HIDDEN, "::").rstrip("/")
 
 
 class Folder:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from fxcore.errors import FxError
 from service.offline import extract
+from service.offline.inputs.reader import Reader
 from service.offline.inputs.sources import find
 from tests.service.offline.conftest import SETTINGS, archive, errors, job, png, rows
 
@@ -79,11 +80,13 @@ def test_an_empty_member_of_an_archive_reads_none_of_it(bucket: str, fs: s3fs.S3
 
 
 def test_names_that_look_like_patterns(bucket: str, fs: s3fs.S3FileSystem) -> None:
-    names = ["rome [2021]/0.png", "where?/1.png", "plain/[2].png"]
+    names = ["rome [2021]/0.png", "where?/1.png", "plain/[2].png", "app::Cat/3::b.png"]
     for name in names:
         fs.pipe_file(f"{bucket}/named/{name}", png(0))
-    for asked, name in zip(["rome [2021]", "where?/", "plain/[2].png"], names, strict=True):
-        assert [source.path for source in find([f"{bucket}/named/{asked}"])] == [f"{bucket}/named/{name}"]
+    for asked, name in zip(["rome [2021]", "where?/", "plain/[2].png", "app::Cat"], names, strict=True):
+        [source] = find([f"{bucket}/named/{asked}"])
+        assert source.path == f"{bucket}/named/{name}"
+        assert Reader(10**6).read(source) == png(0)
     with pytest.raises(FxError, match=r"named/rome\*: no images there"):  # it matches a folder only
         list(find([f"{bucket}/named/rome*"]))
 

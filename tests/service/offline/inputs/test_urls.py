@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from fxcore.errors import FxError
+from service.offline.folder import Folder
 from service.offline.inputs.reader import Reader
 from service.offline.inputs.sources import find
 
@@ -65,6 +67,22 @@ def test_images_are_named_and_read_by_their_whole_url(root: str) -> None:
         assert [source.path for source in found] == [f"{root}/1.png", f"{root}/deep/2.png"]
         assert [Reader(100).read(source) for source in found] == [b"1.png", b"deep/2.png"]
     assert [source.path for source in find([f"{root}/deep/2.png"])] == [f"{root}/deep/2.png"]
+
+
+def test_colons_join_urls_or_are_part_of_a_name(tmp_path: Path) -> None:
+    Hosted("any").pipe_file("/photos/app::Cat/4.png", b"4.png")
+    (tmp_path / "app::Dog").mkdir()
+    (tmp_path / "app::Dog/5.png").write_bytes(b"5.png")
+    for url, name in (
+        ("simplecache::hosted://one/photos/1.png", "1.png"),
+        ("hosted://one/photos/app::Cat", "4.png"),
+        ("hosted://one/photos/app::*/*.png", "4.png"),
+        (f"{tmp_path.as_uri()}/app::Dog", "5.png"),
+    ):
+        [source] = find([url])
+        assert Reader(100).read(source) == name.encode(), url
+    Folder(tmp_path / "app::Out").write("name", b"content")
+    assert (tmp_path / "app::Out/name").read_bytes() == b"content"
 
 
 def test_a_url_without_its_host_is_a_one_line_error() -> None:
