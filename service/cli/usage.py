@@ -22,7 +22,7 @@ class Commands(TyperGroup):
         kwargs["standalone_mode"] = False
         try:
             code = super().main(*args, **kwargs)
-        except typer.Abort:
+        except (typer.Abort, KeyboardInterrupt):  # the latter before typer has parsed the command
             sys.exit(130)
         except Exception as error:
             message_and_code = _message_of(error)
