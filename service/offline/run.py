@@ -27,7 +27,7 @@ from service.offline.inputs.reader import Reader
 from service.offline.inputs.skipped import Skipped
 from service.offline.inputs.sources import Source
 from service.offline.outputs import shards
-from service.offline.outputs.index import Index
+from service.offline.outputs.index import FILE, Index
 from service.offline.outputs.spec_file import SpecFile
 from service.offline.outputs.working_folder import WorkingFolder
 from service.offline.outputs.writer import Writer
@@ -179,6 +179,10 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
             folder = await asyncio.to_thread(WorkingFolder, out)
         try:
             with write_errors(out):
+                if not folder.index.claim(spec.run):
+                    raise FxError(
+                        f"{out}/{FILE} is of another folder; put back its own, or remove it to compute all images again"
+                    )
                 skipped = await asyncio.to_thread(prepare, job, chosen, folder)
             writer: Writer | Reducer
             if chosen is not None:

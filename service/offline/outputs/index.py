@@ -106,6 +106,14 @@ class Index:
         except sqlite3.DatabaseError as error:
             raise FxError(f"{folder / FILE} is damaged ({error}); extract into a new folder") from error
 
+    def claim(self, run: int) -> bool:
+        """Return whether the index is of the folder whose first run has this number; a new index is from now on."""
+        with self._lock:
+            found = self._database.execute("PRAGMA user_version").fetchone()[0]
+            if not found:
+                self._database.execute(f"PRAGMA user_version = {run}")
+        return found in (0, run)
+
     def add(
         self, sources: Iterable[Source], regions: Iterable[tuple[str, Regions]] | None = None, field: str = "regions"
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,10 @@ because they may differ from eager by 1e-4 of the norm; weights that were traine
 
 _COARSE_TOLERANCE = 0.02
 """The same for outputs in any other precision, in which backends and machines round differently."""
+
+
+_MAX_RUN = 2**31 - 1
+"""The largest number that an index holds."""
 
 
 class SpecFile:
@@ -65,6 +70,7 @@ class SpecFile:
                 "outputs": outputs,
                 "probe": {key: _statistics(values) for key, values in probe.items()},
                 **({"reduce": reduce} if reduce is not None else {}),
+                "run": 1 + secrets.randbelow(_MAX_RUN),
             }
         )
 
@@ -122,6 +128,11 @@ class SpecFile:
         """The statistics that the folder holds; None if it holds rows."""
         return self._document.get("reduce")
 
+    @property
+    def run(self) -> int:
+        """Random number of the folder's first run, which its index has too; 0 if an older fxserve made it."""
+        return int(self._document.get("run", 0))
+
     def metadata(self) -> dict[str, str]:
         """Return the metadata of each shard, as strings."""
         spec = self._document["spec"]
@@ -159,7 +170,7 @@ class SpecFile:
         folder.write(FILE, orjson.dumps(self._document, option=orjson.OPT_INDENT_2).decode() + "\n")
 
     def write_or_check(self, folder: Folder) -> None:
-        """Write it to a new folder, or compare it with the existing file.
+        """Write it to a new folder, or compare it with the existing file and take over its number.
 
         Raises:
             FxError: the folder holds something else.
@@ -171,6 +182,8 @@ class SpecFile:
             raise FxError(
                 f"{folder} was made with {'; '.join(found)}; use the same options to resume it, or name a new folder"
             )
+        else:
+            self._document = {**self._document, "run": before.run}
 
 
 def _agree(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

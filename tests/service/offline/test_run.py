@@ -280,6 +280,26 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
+def test_the_index_of_another_folder_is_refused(tmp_path: Path, reference: Callable[..., Any]) -> None:
+    """Its images would get the rows of others: their shards have the same names and sizes."""
+    roots, outs = (tmp_path / "one", tmp_path / "two"), (tmp_path / "out1", tmp_path / "out2")
+    for number, (root, out) in enumerate(zip(roots, outs, strict=True)):
+        root.mkdir()
+        (root / f"{number}.png").write_bytes(png(number))
+        extract(job(out, root), SETTINGS)
+    index, other = (out / "index.sqlite" for out in outs)
+    before = index.read_bytes()
+    index.write_bytes(other.read_bytes())
+    with pytest.raises(FxError, match=r"out1/index.sqlite is of another folder; put back its own, or remove it"):
+        extract(job(outs[0], *roots), SETTINGS)
+    index.write_bytes(before)
+    extract(job(outs[0], *roots), SETTINGS)
+    assert_right(rows(outs[0]), numbered(tmp_path), reference)
+    index.unlink()
+    extract(job(outs[0], *roots), SETTINGS)
+    assert_right(rows(outs[0]), numbered(tmp_path), reference)
+
+
 def test_a_folder_whose_default_preprocessing_was_another_is_refused(extracted: tuple[Path, Path]) -> None:
     root, out = extracted
     before = (out / "spec.json").read_bytes()
