@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.core
 import typer.main
 
 from service.cli import app
@@ -117,6 +118,16 @@ main()
 """
     run = python(script)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
+def test_an_interrupt_before_a_command_is_parsed_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(typer.core.TyperGroup, "main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        app()
+    assert ended.value.code == 130
 
 
 def test_the_command_alone_prints_its_help() -> None:
