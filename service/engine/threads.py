@@ -156,12 +156,11 @@ class Decoders:
     This is not an executor: no caller waits for a single image, and a future for each would cost event loop time.
 
     Attributes:
-        put: queues a function to call in one of the threads.
+        work: the functions to call, each in one of the threads.
     """
 
     def __init__(self, threads: int) -> None:
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.put: Callable[[Callable[[], None]], None] = self._work.put
+        self.work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._main, name=f"fxserve-decode-{number}", daemon=True)
             for number in range(threads)
@@ -174,11 +173,11 @@ class Decoders:
     def stop(self) -> None:
         """Stop the threads once all queued work is done."""
         for _ in self._threads:
-            self._work.put(None)
+            self.work.put(None)
 
     def _main(self) -> None:
         compute_with(1)  # the threads share the cores
-        while (decode := self._work.get()) is not None:
+        while (decode := self.work.get()) is not None:
             try:
                 decode()
             except BaseException:  # keep the thread alive

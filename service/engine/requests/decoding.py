@@ -34,6 +34,7 @@ class Decoding:
         runtimes: the runtime that computes rows of each shape.
         sizes: predicted sizes of a row of each shape.
         at_once: maximum parts decoded at a time; the request has claimed memory for that many.
+        decoders: the threads that decode.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Decoding:
         runtimes: Mapping[RowShape, Runtime],
         sizes: Mapping[RowShape, RowSize],
         at_once: int,
+        decoders: Decoders,
     ) -> None:
         self._plan = plan
         self._job = job
@@ -51,28 +53,29 @@ class Decoding:
         self._runtimes = runtimes
         self._sizes = sizes
         self._at_once = at_once
+        self._decoders = decoders
         self._left = deque(range(len(plan.parts)))
         self._guard = threading.Lock()
         self._ended = [False] * len(plan.parts)
         self._failed: dict[int, BaseException] = {}
         self._kept: list[Tensor | None] = [None] * len(plan.parts) if plan.pad is not None else []
 
-    def start(self, decoders: Decoders) -> None:
-        """Queue the first parts in ``decoders``. Each finished part starts the next one, as long as the job is wanted.
+    def start(self) -> None:
+        """Hand the first parts to the decoders. Each finished part starts the next one, as long as the job is wanted.
 
         A small tensor is converted on the spot: handing it over would take longer.
         """
         if len(self._left) == 1 and self._plan.decoded <= _SMALL_BYTES and not any(self._plan.costs):
-            self._decode(self._left.popleft(), decoders)
+            self._decode(self._left.popleft())
             return
         for _ in range(min(self._at_once, len(self._left))):
-            self._start_next(decoders)
+            self._start_next()
 
-    def _start_next(self, decoders: Decoders) -> None:
+    def _start_next(self) -> None:
         with suppress(IndexError):  # no parts left
-            decoders.put(partial(self._decode, self._left.popleft(), decoders))
+            self._decoders.work.put(partial(self._decode, self._left.popleft()))
 
-    def _decode(self, index: int, decoders: Decoders) -> None:
+    def _decode(self, index: int) -> None:
         if not self._job.wanted():
             return
         try:
@@ -87,7 +90,7 @@ class Decoding:
             self._end(index)
         except BaseException as error:
             self._end(index, error)
-        self._start_next(decoders)
+        self._start_next()
 
     def _end(self, index: int, error: BaseException | None = None) -> None:
         with self._guard:

@@ -116,7 +116,7 @@ class Pipeline:
             waited = await ticket.turn()
             made = await asyncio.to_thread(factors.make) if factors else None
             job = Job(variant, options, plan.shapes.total(), regions, matrices, made)
-            Decoding(plan, job, self._queue, runtimes, sized.rows, at_once).start(self._decoders)
+            Decoding(plan, job, self._queue, runtimes, sized.rows, at_once, self._decoders).start()
             try:
                 computed = await job.result()
             except BaseException:  # the rest of its rows would wait for a batch, and hold memory until then

@@ -202,7 +202,7 @@ async def test_threads(engine: MakeEngine) -> None:
         await running.features(record, tensors(0))
         seen.append(await running.run_in_encoder(torch.get_num_threads))
         decoded: Future[int] = Future()
-        running.threads.decoders.put(lambda: decoded.set_result(torch.get_num_threads()))
+        running.threads.decoders.work.put(lambda: decoded.set_result(torch.get_num_threads()))
         seen.append(await asyncio.wrap_future(decoded))
     assert seen == [2, 1, 1]
 

@@ -54,7 +54,7 @@ async def test_work_that_takes_long_holds_up_no_other_kind() -> None:
                 for other in (*short, *long[index + 1 :], threads.listings):
                     assert await in_pool(other, lambda: True)
             decoded = threading.Event()
-            threads.decoders.put(decoded.set)
+            threads.decoders.work.put(decoded.set)
             assert decoded.wait(PATIENCE / 2)
     finally:
         free.set()
