@@ -46,7 +46,6 @@ from service.engine.requests.admission.admission import SERVICE, Admission, Rese
 from service.engine.requests.admission.in_flight import InFlight
 from service.engine.requests.attributing import Attributed, Question, attribute
 from service.engine.requests.pipeline import Pipeline
-from service.engine.requests.plan.edits import check_editable
 from service.engine.requests.plan.plan import Inputs
 from service.engine.requests.profiling import Measured, profiled
 from service.engine.runtime.collecting import Collector
@@ -279,10 +278,11 @@ class Engine:
             images: encoded images, or tensors by model input name: floating and preprocessed ``[N, C, H, W]``, or uint8
                 images ``[N, H, W, C]``.
             options: how to process the outputs.
-            regions: the image regions to pool with ``pool=roi``, ``points`` or ``mask``.
+            regions: the image regions to pool, as :meth:`FeatureOptions.check_regions` accepts them.
             reservation: the request's client and the bytes it already holds; the bytes of its response are added until
                 it is sent. None for a request of the service itself.
-            edits: edits of inner values, in order.
+            edits: edits of inner values, in order, if :func:`~service.engine.requests.plan.edits.check_editable` allows
+                them.
             deadline: when the caller will cancel it, on the clock of ``time.monotonic()``.
 
         Raises:
@@ -295,9 +295,6 @@ class Engine:
             FxError: the error of the extractor's build.
         """
         options = options or FeatureOptions()
-        options.check_regions(regions)
-        if edits:
-            check_editable(record.description)
         if (trouble := self.device_trouble()) is not None:
             raise NotReady(trouble)
         client = SERVICE if reservation is None else reservation.client

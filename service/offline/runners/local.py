@@ -80,6 +80,7 @@ class LocalRunner:
     async def features(self, images: Sequence[bytes], regions: Sequence[Regions] | None = None) -> Rows:
         pool = cast(RegionPooling, self._options.pool)
         given = None if regions is None else body_regions.given(pool, regions)
+        self._options.check_regions(given)
         try:
             result = await self._engine.features(self._record, images, self._options, regions=given)
         except (FxError, Problem):

@@ -19,7 +19,7 @@ from fxcore.models.weights import load_model
 from service.engine import FeatureOptions
 from service.engine.lifecycle import variants
 from tests.service.engine.fake_backends import Held
-from tests.service.engine.running import MakeEngine, Watched, built, encoded, spec, tensors, waiting
+from tests.service.engine.running import MakeEngine, Watched, built, encoded, tensors, waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -205,16 +205,6 @@ async def test_a_lowered_variant_serves_channels_and_eager_boxes(engine: MakeEng
         after = await running.features(record, x, edits=channels)
         torch.testing.assert_close(after.outputs["features.5"], before.outputs["features.5"], rtol=1e-4, atol=1e-4)
         await running.features(record, x, edits=[Edit(NODE, 0, box=[0, 0, 1, 1])])
-
-
-async def test_int8_refuses_edits_without_waiting_for_its_build(engine: MakeEngine) -> None:
-    async with engine() as running:
-        record, _ = await running.extractors.get(
-            spec("mobilenet_v3_small", nodes=["features.3"], precision="int8", backend="eager")
-        )
-        with pytest.raises(BadEdit, match=r"edit 0: .*precision=float32"):
-            await running.features(record, tensors(1.0), edits=[Edit("features.3")])
-        assert record.runtime is None
 
 
 async def test_edits_that_overflow_together_are_refused(engine: MakeEngine) -> None:
