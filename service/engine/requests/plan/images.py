@@ -76,15 +76,14 @@ def _plain_headers(images: Sequence[bytes], max_pixels: int) -> list[Header] | N
     if len(images) > _HEADERS_AT_ONCE or sum(map(len, images)) > _SMALL_BYTES:
         return None
     headers = []
-    for index, data in enumerate(images):
-        try:
+    try:
+        for data in images:
             header = plain_header(data, max_pixels)
-        except FxError as error:
-            of_image(index, error)
-            raise
-        if header is None:
-            return None
-        headers.append(header)
+            if header is None:
+                return None
+            headers.append(header)
+    except FxError:  # _read_headers raises it again, with the index of the image
+        return None
     return headers
 
 

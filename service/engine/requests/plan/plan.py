@@ -90,10 +90,9 @@ def spread(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def of_image(index: int, error: FxError) -> FxError:
-    """Add the index of its image to ``error``, unless it has one, and return it."""
+def of_image(index: int, error: FxError) -> None:
+    """Add the index of its image to ``error``, unless it has one."""
     if "index" not in error.extra:
         error.extra["index"] = index
         error.detail = f"image {index}: {error.detail}"
         error.args = (error.detail,)
-    return error
