@@ -29,7 +29,7 @@ def background(work: Coroutine[Any, Any, T], name: str, shared: bool = False) ->
     return task
 
 
-class Shared(Generic[K, T]):
+class SingleFlight(Generic[K, T]):
     """Values by key, each made once by a background task for all who wait for it. For one event loop.
 
     The task goes on when its waiters leave. If it fails, the next call starts another one.

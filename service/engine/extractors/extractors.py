@@ -13,7 +13,7 @@ from service.engine.extractors.store import Stored
 from service.engine.lifecycle.records import Records
 from service.engine.lifecycle.runtimes import Runtimes
 from service.engine.record import ExtractorRecord
-from service.engine.tasks import Shared
+from service.engine.tasks import SingleFlight
 from service.engine.threads import RunInThread
 from service.problems import ExtractorFailed, Forbidden, NameTaken, NotReady, Problem, StoreFull
 from service.schemas.specs import ExtractorSpec
@@ -39,7 +39,7 @@ class Extractors:
         self._resolver = resolver
         self._runtimes = runtimes
         self._sharing = sharing
-        self._adopting: Shared[str, ExtractorRecord | None] = Shared("adopt", keep=False)  # the records have them
+        self._adopting = SingleFlight[str, ExtractorRecord | None]("adopt", keep=False)  # the records have them
 
     async def get(
         self,

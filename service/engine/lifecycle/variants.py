@@ -17,7 +17,7 @@ from functools import partial
 from service.engine.lifecycle.building import Builder
 from service.engine.rows.shapes import RowShape
 from service.engine.runtime.runtime import Runtime, Variant
-from service.engine.tasks import Shared
+from service.engine.tasks import SingleFlight
 from service.problems import AdmissionFull
 
 MOST = 16
@@ -35,7 +35,7 @@ class Variants:
     def __init__(self, builder: Builder, make_room: Callable[[], object]) -> None:
         self._builder = builder
         self._make_room = make_room
-        self._builds: Shared[tuple[Runtime, Variant], Runtime] = Shared("build", keep=False)  # the runtimes have them
+        self._builds = SingleFlight[tuple[Runtime, Variant], Runtime]("build", keep=False)  # the runtimes have them
         self._waiting: dict[tuple[Runtime, Variant], list[ExitStack]] = {}
 
     async def hold(

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxcore.errors import BadTensor
 from fxcore.projection import matrix_bytes, projection_matrix
 from service.engine.placement import BUSY_SECONDS
-from service.engine.tasks import Shared
+from service.engine.tasks import SingleFlight
 from service.engine.threads import in_pool
 from service.problems import AdmissionFull
 
@@ -42,7 +42,7 @@ class Projections:
         self._pool = pool
         self._limit = int(_SHARE * memory_budget)
         self._make_room = make_room
-        self._matrices: Shared[Key, Tensor] = Shared("project")
+        self._matrices = SingleFlight[Key, Tensor]("project")
         self._last_used: dict[Key, float] = {}
 
     async def get(self, lengths: Collection[int], components: int, seed: int) -> dict[int, Tensor]:

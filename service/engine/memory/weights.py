@@ -18,7 +18,7 @@ from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import download_weights, load_model, missing_weights
 from service.engine.description import ModelKey, precision_dtype
 from service.engine.memory.shared_weights import share
-from service.engine.tasks import Shared
+from service.engine.tasks import SingleFlight
 from service.engine.threads import in_pool
 from service.settings import SHARED_WEIGHTS
 
@@ -51,7 +51,7 @@ class ModelStore:
         self._weights_dir = weights_dir
         self._pool = pool
         self._downloads = downloads
-        self._loads: Shared[ModelKey, LoadedModel] = Shared("load")
+        self._loads = SingleFlight[ModelKey, LoadedModel]("load")
         self._shared = os.environ.get(SHARED_WEIGHTS)
 
     async def get(self, entry: ModelEntry, key: ModelKey) -> LoadedModel:

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from service.engine.tasks import Shared
+from service.engine.tasks import SingleFlight
 
 pytestmark = pytest.mark.anyio
 
@@ -33,7 +33,7 @@ class Maker:
 
 
 async def test_a_value_is_made_once_even_if_who_asked_first_leaves() -> None:
-    shared, make = Shared[str, int]("some"), Maker()
+    shared, make = SingleFlight[str, int]("some"), Maker()
     waiters = [asyncio.ensure_future(shared.get("a", make)) for _ in range(3)]
     await asyncio.sleep(0)
     waiters[0].cancel()
@@ -48,7 +48,7 @@ async def test_a_value_is_made_once_even_if_who_asked_first_leaves() -> None:
 
 
 async def test_what_is_dropped_while_it_is_made_goes_to_its_waiters_only() -> None:
-    shared, make, later = Shared[str, int]("some"), Maker(), Maker()
+    shared, make, later = SingleFlight[str, int]("some"), Maker(), Maker()
     later.made = 5
     first = shared.get("a", make)
     assert shared.forget("a")
@@ -62,7 +62,7 @@ async def test_what_is_dropped_while_it_is_made_goes_to_its_waiters_only() -> No
 
 
 async def test_what_failed_is_made_again_and_its_error_is_kept_by_nobody() -> None:
-    shared, make = Shared[str, int]("some"), Maker()
+    shared, make = SingleFlight[str, int]("some"), Maker()
     make.error = True
     make.open.set()
     gc.collect()
@@ -81,7 +81,7 @@ async def test_what_failed_is_made_again_and_its_error_is_kept_by_nobody() -> No
 
 
 async def test_what_is_not_kept_is_forgotten_once_all_who_wait_have_it() -> None:
-    shared, make = Shared[str, int]("some", keep=False), Maker()
+    shared, make = SingleFlight[str, int]("some", keep=False), Maker()
     waiters = [asyncio.ensure_future(shared.get("a", make)) for _ in range(3)]
     await asyncio.sleep(0)
     assert shared.making == ["a"]
