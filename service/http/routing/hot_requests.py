@@ -24,6 +24,9 @@ from service.observability.metrics import STAGE_TIMES, STAGES
 Query = TypeVar("Query", bound=BaseModel)
 Result = TypeVar("Result")
 
+_INLINE_BYTES = 240 * 1024
+"""Bytes up to which a response is written on the event loop: handing these 16 K numbers to a thread takes longer."""
+
 
 class HotRequest(Request, Generic[Query]):
     """A request of a hot route.
@@ -89,10 +92,11 @@ class HotRequest(Request, Generic[Query]):
         return await self.engine.run_in_encoder(read, chunks, *args)
 
     async def encode(self, memory: int, function: Callable[..., Result], *args: object) -> Result:
-        """Encode a response, in a thread if that takes ``memory`` bytes besides the outputs, which are claimed."""
-        if not memory:
+        """Claim the ``memory`` bytes that ``function`` allocates, and write a response with it; in a thread if many."""
+        if memory:
+            self.reservation.claim(memory)
+        if memory <= _INLINE_BYTES:
             return function(*args)
-        self.reservation.claim(memory)
         return await self.engine.run_in_encoder(function, *args)
 
     def respond(

@@ -25,9 +25,6 @@ from service.http.routing.hot_routes import HotRoute, NoQuery, Parameters, json_
 from service.schemas.embeddings import PATH, EmbeddingsDocument
 from service.schemas.specs import ExtractorSpec, spec_of_text
 
-_INLINE_VALUES = 16 * 1024
-"""Maximum values encoded on the event loop: for so few, handing them to a thread takes longer."""
-
 _CACHED_SPECS = 1024
 
 _BODY = {
@@ -79,8 +76,7 @@ async def embed(request: HotRequest[NoQuery]) -> Response:
     vectors = result.outputs[output.key].reshape(result.images, -1)
     if body.dimensions is not None:
         vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
-    memory = 0 if vectors.numel() <= _INLINE_VALUES else json.max_bytes(vectors)
-    parts = await request.encode(memory, embeddings.write, vectors, body.model, body.encoding_format)
+    parts = await request.encode(json.max_bytes(vectors), embeddings.write, vectors, body.model, body.encoding_format)
     return request.respond(record.description, result.timings, started, parts, json.MEDIA_TYPE, {})
 
 

@@ -288,7 +288,8 @@ async def draw(
     header = await request.engine.run_in_encoder(image_header, image)
     size = header.height, header.width
     memory = header.held + (3 * math.prod(size) if preprocessing is None else preprocessing.held(*size))
-    return await request.encode(memory, heatmap.write, image, preprocessing, tensor, layout, tokens, usual)
+    request.reservation.claim(memory)
+    return await request.engine.run_in_encoder(heatmap.write, image, preprocessing, tensor, layout, tokens, usual)
 
 
 async def write(

@@ -97,7 +97,8 @@ async def infer(request: HotRequest[AnyQuery]) -> Response:
         headers["Inference-Header-Content-Length"] = str(length)
     packed = compression.asked_encoding(joined_header(request.scope, b"accept-encoding"))
     if packed is not None:  # features barely compress
-        parts = await request.encode(sum(map(len, parts)), compression.compress, parts, packed)
+        reservation.claim(sum(map(len, parts)))
+        parts = await engine.run_in_encoder(compression.compress, parts, packed)
         headers["Content-Encoding"] = packed
     media_type = json.MEDIA_TYPE if length is None else "application/octet-stream"
     return request.respond(record.description, result.timings, started, parts, media_type, headers)

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 import torchvision
 
+from service.codecs import responses
 from service.engine.requests.admission.admission import Reservation
 from tests.decoding import decoded
 from tests.hostile_images import saved
@@ -249,3 +250,14 @@ def test_a_heat_map_claims_the_memory_of_its_preprocessing(client, monkeypatch):
     assert response.status_code == 200
     floats = 4 * 3 * 1200 * 900
     assert claimed[-1] > floats
+
+
+def test_only_a_long_response_is_written_in_a_thread(client, photos, monkeypatch):
+    engine = client.app.state.fxserve.engine
+    in_thread, run = [], engine.run_in_encoder
+    monkeypatch.setattr(engine, "run_in_encoder", lambda *work: in_thread.append(work[0]) or run(*work))
+    for node, functions in (("flatten", []), ("layer4", [responses.write])):
+        in_thread.clear()
+        url = f"/v1/models/resnet18/features?weights=random&nodes={node}"
+        assert client.post(url, content=photos["chelsea"], headers=JPEG).status_code == 200
+        assert in_thread == functions
