@@ -16,7 +16,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from service.http.routing.hot_requests import HotRequest, Query
-from service.http.routing.queries import check
+from service.http.routing.strict_routes import check_query
 from service.http.scope import header
 from service.schemas.problems import invalid_request
 
@@ -90,7 +90,7 @@ class Parameters(Generic[Query]):
     def _parse_query(self, text: bytes) -> Query:
         given = QueryParams(text)
         if self._query is not AnyQuery:
-            check(given.multi_items(), self._known)
+            check_query(given.multi_items(), self._known)
         return self._query.model_validate(dict(given))
 
     def documentation(self) -> list[dict[str, Any]]:

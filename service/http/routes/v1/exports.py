@@ -17,11 +17,11 @@ from service.engine.runtime.runtime import Runtime
 from service.http.routes.v1.extractors import BUILT_PROBLEMS, DEFAULT_WAIT, IdOrName
 from service.http.routing.declared import declares
 from service.http.routing.hot_routes import BINARY
-from service.http.routing.queries import Route
+from service.http.routing.strict_routes import StrictRoute
 from service.http.scope import Calling
 from service.http.state import Shared, State
 
-router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=StrictRoute)
 
 
 @router.get(

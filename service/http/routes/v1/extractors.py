@@ -19,14 +19,14 @@ from service.engine.extractors.store import Stored
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS, json_array
 from service.http.routing.declared import declares
-from service.http.routing.queries import Route
+from service.http.routing.strict_routes import StrictRoute
 from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.schemas.problems import problem
 from service.schemas.specs import ExtractorSpec
 from service.schemas.v1.extractors import ExtractorDetail, ExtractorList
 
-router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=Route)
+router = APIRouter(prefix="/v1/extractors", tags=["extractors"], route_class=StrictRoute)
 
 DEFAULT_WAIT = 30.0
 MAX_WAIT = 600.0

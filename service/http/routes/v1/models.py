@@ -23,14 +23,14 @@ from service.engine.backends.choice import served_precisions
 from service.http import graph_formats
 from service.http.lookups import LOOKUP_PROBLEMS
 from service.http.routing.declared import declares
-from service.http.routing.queries import Route
+from service.http.routing.strict_routes import StrictRoute
 from service.http.scope import Calling
 from service.http.state import Shared, State
 from service.schemas.image_size import MAX_SIDE
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 from service.schemas.v1.models import ModelDetail, ModelList, NodeList
 
-router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=StrictRoute)
 
 # Problems of every route of a model.
 MODEL_PROBLEMS = (

@@ -11,14 +11,14 @@ from fastapi import APIRouter, Path, Query, Response
 from service import problems
 from service.http.routes.v1.models import MODEL_PROBLEMS, Model
 from service.http.routing.declared import declares
-from service.http.routing.queries import Route
+from service.http.routing.strict_routes import StrictRoute
 from service.http.scope import Caller, Calling
 from service.http.state import Shared, State
 from service.http.top_images import TopImages
 from service.schemas.specs import MAX_NAME_LENGTH
 from service.schemas.v1.statistics import ChannelStatistics
 
-router = APIRouter(prefix="/v1/models", tags=["models"], route_class=Route)
+router = APIRouter(prefix="/v1/models", tags=["models"], route_class=StrictRoute)
 
 _JPEG = "image/jpeg"
 

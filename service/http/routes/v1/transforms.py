@@ -9,10 +9,10 @@ from fxcore.passes.registry import described, list_transforms
 from service import problems
 from service.engine.memory.transforms import parameters
 from service.http.routing.declared import declares
-from service.http.routing.queries import Route
+from service.http.routing.strict_routes import StrictRoute
 from service.schemas.v1.transforms import TransformList
 
-router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=Route)
+router = APIRouter(prefix="/v1/transforms", tags=["extractors"], route_class=StrictRoute)
 
 
 @router.get("", response_model=TransformList)

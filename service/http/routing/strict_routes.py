@@ -20,7 +20,7 @@ from service.problems import InvalidRequest, Problem
 from service.schemas.strict import expected
 
 
-class Route(APIRoute):
+class StrictRoute(APIRoute):
     """A route that refuses unknown and repeated query parameters, and bodies that FastAPI would not parse as JSON."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -29,7 +29,7 @@ class Route(APIRoute):
 
         async def respond(request: Request) -> Response:
             if request.scope["query_string"]:
-                check(request.query_params.multi_items(), known)
+                check_query(request.query_params.multi_items(), known)
             if self.body_field is not None:
                 _check_json(request)
             return await handle(request)
@@ -61,7 +61,7 @@ def _names(dependant: Dependant) -> Iterator[str]:
         yield from _names(dependency)
 
 
-def check(items: Iterable[tuple[str, str]], known: list[str]) -> None:
+def check_query(items: Iterable[tuple[str, str]], known: list[str]) -> None:
     """Check the parameters of a query.
 
     Raises:
