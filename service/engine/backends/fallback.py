@@ -18,7 +18,7 @@ _MAX_FAILING = 256
 """Maximum number of sizes that are remembered as failing."""
 
 
-class Plain:
+class Unlowered:
     """An extractor's own module, unchanged."""
 
     grown = 0
@@ -34,7 +34,7 @@ class Plain:
         return {}
 
 
-class Named:
+class OnlyBackend:
     """The only backend of an extractor. Inputs that it cannot run are refused.
 
     Args:
@@ -86,7 +86,7 @@ class Named:
         return self.lowered.grown
 
 
-class Swapped:
+class WithFallback:
     """A backend that replaced eager. Eager still runs the input sizes that the backend does not, and takes over again
     if the backend fails for the usual one.
 

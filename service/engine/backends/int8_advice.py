@@ -14,7 +14,7 @@ from fxcore.backends.eager import EagerInt8
 from fxcore.extractor import Extractor
 from fxcore.int8.report import LayerError, simulated
 from service.engine.backends.checks import calibration_of
-from service.engine.backends.fallback import Named
+from service.engine.backends.fallback import OnlyBackend
 from service.engine.description import Description
 from service.engine.runtime.candidate import Candidate
 from service.problems import BackendRefused
@@ -60,5 +60,5 @@ def simulation(description: Description, extractor: Extractor, folder: Path | No
 
 def int8_graph(run: Lowered) -> fx.GraphModule | None:
     """Return the graph of torch's int8 kernels that ``run`` calls; None unless it is eager in int8."""
-    run = run.lowered if isinstance(run, Named) else run
+    run = run.lowered if isinstance(run, OnlyBackend) else run
     return run.module if isinstance(run, EagerInt8) else None

@@ -39,7 +39,7 @@ from fxcore.graph.flops import FlopCounter
 from fxcore.int8.report import LayerError
 from service.engine.backends.checks import PassFailed, Reference, calibration_of, check_photographs, larger_shapes
 from service.engine.backends.choice import chosen_backend, faster_backends
-from service.engine.backends.fallback import Named, Plain, Swapped
+from service.engine.backends.fallback import OnlyBackend, Unlowered, WithFallback
 from service.engine.backends.int8_advice import int8_refusal, simulation, worst
 from service.engine.backends.trials import Trials
 from service.engine.backends.verdicts import Verdicts
@@ -125,15 +125,15 @@ class Upgrade:
                 await self._require_dtype(run)
             self._serve(run, Candidate("eager"))
             runtime.upgrade = background(self._from_eager(original, run), "upgrade")
-        elif await self._named(backend) and original is not None:
+        elif await self._only(backend) and original is not None:
             runtime.upgrade = background(self._simulate(), "int8")
         else:
             runtime.checked.set()
 
-    # A backend requested by name
+    # A backend without an alternative: requested by name, or the one for int8
 
-    async def _named(self, backend: Backend) -> bool:
-        """Lower and compare the requested backend, which then serves or is refused.
+    async def _only(self, backend: Backend) -> bool:
+        """Lower and compare the only backend, which then serves or is refused.
 
         Returns whether the int8 loss of its layers is still to be measured.
         """
@@ -158,7 +158,7 @@ class Upgrade:
                 raise int8_refusal(candidate, layers)
             detail = f"{backend.name} in {spec.precision} {candidate.reason}"
             raise BackendRefused(detail, backend.name, instead, **candidate.figures())
-        self._serve(Named(lowered, reference.row_shapes, candidate.any_size, instead), candidate)
+        self._serve(OnlyBackend(lowered, reference.row_shapes, candidate.any_size, instead), candidate)
         if layers is not None:
             runtime.layers = worst(layers)
         return spec.precision == "int8" and layers is None
@@ -314,14 +314,14 @@ class Upgrade:
         """Make ``lowered`` serve. Eager still runs unsupported sizes, and everything if ``lowered`` fails."""
         runtime, own = self._runtime, self._runtime.serving
         # If eager still runs other sizes, keep it optimised. A mere fallback need not hold folded weights.
-        behind = Plain(runtime.extractor.module) if candidate.any_size else eager
+        behind = Unlowered(runtime.extractor.module) if candidate.any_size else eager
         loop = asyncio.get_running_loop()
 
         def failed(error: BaseException) -> None:  # on the device worker's thread
             loop.call_soon_threadsafe(self._fall_back, candidate, own, error)
 
         own.state, candidate.state = CandidateState.REPLACED, CandidateState.SERVING
-        runtime.serve(Swapped(lowered, behind, reference.row_shapes, candidate.any_size, failed), candidate)
+        runtime.serve(WithFallback(lowered, behind, reference.row_shapes, candidate.any_size, failed), candidate)
         log.info("extractor %s runs on %s now: %s", runtime.description.id, candidate.backend, candidate.ms)
 
     def _fall_back(self, candidate: Candidate, own: Candidate, error: BaseException) -> None:

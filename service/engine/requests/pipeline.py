@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from fxcore.edits import Edit
-from service.engine.backends.fallback import Named
+from service.engine.backends.fallback import OnlyBackend
 from service.engine.backends.upgrades import Upgrades
 from service.engine.device.job import Job
 from service.engine.device.queue import Queue
@@ -88,7 +88,7 @@ class Pipeline:
             edited = {edit.node for edit in edits}
             variant, runtimes = await self._variants.hold(stack, runtime, edited, plan.shapes)
             for shape, one in runtimes.items():
-                if isinstance(run := one.run, Named):
+                if isinstance(run := one.run, OnlyBackend):
                     run.check(shape)
             outputs = variant.extractor.outputs
             placing = None if given is None else PlannedRegions(plan, given, outputs, options.roi_size)

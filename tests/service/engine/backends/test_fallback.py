@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxcore.errors import BadTensor
-from service.engine.backends.fallback import Named, Swapped
+from service.engine.backends.fallback import OnlyBackend, WithFallback
 from tests.service.engine.running import OUT_OF_MEMORY
 
 USUAL = (torch.Size([3]),)
@@ -37,7 +37,7 @@ class Both:
 
     def __init__(self) -> None:
         self.backend, self.told = Doubling(), list[BaseException]()
-        self.swapped = Swapped(self.backend, Negating(), USUAL, True, self.told.append)
+        self.swapped = WithFallback(self.backend, Negating(), USUAL, True, self.told.append)
 
     def factor(self, width: int) -> float:
         """By what an input of this size is multiplied: 2 by the backend, -1 by eager."""
@@ -88,7 +88,7 @@ def test_a_shortage_retires_no_backend() -> None:
 def test_a_named_backend_refuses_the_sizes_that_it_cannot_compute() -> None:
     """No other runs them, and the failure is not the service's."""
     backend = Doubling()
-    named = Named(backend, USUAL, any_size=True, instead="ask for backend=auto")
+    named = OnlyBackend(backend, USUAL, any_size=True, instead="ask for backend=auto")
     assert torch.equal(named(torch.ones(1, 2))["y"], torch.full((1, 2), 2.0))
     backend.error = RuntimeError("the kernel is larger than the map")
     with pytest.raises(BadTensor, match="cannot compute inputs of 2; send 3, or ask for backend=auto") as caught:
