@@ -196,15 +196,14 @@ class Engine:
         """Return whether requests can be served now, and the reason if not."""
         if self.draining:
             return False, "the service is shutting down"
-        trouble = self.device_trouble() or thread_trouble()
-        away = None if self._sharing is None else self._sharing.error()
-        never_read = self._sharing is not None and not self._sharing.was_read
-        trouble = (away if never_read else None) or self._preload_trouble or trouble
+        of_store = None if self._sharing is None else self._sharing.error()
+        unread = of_store if self._sharing is not None and not self._sharing.was_read else None
+        trouble = unread or self._preload_trouble or self.device_trouble() or thread_trouble()
         if trouble is not None:
             return False, trouble
         # If the store is down, no replica can reach it: serving the extractors in memory is better than serving
         # nothing.
-        return True, "ready" if away is None else f"ready with what is in memory: {away}"
+        return True, "ready" if of_store is None else f"ready with what is in memory: {of_store}"
 
     def device_trouble(self) -> str | None:
         """Return why the device worker does not respond: it hangs, or died and could not be replaced.
