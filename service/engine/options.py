@@ -206,7 +206,7 @@ class FeatureOptions:
         if self.tokens is not None:
             tensor = chosen(tensor, self.tokens)
         elif self.pool in KINDS:
-            assert grid is not None  # see check
+            assert grid is not None, "finished_row refused it"
             if self.pool == "roi":
                 tensor = pool_regions(tensor, layout, grid, regions, self.roi_size)
             else:

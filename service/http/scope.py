@@ -15,7 +15,8 @@ CALLER = "fxserve.caller"
 """Key in the scope of a request: its :class:`Caller`."""
 
 RESERVATION = "fxserve.reservation"
-"""Key in the scope of a request with a body: its :class:`Reservation`, which its route extends."""
+"""Key in the scope of a request with a body: its :class:`~service.engine.requests.admission.admission.Reservation`,
+which its route extends."""
 
 _HEADERS = "fxserve.headers"
 

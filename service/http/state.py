@@ -122,7 +122,7 @@ class State:
         Raises:
             Forbidden: it does not exist and ``caller`` may not create it.
             AdmissionFull, DeadlineExceeded: see :meth:`in_thread`.
-            FxError: see :meth:`Extractors.get`.
+            FxError: see :meth:`service.engine.extractors.extractors.Extractors.get`.
         """
         trace = functools.partial(self.trace, caller)
         record, _ = await self.engine.extractors.get(spec, build=caller.may_build, trace_in=trace)
