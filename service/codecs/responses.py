@@ -96,7 +96,7 @@ def written_bytes(kind: str, outputs: Mapping[str, Tensor], encoding: str) -> in
     if kind not in (json.MEDIA_TYPE, npy.NPZ_MEDIA_TYPE):
         return 0
     raw = sum(tensor.nbytes for tensor in outputs.values())
-    return raw * 4 // 3 if kind == json.MEDIA_TYPE else raw
+    return json.HEAD_BYTES * len(outputs) + (raw * 4 // 3 if kind == json.MEDIA_TYPE else raw)
 
 
 class PartsResponse(Response):

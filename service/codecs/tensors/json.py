@@ -15,6 +15,9 @@ from service.codecs.tensors.datatypes import V2_NAMES
 
 MEDIA_TYPE = "application/json"
 
+HEAD_BYTES = 8 * 1024
+"""Maximum bytes of the head of a tensor in a response, with the objects that it is written from."""
+
 # Written in steps of under a millisecond each, because orjson and base64 hold the GIL.
 _NUMBERS_A_STEP = 32 * 1024
 _BYTES_A_STEP = 3 * 256 * 1024  # a multiple of 3: base64 of the pieces is base64 of the whole
@@ -59,8 +62,8 @@ def _numbers(tensor: Tensor) -> Iterator[bytes]:
 
 
 def max_bytes(tensor: Tensor) -> int:
-    """Return the maximum bytes of the numbers in :func:`values`: ``-1.1754944e-38`` and a comma per value."""
-    return 15 * tensor.numel()
+    """Return the maximum bytes of a tensor as numbers: ``-1.1754944e-38`` and a comma per value, and its head."""
+    return HEAD_BYTES + 15 * tensor.numel()
 
 
 def _base64(tensor: Tensor) -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from tests.wire import JPEG, NPY, NPZ, SAFETENSORS, b64, close, images, multipar
 
 ONE_STEP = "/v1/models/resnet18/features?weights=random&nodes=layer3:C4,layer4:C5"
 C4, C5 = "layer3.1.relu_1", "layer4.1.relu_1"
+BLOCKS = [f"layer{layer}.{block}" for layer in (1, 2, 3, 4) for block in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -256,8 +257,9 @@ def test_only_a_long_response_is_written_in_a_thread(client, photos, monkeypatch
     engine = client.app.state.fxserve.engine
     in_thread, run = [], engine.run_in_encoder
     monkeypatch.setattr(engine, "run_in_encoder", lambda *work: in_thread.append(work[0]) or run(*work))
-    for node, functions in (("flatten", []), ("layer4", [responses.write])):
+    many = ",".join(f"{block}.{name}" for block in BLOCKS for name in ("conv1", "bn1", "conv2", "bn2", "add"))
+    for query, functions in (("flatten", []), ("layer4", [responses.write]), (f"{many}&pool=avg", [responses.write])):
         in_thread.clear()
-        url = f"/v1/models/resnet18/features?weights=random&nodes={node}"
+        url = f"/v1/models/resnet18/features?weights=random&nodes={query}"
         assert client.post(url, content=photos["chelsea"], headers=JPEG).status_code == 200
         assert in_thread == functions
