@@ -294,6 +294,20 @@ def test_export_of_several_inputs(captioner: Captioner) -> None:
     assert torch.allclose(program(*other)["out"], expected, atol=1e-5)
 
 
+class TwoRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(int(x.shape[0]), -1)
+
+
+@pytest.mark.exhaustive
+def test_programs_of_one_number_of_rows_are_refused() -> None:
+    """A leaf that makes the number of rows a constant is right in eager mode for any number."""
+    x = torch.rand(2, 5)
+    module = fxcore.create_extractor(nn.Sequential(nn.ReLU(), TwoRows()).eval(), ["1"], x, leaf_modules=[TwoRows])
+    with pytest.raises(CannotExport, match=r"Constraints violated .*size\(\)\[0\]"):
+        export(module, "torch_export", example_inputs=(x,))
+
+
 @pytest.mark.exhaustive
 def test_export_of_what_trace_returns(captioner: Captioner, tmp_path: Path) -> None:
     traced = fxcore.trace(captioner.image)  # it has a single output, not a dict

@@ -13,7 +13,7 @@ from fxcore.exports import CannotExport, export_child
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the child process of an export does is done here; ``test_a_folder_runs_elsewhere_and_agrees`` has it."""
+    """What the child process of an export does is done here; ``tests/fxcore/test_create_extractor.py`` has it."""
 
     def run(program: str, folder: Path, *rest: Any) -> None:
         assert program == export_child.__name__

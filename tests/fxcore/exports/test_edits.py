@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
 
 from fxcore import Edit, Extractor, ModelEntry, build_extractor, load_model, model_graph
 from fxcore.analysis.verify import verify
@@ -19,6 +20,8 @@ from fxcore.exports.subject import subject_of
 from tests.fxcore.conftest import OwnEntry
 from tests.fxcore.exports.test_export import computed
 from tests.fxcore.model_list import small_swin
+
+pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
 def edited(entry: str | ModelEntry, keys: Any, at: list[str], inputs: dict[str, str] | None = None) -> Extractor:
@@ -35,6 +38,12 @@ def small_net() -> nn.Module:
     ).eval()
 
 
+def two_blocks() -> nn.Module:
+    torch.manual_seed(0)
+    smaller = nn.Sequential(nn.Conv2d(8, 16, 1, 2), nn.BatchNorm2d(16))
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 4), BasicBlock(8, 8), BasicBlock(8, 16, 2, smaller)).eval()
+
+
 def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
     """Random inputs, and other factors for each channel and for the last row."""
     torch.manual_seed(rows)
@@ -46,18 +55,17 @@ def given(extractor: Extractor, rows: int) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_run_elsewhere_and_take_edits(format: str, own_entry: OwnEntry, tmp_path: Path) -> None:
     """Two edits, of which one is of an output; edits of a part of a model, and of windows, several rows an image. The
     number of rows is free. Keys are not in the order of execution, one node has two, and one is the input."""
     for package in (*FORMATS[format].packages, *(["onnxruntime"] if format == "onnx" else [])):
         pytest.importorskip(package)
-    begin = {"layer2.1.conv1": "layer2.1.conv1", "layer2.0": "layer2.0.relu_1"}
+    begin = {"1.conv1": "1.conv1", "0": "0"}
     keys = {"C4": "late", "input": "image", "C3": "C3", "5": "again"}
     extractors = [
         edited(replace(own_entry(small_net), name="small"), keys, ["5", "2"]),
-        edited("resnet18", "layer3", ["layer2.1.conv2"], begin),
+        edited(replace(own_entry(two_blocks), name="blocks"), "2", ["1.conv2"], begin),
         edited(own_entry(small_swin), "layers.0.blocks.0", ["layers.0.blocks.0.attn.qkv"]),
     ]
     cases = [(extractor, [given(extractor, rows) for rows in (1, 3)]) for extractor in extractors]
