@@ -19,7 +19,7 @@ from fxcore.graph.model_graph import ModelGraph, model_graph
 from fxcore.graph.node_info import is_extractable
 from fxcore.models.entry import ModelEntry
 from fxcore.models.weights import load_model
-from tests.fxcore.model_list import FIXED_SIZE, SMALL, each, entry_of, small_swin
+from tests.fxcore.model_list import FIXED_SIZE, SMALL, each, entry_of, filled, small_swin
 
 MODELS = [
     *("convnext_tiny", "efficientnet_b0", "googlenet", "lraspp_mobilenet_v3_large", "mc3_18", "mvit_v2_s", "resnet18"),
@@ -34,7 +34,7 @@ def built(name: str) -> tuple[ModelGraph, nn.Module]:
     if not name.startswith((*FIXED_SIZE, "timm.")):
         graph = graph.at(*[SMALL.get(graph.entry.task, graph.input_size[0])] * 2)
     torch.manual_seed(0)
-    return graph, load_model(graph.entry, "random").eval()
+    return graph, load_model(graph.entry, "random").eval() if name.startswith("timm.") else filled(name)
 
 
 def images(graph: ModelGraph, rows: int) -> Tensor:

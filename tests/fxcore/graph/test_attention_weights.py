@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models import MaxVit, SwinTransformer, shufflenet_v2_x0_5
 
-from fxcore import build_extractor, get_model, model_graph, trace
+from fxcore import UserModel, build_extractor, model_graph, trace
 from fxcore.graph.annotate import annotate
 from fxcore.graph.attention_weights import is_attention, is_attention_of_tokens
+from fxcore.models.user_models import user_entry
 from fxcore.passes.attention import attention_maps
 
 HEADS, SIZE = 2, 8
@@ -64,6 +70,10 @@ def test_weights_of_tokens_and_of_channels(way: str, of: str | None) -> None:
     assert {tuple(node.meta["value"].shape) for node in found} <= {(1, HEADS, SIZE, SIZE)}
 
 
+def timms(name: str, **arguments: Any) -> Callable[[], nn.Module]:
+    return partial(timm.create_model, name, **arguments)
+
+
 class Returned(nn.Module):
     """Attention of eight tokens with eight channels that returns its weights."""
 
@@ -93,18 +103,27 @@ def test_weights_that_multi_head_attention_returns(average: bool) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("model", "nodes"),
+    ("build", "nodes"),
     [
-        ("timm.test_vit", {"blocks.0.attn.attention": True, "blocks.0.attn.reshape": False, "blocks.0.add": False}),
-        ("shufflenet_v2_x0_5", {"stage2.0.view": False}),
-        ("timm.xcit_nano_12_p16_224", {"blocks.0.attn.attention": False, "cls_attn_blocks.0.attn.attention": True}),
-        ("timm.cait_xxs24_224", {"blocks.0.attn.softmax": True, "blocks.0.attn.permute_1": False}),
-        ("timm.skresnet18", {"layer1.0.conv1.attn.softmax": False}),
-        ("maxvit_t", {"blocks.0.layers.0.layers.window_attention.attn_layer.1.attention": True}),
-        ("swin_t", {"features.1.1.attn.attention": True}),
+        (
+            timms("vit_tiny_patch16_224", depth=1),
+            {"blocks.0.attn.attention": True, "blocks.0.attn.reshape": False, "blocks.0.add": False},
+        ),
+        (shufflenet_v2_x0_5, {"stage2.0.view": False}),
+        (
+            timms("xcit_nano_12_p16_224", depth=1),
+            {"blocks.0.attn.attention": False, "cls_attn_blocks.0.attn.attention": True},
+        ),
+        (timms("cait_xxs24_224", depth=1), {"blocks.0.attn.softmax": True, "blocks.0.attn.permute_1": False}),
+        (timms("skresnet18"), {"layer1.0.conv1.attn.softmax": False}),
+        (
+            lambda: MaxVit((224, 224), 8, 7, [8], [1], 8, 0.0),
+            {"blocks.0.layers.0.layers.window_attention.attn_layer.1.attention": True},
+        ),
+        (lambda: SwinTransformer([4, 4], 8, [2], [2], [7, 7]), {"features.1.1.attn.attention": True}),
     ],
 )
-def test_of_many_architectures(model: str, nodes: dict[str, bool]) -> None:
-    graph = model_graph(model).with_nodes_of("attention_maps")
-    found = build_extractor(graph, get_model(model).build_weightless().eval(), {node: node for node in nodes}).outputs
+def test_of_many_architectures(build: Callable[[], nn.Module], nodes: dict[str, bool]) -> None:
+    graph = model_graph(user_entry("built", UserModel(build))).with_nodes_of("attention_maps")
+    found = build_extractor(graph, build().eval(), {node: node for node in nodes}).outputs
     assert {output.key: output.queries for output in found} == nodes

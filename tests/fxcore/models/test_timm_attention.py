@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -10,10 +13,14 @@ from timm.models.cait import TalkingHeadAttn
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from fxcore import build_extractor, get_model, load_model, model_graph, trace
+from fxcore import UserModel, build_extractor, load_model, model_graph, trace
+from fxcore.models.user_models import user_entry
 from fxcore.transforms import attention_maps
 from tests.fxcore.model_list import SWEPT
 from tests.seeded import seeded
+
+# What timm keeps whole when it traces.
+KEPT: dict[str, Any] = {"leaf_modules": tuple(get_notrace_modules()), "leaf_functions": get_notrace_functions()}
 
 
 def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -29,32 +36,34 @@ def softmaxes(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "prefix"),
+    ("architecture", "arguments", "prefix"),
     [
-        ("test_vit", 1),
+        ("test_vit", {}, 1),
         *(
             pytest.param(*case, marks=SWEPT)
             for case in [
-                ("swin_tiny_patch4_window7_224", None),
-                ("vit_small_patch16_dinov3", 5),
-                ("swinv2_tiny_window8_256", None),
+                ("swin_tiny_patch4_window7_224", {"img_size": 56, "depths": (2, 2), "num_heads": (3, 6)}, None),
+                ("vit_small_patch16_dinov3", {"depth": 2}, 5),
+                ("swinv2_tiny_window8_256", {"img_size": 64, "depths": (2, 2), "num_heads": (3, 6)}, None),
             ]
         ),
     ],
 )
-def test_weights_are_timms(architecture: str, prefix: int | None) -> None:
-    entry = get_model(f"timm.{architecture}")
-    graph = model_graph(entry, entry.structure()).with_nodes_of("attention_maps")
+def test_weights_are_timms(architecture: str, arguments: dict[str, Any], prefix: int | None) -> None:
+    made = seeded(timm.create_model, architecture, **arguments).eval()
+    side = arguments.get("img_size", made.pretrained_cfg["input_size"][-1])
+    own = UserModel(lambda: copy.deepcopy(made), preprocessing={"resize_size": side, "crop_size": side}, **KEPT)
+    entry = user_entry("own", own)
+    graph = model_graph(entry).with_nodes_of("attention_maps")
     # SigLIP's pooling attends without a dropout, so timm cannot be watched there.
     names = [name for name in graph.eval_nodes if name.endswith(".attn.attention")]
-    model = load_model(entry, "random")
-    extractor = build_extractor(graph, model, {"first": names[0], "last": names[-1]})
+    extractor = build_extractor(graph, load_model(entry, "DEFAULT"), {"first": names[0], "last": names[-1]})
     first = extractor.outputs[0]
     assert (first.tokens.prefix if first.tokens is not None else None) == prefix
-    x = torch.rand(2, 3, *graph.input_size, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(2, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = extractor.module(x)
-    expected = softmaxes(seeded(timm.create_model, architecture), x)
+    expected = softmaxes(made, x)
     for key, name in (("first", names[0]), ("last", names[-1])):
         weights = expected[name.removesuffix(".attention")]
         assert found[key].shape == weights.shape
@@ -78,8 +87,7 @@ def test_weights_by_hand(fused: bool) -> None:
     attention = model.blocks[1].attn
     for block in model.blocks:
         block.attn.fused_attn = fused
-    kept = {"leaf_modules": tuple(get_notrace_modules()), "leaf_functions": get_notrace_functions()}
-    traced = trace(model, **kept, concrete_args={"attn_mask": None, "is_causal": False})
+    traced = trace(model, **KEPT, concrete_args={"attn_mask": None, "is_causal": False})
     module = attention_of(traced, "blocks.1.attn.attention")
     seen: list[Tensor] = []
     x = torch.rand(2, 3, 64, 64)

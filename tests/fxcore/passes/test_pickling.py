@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import operator
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention
 from fxcore import build_extractor, get_model, load_model, model_graph, trace
 from fxcore.tracing.names import MODULE, public_name
 from fxcore.transforms import applied, attention_maps, fold_normalization, fuse_conv_bn, out_of_place, remove
+from tests.e2e.forked import script
 from tests.fxcore.capture import traced
 
 
@@ -119,10 +118,8 @@ def test_an_extractor_is_read_in_another_process(tmp_path: Path) -> None:
         "module = torch.load(sys.argv[1], weights_only=False)\n"
         "print(names(module.graph)[-1], applied(module)[-1].name, float(module(torch.ones(1, 3, 64, 64))['c2'].sum()))"
     )
-    said = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "module.pt")], capture_output=True, text=True, check=True
-    )
-    node, name, total = said.stdout.split()
+    assert script(program, tmp_path, str(tmp_path / "module.pt")).wait(300) == 0, (tmp_path / "stderr").read_text()
+    node, name, total = (tmp_path / "stdout").read_text().split()
     assert (node, name) == (graph.levels["C2"].node, "fuse_conv_bn")
     with torch.no_grad():
         assert float(total) == pytest.approx(float(made(torch.ones(1, 3, 64, 64))["c2"].sum()), rel=1e-3)
