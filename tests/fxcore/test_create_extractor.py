@@ -24,6 +24,7 @@ import fxcore
 from fxcore.errors import BadArgument, BadTensor, DuplicateKey, FxError, NotTraceable, UnknownNode
 from fxcore.exports import CannotExport, export, export_folder
 from tests.fxcore.hooks import hooked
+from tests.fxcore.written import Of
 
 
 class Captioner(nn.Module):
@@ -94,17 +95,9 @@ def written(x: Tensor) -> Tensor:
 
 def test_an_extractor_made_in_inference_mode() -> None:
     """It sees what a function kept whole writes, and its constants can be kept for a backward pass."""
-
-    class Writing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return written(self.conv(x)) * torch.arange(8.0)
-
     torch.manual_seed(0)
-    model, x = Writing().eval(), torch.randn(2, 3, 8, 8)
+    model = Of(lambda m, x: written(m.conv(x)) * torch.arange(8.0), conv=nn.Conv2d(3, 4, 1)).eval()
+    x = torch.randn(2, 3, 8, 8)
     with torch.inference_mode():
         extractor = fxcore.create_extractor(model, ["conv", "mul"], x.clone(), leaf_functions=[written])
     found = extractor(x)

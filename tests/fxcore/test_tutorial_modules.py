@@ -16,21 +16,9 @@ from torch.nn.utils import parametrizations
 import fxcore
 from fxcore.errors import FxError
 from tests.fxcore.hooks import hooked
+from tests.fxcore.written import Of
 
 IMAGE, SEQUENCE, IDS = (2, 3, 16, 16), (2, 5, 8), "ids"
-
-
-class Of(nn.Module):
-    """``forward`` is ``function(self, x)`` with the parts by their names."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any], parts: dict[str, nn.Module]) -> None:
-        super().__init__()
-        self.function = function
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self, x)
 
 
 class Case(NamedTuple):
@@ -218,7 +206,7 @@ REFUSED = {
 def test_what_hooks_see_or_a_reason(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
-    module = Of(case.function, case.parts()).eval()
+    module = Of(case.function, **case.parts()).eval()
     x = torch.arange(10).view(2, 5) if case.shape == IDS else torch.randn(case.shape)
     if name == "layer: lazy":
         module(x)

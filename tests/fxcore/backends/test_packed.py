@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from fxcore.backends.eager import EagerModule
 from fxcore.backends.packed import ACTIVATIONS, PackedConv2d, can_be_packed
 from tests.fxcore.backends.conftest import Build
+from tests.fxcore.written import Of
 
 pytestmark = pytest.mark.skipif(not can_be_packed(nn.Conv2d(1, 1, 1)), reason="torch has no oneDNN convolutions here")
 
@@ -75,15 +76,12 @@ def test_what_onednn_does_not_do_is_done_by_torch() -> None:
 def test_nan_stays(activation: Callable[[], nn.Module]) -> None:
     """oneDNN's ReLU would turn it into zero, and a broken input or checkpoint would give plausible values."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.act = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3), activation()
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"one": self.act(self.first(x)), "sum": self.act(self.first(x) + self.second(x))}
-
-    model = Net().eval()
+    model = Of(
+        lambda m, x: {"one": m.act(m.first(x)), "sum": m.act(m.first(x) + m.second(x))},
+        first=nn.Conv2d(3, 8, 3),
+        second=nn.Conv2d(3, 8, 3),
+        act=activation(),
+    ).eval()
     x = torch.randn(1, 3, 9, 9)
     x[0, 0, 4, 4] = torch.nan
     with torch.no_grad():

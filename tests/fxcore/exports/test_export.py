@@ -41,6 +41,7 @@ from fxcore.photos import calibration_rows, input_rows, photos
 from fxcore.tensors import Tensors
 from fxcore.transforms import apply_transforms
 from tests.fxcore.conftest import OwnEntry
+from tests.fxcore.written import Of
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -252,19 +253,11 @@ def test_openvino_of_narrow_weights(tmp_path: Path) -> None:
     assert verify(exact.module, lambda x: {"classifier": values.float()}, inputs).cosine > 0.99
 
 
-class _Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.norm = nn.MultiheadAttention(16, 2, batch_first=True), nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.norm(self.attention(x, x, x, need_weights=False)[0])
-
-
 def test_torch_export_of_attention_in_bfloat16() -> None:
     """Attention runs as one kernel in the module and as several operations, which round in between, in the file."""
     x = torch.randn(2, 17, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    attention = _Attention().eval().bfloat16()
+    layers = {"attention": nn.MultiheadAttention(16, 2, batch_first=True), "norm": nn.LayerNorm(16)}
+    attention = Of(lambda m, x: m.norm(m.attention(x, x, x, need_weights=False)[0]), **layers).eval().bfloat16()
     extractor = create_extractor(attention, {"norm": "out"}, {"x": x})
     program = torch.export.load(io.BytesIO(export(extractor, "torch_export", example_inputs={"x": x}))).module()
     with torch.no_grad():

@@ -18,6 +18,7 @@ from fxcore.errors import UnknownNode
 from fxcore.int8.quantize import CannotQuantize, quantize
 from fxcore.photos import calibration_rows
 from fxcore.tensors import Tensors
+from tests.fxcore.written import Of
 
 # Least cosine similarity of each node's value to float32's, and how many layers are computed in int8. Weights are
 # random: errors grow with depth faster than they do in trained models, most of all through ReLU6 and no shortcut, and
@@ -140,16 +141,8 @@ def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
         def forward(self, other: torch.Tensor, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
             return self.conv(x) * scale + other
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branch = Branch()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.branch(x=x, other=x[:, :1, 1:-1, 1:-1])
-
     torch.manual_seed(0)
-    model = Net().eval()
+    model = Of(lambda m, x: m.branch(x=x, other=x[:, :1, 1:-1, 1:-1]), branch=Branch()).eval()
     rows: list[Tensors] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(trace(model, leaf_modules=[Branch]), rows)
     assert "branch.conv" in {layer.name for layer in found.layers}

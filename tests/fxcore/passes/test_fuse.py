@@ -15,6 +15,7 @@ from fxcore import create_extractor, trace
 from fxcore.analysis.verify import verify
 from fxcore.tracing.interpreter import Watcher
 from fxcore.transforms import CannotTransform, applied, apply_transforms, fuse_conv_bn, fuse_linear_bn, split_at
+from tests.fxcore.written import Of
 
 
 def lived(model: nn.Module) -> nn.Module:
@@ -85,15 +86,8 @@ def test_inside_a_leaf_module() -> None:
 
 
 def test_a_leaf_called_twice_is_made_once() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Conv2dNormActivation(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.block(self.block(x))
-
-    fused = check(Twice(), torch.randn(1, 3, 8, 8), changes=1)
+    twice = Of(lambda m, x: m.block(m.block(x)), block=Conv2dNormActivation(3, 3))
+    fused = check(twice, torch.randn(1, 3, 8, 8), changes=1)
     assert sum(isinstance(m, nn.Conv2d) for m in fused.modules()) == 1
 
 
@@ -215,16 +209,11 @@ def test_through_views_that_keep_channels(name: str) -> None:
     ],
 )
 def test_reading_what_values_do_not_change_is_no_branch(reads: Callable[[Tensor, Tensor], Tensor]) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.conv(x)
+        return reads(h, m.norm(h))
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.conv(x)
-            return reads(h, self.norm(h))
-
-    check(Net(), torch.randn(2, 3, 6, 6), changes=1)
+    check(Of(forward, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)), torch.randn(2, 3, 6, 6), changes=1)
 
 
 def test_names_of_what_is_gone_are_refused() -> None:
@@ -248,22 +237,16 @@ def test_names_of_what_is_gone_are_refused() -> None:
             assert torch.allclose(split_at(fused, name).front(x)[-1], seen["norm"], atol=1e-5)
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        out: Tensor = self.norm(y) + y
-        return out
+def branch(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    return m.norm(y) + y
 
 
 @pytest.mark.parametrize(
     "model",
     [
         *(Viewed(view, norm) for view, norm in MIX.values()),
-        Branch(),
+        Of(branch, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)),
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)),
         # Its weight is made anew in each call.
         nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4)),

@@ -36,6 +36,7 @@ from fxcore.transforms import (
     wrap,
 )
 from tests.fxcore.capture import traced
+from tests.fxcore.written import Of
 
 # normalisation
 
@@ -60,15 +61,7 @@ def test_normalisation_folds_exactly(padding: int | str | tuple[int, int], group
 
 
 def test_returned_images_stay_normalised() -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.conv(x), x
-
-    module = traced(Both())
+    module = traced(Of(lambda m, x: (m.conv(x), x), conv=nn.Conv2d(3, 4, 3)))
     folded = fold_normalization(module, mean=[0.5] * 3, std=[0.25] * 3)
     image = torch.rand(1, 3, 8, 8)
     found = verify(lambda v: module((v - 0.5) / 0.25), folded, image)
@@ -78,16 +71,7 @@ def test_returned_images_stay_normalised() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_normalised_images_stay_in_half_precision(dtype: torch.dtype) -> None:
     """GoogLeNet's own transform of its input reads the images before any convolution does."""
-
-    class Sliced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.conv(torch.cat([x[:, 1:], x[:, :1] * 0.5], 1))
-
-    model = Sliced().to(dtype)
+    model = Of(lambda m, x: m.conv(torch.cat([x[:, 1:], x[:, :1] * 0.5], 1)), conv=nn.Conv2d(3, 4, 3)).to(dtype)
     image = torch.rand(2, 3, 8, 8, dtype=dtype)
     folded = fold_normalization(traced(model), mean=[0.5] * 3, std=[0.25] * 3)
     # Both round once: dividing by a power of two rounds nothing.
@@ -190,15 +174,8 @@ def test_replacement_of_functions_and_methods() -> None:
 
 @pytest.mark.parametrize("new", sorted(ACTIVATIONS))
 def test_activations(new: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act = nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(x) + torch.relu(x) + F.relu(x) + x.relu()
-
-    changed = replace_activation(traced(Net()), old="relu", new=new)
+    model = Of(lambda m, x: m.act(x) + torch.relu(x) + F.relu(x) + x.relu(), act=nn.ReLU())
+    changed = replace_activation(traced(model), old="relu", new=new)
     assert applied(changed)[-1].changes == 4
     x = torch.randn(7)
     assert torch.allclose(changed(x), 4 * ACTIVATIONS[new](x), atol=1e-6)
@@ -233,16 +210,7 @@ def test_wrapping() -> None:
 
 def test_tensors_that_are_no_part_of_the_model_become_buffers() -> None:
     """In a wrapper, a rule and a replacement; one tensor is one buffer, and a parameter of the model's stays that."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor([2.0, 3.0]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.exp(x * self.scale) + torch.exp(-x)
-
-    model = Net()
+    model = Of(lambda m, x: torch.exp(x * m.scale) + torch.exp(-x), scale=nn.Parameter(torch.tensor([2.0, 3.0])))
     module = traced(model)
     table = torch.tensor([5.0, 7.0])
     x = torch.randn(4, 2)
