@@ -30,12 +30,12 @@ TABLE = [
 ]
 
 
-def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Tensors]]:
+def make(name: str, nodes: list[str], images: int, side: int = 224) -> tuple[Extractor, list[Tensors]]:
     """An extractor over random weights whose batch norms know the scale of what they see, and photographs for it.
 
     Freshly made batch norms do not: in MobileNet v2 everything fades to 1e-30, which int8 has no number for.
     """
-    graph = model_graph(name)
+    graph = model_graph(name).at(side, side)
     model = load_model(get_model(name), "random")
     rows = calibration_rows(graph.preprocessing, graph.inputs, graph.input_size, count=images)
 
@@ -52,7 +52,7 @@ def make(name: str, nodes: list[str], images: int) -> tuple[Extractor, list[Tens
 
 @pytest.fixture(scope="module")
 def small() -> tuple[Extractor, list[Tensors]]:
-    return make("resnet18", ["C2", "C3"], 4)
+    return make("resnet18", ["C2", "C3"], 4, side=96)
 
 
 @pytest.mark.exhaustive
@@ -149,25 +149,15 @@ def test_what_is_kept_whole_may_be_called_by_keywords() -> None:
     assert verify(model, found.module, rows[0]).cosine > 0.99
 
 
-class Upsampled(nn.Module):
-    """By a layer and by a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 16, 3, padding=1)
-        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
-        self.weight = nn.Parameter(torch.rand(8, 8, 2, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.conv_transpose2d(self.up(torch.relu(self.conv(x))), self.weight, stride=2)
-
-
 @pytest.mark.parametrize("engine", ["x86", "fbgemm", "onednn"])
 def test_transposed_convolutions_stay_in_float(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels of none of torch's engines for x86 compute both of these."""
+    """The kernels of none of torch's engines for x86 compute both of these, a layer and a function."""
     monkeypatch.setattr(torch.backends.quantized, "engine", engine)
     torch.manual_seed(0)
-    model = Upsampled().eval()
+    layers = {"conv": nn.Conv2d(3, 16, 3, padding=1), "up": nn.ConvTranspose2d(16, 8, 2, 2)}
+    weight = nn.Parameter(torch.rand(8, 8, 2, 2))
+    transposed = nn.functional.conv_transpose2d
+    model = Of(lambda m, x: transposed(m.up(torch.relu(m.conv(x))), m.weight, stride=2), **layers, weight=weight).eval()
     rows: list[Tensors] = [(torch.rand(1, 3, 8, 8),) for _ in range(4)]
     found = quantize(trace(model), rows)
     assert {layer.name for layer in found.layers} == {"conv"}
@@ -240,20 +230,11 @@ def test_layers_that_differ_from_their_class_stay_in_float(kind: str, place: int
     assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
 
 
-class Upscaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 8, 3, stride=2)
-        self.up.register_forward_hook(lambda module, args, output: output * 3 + 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.first(x), output_size=[34, 34])
-
-
 def test_layers_with_hooks_may_take_keywords() -> None:
     torch.manual_seed(0)
-    model = Upscaled().eval()
+    layers = {"first": nn.Conv2d(3, 8, 3, padding=1), "up": nn.ConvTranspose2d(8, 8, 3, stride=2)}
+    layers["up"].register_forward_hook(lambda module, args, output: output * 3 + 1)
+    model = Of(lambda m, x: m.up(m.first(x), output_size=[34, 34]), **layers).eval()
     rows: list[Tensors] = [(torch.randn(1, 3, 16, 16),) for _ in range(4)]
     assert verify(model, quantize(trace(model), rows).module, rows[0]).relative < 0.1
 
