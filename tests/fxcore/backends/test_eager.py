@@ -18,6 +18,7 @@ from fxcore.backends import BACKENDS, LoweringFailed, Options
 from fxcore.backends.eager import EagerModule, activations_in_place
 from tests.fxcore.backends.conftest import Build
 from tests.fxcore.model_list import SWEPT
+from tests.fxcore.written import Of
 
 CPU = torch.device("cpu")
 
@@ -98,17 +99,11 @@ def test_activations_are_in_place_where_nothing_else_reads_the_value(extractor: 
 def test_a_convolution_that_is_called_more_than_once() -> None:
     """As a pyramid's head is, on each of its maps."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 3, padding=1)
-            self.relu = nn.ReLU()
+    def forward(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        first = m.conv(x)
+        return {"first": first, "twice": m.relu(m.conv(first)), "sum": m.conv(2 * x) + (x + 1)}
 
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            first = self.conv(x)
-            return {"first": first, "twice": self.relu(self.conv(first)), "sum": self.conv(2 * x) + (x + 1)}
-
-    model = Model().eval()
+    model = Of(forward, conv=nn.Conv2d(3, 3, 3, padding=1), relu=nn.ReLU()).eval()
     lowered = EagerModule(fx.symbolic_trace(model))
     assert len(lowered.storages()) <= 2  # one weight; the bias is the model's own
     x = torch.randn(2, 3, 8, 8)
@@ -119,16 +114,11 @@ def test_a_convolution_that_is_called_more_than_once() -> None:
 def test_a_view_is_never_overwritten() -> None:
     """ReLU of a view would overwrite what the view is of."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.relu = nn.ReLU()
+    def forward(m: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        total = x + 1
+        return {"a": m.relu(total.flatten(1)), "b": total}
 
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            total = x + 1
-            return {"a": self.relu(total.flatten(1)), "b": total}
-
-    module = fx.symbolic_trace(Model().eval())
+    module = fx.symbolic_trace(Of(forward, relu=nn.ReLU()).eval())
     activations_in_place(module)
     x = torch.full((1, 2, 2), -3.0)
     assert torch.equal(module(x)["b"], x + 1)

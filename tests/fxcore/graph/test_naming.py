@@ -13,6 +13,7 @@ from fxcore import build_extractor, get_model, load_model, model_graph
 from fxcore.errors import DuplicateKey, UnknownNode
 from fxcore.graph.model_graph import trace_graph
 from tests.fxcore.conftest import OwnEntry
+from tests.fxcore.written import Of
 
 
 def test_an_exact_name_comes_before_a_path() -> None:
@@ -92,16 +93,8 @@ def test_suggestions_go_by_target_too() -> None:
 
 
 def test_suggestions_go_by_target_where_the_name_is_quite_another(own_entry: OwnEntry) -> None:
-    class Numbered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_123456789 = nn.Conv2d(3, 3, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = self.c_123456789(x)
-            return y
-
-    graph = trace_graph(own_entry(Numbered))
+    numbered = Of(lambda m, x: m.c_123456789(x), c_123456789=nn.Conv2d(3, 3, 1))
+    graph = trace_graph(own_entry(lambda: numbered))
     assert graph.eval_nodes == ["x", "c"]
     with pytest.raises(UnknownNode) as caught:
         graph.resolve(["c_123456789"])

@@ -82,19 +82,12 @@ def test_normalised_images_stay_in_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_removal() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop, self.same, self.depth = nn.Dropout(), nn.Identity(), StochasticDepth(0.5, "row")
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.depth(self.same(self.drop(x)))
-            return F.dropout(x, training=self.training)
-
-    removed = remove(traced(Net()))
+    layers = {"drop": nn.Dropout(), "same": nn.Identity(), "depth": StochasticDepth(0.5, "row")}
+    model = traced(Of(lambda m, x: F.dropout(m.depth(m.same(m.drop(x))), training=m.training), **layers))
+    removed = remove(model)
     assert applied(removed)[-1].changes == 4
     assert [n.op for n in removed.graph.nodes] == ["placeholder", "output"]
-    assert applied(remove(traced(Net()), dropout=False))[-1].changes == 1
+    assert applied(remove(model, dropout=False))[-1].changes == 1
 
 
 def test_dropout_of_nothing_is_removed_in_any_mode() -> None:
@@ -105,18 +98,13 @@ def test_dropout_of_nothing_is_removed_in_any_mode() -> None:
 
 
 def test_a_write_before_a_removed_call_stays() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act, self.same = nn.ReLU(inplace=True), nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = x - 0.5
-            self.same(self.act(y).flatten())  # nothing reads it, but y is overwritten
-            return y
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = x - 0.5
+        m.same(m.act(y).flatten())  # nothing reads it, but y is overwritten
+        return y
 
     x = torch.randn(50)
-    removed = remove(traced(Net()))
+    removed = remove(traced(Of(forward, act=nn.ReLU(inplace=True), same=nn.Identity())))
     assert applied(removed)[-1].changes == 1
     assert torch.equal(removed(x), F.relu(x - 0.5))
 

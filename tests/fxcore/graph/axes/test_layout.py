@@ -19,6 +19,7 @@ from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
 from tests.fxcore.conftest import OwnEntry
 from tests.fxcore.hooks import hooked
+from tests.fxcore.written import Of
 
 
 def test_a_batch_norm_of_rows_has_their_layout(own_entry: OwnEntry) -> None:
@@ -187,16 +188,8 @@ def test_layers_of_turned_maps_leave_them_turned(own_entry: OwnEntry) -> None:
 )
 def test_what_has_no_channels_left_has_no_layout(left: Callable[[Tensor], Tensor], layout: str | None) -> None:
     """Of a map of as many rows as channels."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 8, 4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return left(self.conv(x)).sin()
-
-    graph = trace_graph(user_entry("net", UserModel(Net, preprocessing={"crop_size": 32})))
+    model = Of(lambda m, x: left(m.conv(x)).sin(), conv=nn.Conv2d(3, 8, 4, 4))
+    graph = trace_graph(user_entry("net", UserModel(lambda: model, preprocessing={"crop_size": 32})))
     assert {node.name: node for node in graph.nodes}["sin"].layout == layout
 
 
@@ -250,20 +243,10 @@ class ChannelsLast(nn.Module):
         return x.permute(0, 2, 3, 1)
 
 
-class Resized(nn.Module):
-    """A leaf whose path is the name of a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.interpolate = ChannelsLast()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.interpolate(x)
-        return out
-
-
 def test_paths_of_modules_are_not_names_of_functions() -> None:
-    entry = user_entry("resized", UserModel(Resized, preprocessing={"crop_size": 32}, leaf_modules=(ChannelsLast,)))
+    model = Of(lambda m, x: m.interpolate(x), interpolate=ChannelsLast())
+    own = UserModel(lambda: model, preprocessing={"crop_size": 32}, leaf_modules=(ChannelsLast,))
+    entry = user_entry("resized", own)
     (info,) = (node for node in model_graph(entry).nodes if node.name == "interpolate")
     assert info.shape == [None, 32, 32, 3]
     assert info.layout is None

@@ -18,6 +18,7 @@ from fxcore.models.user_models import user_entry
 from fxcore.pooling import pool
 from tests.fxcore.hooks import hooked
 from tests.fxcore.model_list import SWEPT
+from tests.fxcore.written import Of
 
 KINDS = [
     "vit_tiny_patch16_224",
@@ -303,15 +304,8 @@ def test_patches_in_another_order_are_pooled_without_a_grid(arrange):
 
 def test_modules_named_like_methods():
     """A layer called ``flatten`` is not the tensors' method."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proj, self.flatten, self.norm = nn.Conv2d(3, 8, 8, 8), nn.Flatten(2), nn.LayerNorm(8)
-
-        def forward(self, x):
-            return self.norm(self.flatten(self.proj(x)).transpose(1, 2))
-
-    graph = trace_graph(user_entry("named", UserModel(Net, preprocessing={"crop_size": 32})))
+    layers = {"proj": nn.Conv2d(3, 8, 8, 8), "flatten": nn.Flatten(2), "norm": nn.LayerNorm(8)}
+    model = Of(lambda m, x: m.norm(m.flatten(m.proj(x)).transpose(1, 2)), **layers)
+    graph = trace_graph(user_entry("named", UserModel(lambda: model, preprocessing={"crop_size": 32})))
     tokens = {node.name: node.tokens for node in graph.nodes}["norm"]
     assert (tokens.height, tokens.width, tokens.prefix) == (4, 4, 0)
