@@ -238,7 +238,7 @@ def test_a_connection_on_which_a_head_has_begun_is_not_idle() -> None:
     with serving(at_once, keep_alive=1) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HTTP/1.1\r\n")
         read_until(connection, b"ok")
-        time.sleep(1.5)
+        time.sleep(1.2)
         connection.sendall(b"Host: x\r\n\r\n")
         assert read_until(connection, b"ok").startswith(b"HTTP/1.1 200 ")
 
@@ -285,24 +285,25 @@ def test_clients_that_retry_at_once_are_delayed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.exhaustive
 def test_clients_that_wait_are_read_before_those_that_retry_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 6.0)
+    monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 3.0)
     asked: list[str] = []
-    with serving(refusing(1.0, asked)) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
-        for connection, path in ((hasty, b"/hasty"), (patient, b"/patient")):
+    with serving(refusing(0.6, asked)) as hasty, socket.create_connection(hasty.getpeername(), 30) as patient:
+        for connection, path in ((patient, b"/patient"), (hasty, b"/hasty")):
             connection.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
             read_until(connection, b"}")
         hasty.sendall(b"GET /hasty HTTP/1.1\r\nHost: x\r\n\r\n")
-        time.sleep(1.5)
+        time.sleep(0.8)
         patient.sendall(b"GET /patient HTTP/1.1\r\nHost: x\r\n\r\n")
         read_until(patient, b"}")
         read_until(hasty, b"}")
-    assert asked == ["/hasty", "/patient", "/patient", "/hasty"]
+    assert asked == ["/patient", "/hasty", "/patient", "/hasty"]
 
 
 @pytest.mark.exhaustive
-def test_a_refused_client_is_not_closed_as_idle() -> None:
+def test_a_refused_client_is_not_closed_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next request waits unread while the server would count its connection as idle, and reset it."""
-    with serving(refusing(3.0, asked=[]), keep_alive=1) as connection:
+    monkeypatch.setattr("service.http.server.connection.HOLD_SECONDS", 1.5)
+    with serving(refusing(1.5, asked=[]), keep_alive=1) as connection:
         for _ in range(2):
             connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             assert read_until(connection, b"}").startswith(b"HTTP/1.1 429 ")
