@@ -34,7 +34,8 @@ STALL_SECONDS = 4.0
 
 
 def folder() -> Path:
-    """Return the folder shared with the test: ``release`` ends a hang, ``clock`` has seconds to add to the time."""
+    """Return the folder shared with the test: ``release`` ends a hang, ``clock`` has seconds to add to the time, and
+    ``hanging`` is there while a model hangs."""
     return Path(os.environ["FAULTS_DIR"])
 
 
@@ -47,8 +48,10 @@ def misbehave(x: Tensor) -> Tensor:
     if RAISES in marks:
         raise ValueError("the model does not like this row")
     if HANGS in marks:
+        (folder() / "hanging").touch()
         while not (folder() / "release").exists():
             time.sleep(0.01)
+        (folder() / "hanging").unlink()
     if NO_MEMORY in marks:
         torch.empty(2**50)
     if TOO_MANY_ROWS in marks and len(marks) > 1:

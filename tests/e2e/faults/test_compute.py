@@ -82,13 +82,12 @@ def test_a_model_that_hangs(clients: Clients, server: FaultyServer, together: Pa
     """No thread can be ended from outside. Clients are told in time, and /readyz says so until it moves again."""
     made = server.http.post("/v1/extractors", json={"model": "faulty", "return_nodes": ["conv"]}).json()
     profile = f"/v1/extractors/{made['id']}/graph?profile=true"
-    hung = server.features(HANGS, 1, **{"x-request-timeout": "4"})
-    assert problems([hung]) == {(504, "/problems/deadline-exceeded")}
-    waited = server.features(2, **{"x-request-timeout": "1"})
-    assert problems([waited]) == {(504, "/problems/deadline-exceeded")}
-    with ThreadPoolExecutor(2) as pool:
-        profiles = list(pool.map(server.http.get, [profile] * 2))
-    assert problems(profiles) == {(504, "/problems/deadline-exceeded")}
+    with ThreadPoolExecutor(4) as pool:
+        hung = pool.submit(server.features, HANGS, 1, **{"x-request-timeout": "4"})
+        until((together / "hanging").exists)
+        waited = pool.submit(server.features, 2, **{"x-request-timeout": "1"})
+        profiles = [pool.submit(server.http.get, profile) for _ in range(2)]
+    assert problems([one.result() for one in (hung, waited, *profiles)]) == {(504, "/problems/deadline-exceeded")}
     until(lambda: server.http.get("/readyz").status_code == 503)
     assert "has been busy with one batch" in server.http.get("/readyz").json()["reason"]
     refused = server.features(3)

@@ -18,12 +18,11 @@ from tests.e2e.faults.conftest import GRACE_PERIOD, Clients, FaultyServer, Weigh
 from tests.wire import refused
 
 
-def held(server: FaultyServer, responses: list[httpx.Response]) -> threading.Thread:
+def held(server: FaultyServer, together: Path, responses: list[httpx.Response]) -> threading.Thread:
     """A request that holds the device, in a thread of its own."""
     thread = threading.Thread(target=lambda: responses.append(server.features(HANGS, 1)))
     thread.start()
-    until(lambda: server.metric("fxserve_inflight_requests ") == 1)
-    time.sleep(0.2)
+    until((together / "hanging").exists)
     return thread
 
 
@@ -63,7 +62,7 @@ def test_killed_and_restarted_then_terminated(
 
     # SIGTERM under load: what was accepted is answered, what comes now is told to go elsewhere.
     responses: list[httpx.Response] = []
-    slow = held(server, responses)
+    slow = held(server, together, responses)
     server.process.terminate()
     until(lambda: draining(server))
     with httpx.Client(base_url=server.url) as fresh:
@@ -80,11 +79,11 @@ def test_killed_and_restarted_then_terminated(
 
 
 @pytest.mark.exhaustive
-def test_work_that_will_not_end(server: FaultyServer, clients: Clients) -> None:
+def test_work_that_will_not_end(server: FaultyServer, clients: Clients, together: Path) -> None:
     """At the end of the grace period it is told so, and the process ends all the same."""
     clients.ask(good=8)
     responses: list[httpx.Response] = []
-    slow = held(server, responses)
+    slow = held(server, together, responses)
     began = time.monotonic()
     server.process.terminate()
     slow.join()
