@@ -16,7 +16,7 @@ from tests.e2e.conftest import Server
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MODELS = (
     *("squeezenet1_1", "resnet18", "swin_t", "vit_b_16", "r3d_18", "fasterrcnn_mobilenet_v3_large_320_fpn"),
-    *("timm.vit_tiny_patch16_224", "efficientnet_lite0"),
+    *("timm.vit_tiny_patch16_224", "efficientnet_lite0", "mobilenet_v2"),
 )
 
 

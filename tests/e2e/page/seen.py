@@ -24,6 +24,7 @@ BLUE_TO_RED = [
 ]
 GRAPH = "section.graph canvas[role=application]"
 TILES = ".grid .tile"
+AGAIN = 3000  # milliseconds after which a server that was away is asked again
 VIT, BLOCK = "timm.vit_tiny_patch16_224", "blocks.2"
 
 

@@ -10,8 +10,10 @@ import torchvision
 
 from fxcore import photos
 from tests.e2e.page.seen import (
+    AGAIN,
     GRAPH,
     TILES,
+    VIT,
     asked,
     check_tiles,
     eventually,
@@ -174,11 +176,13 @@ def test_the_tree_stays_as_the_graph_is_where_a_layout_does_not_come(open_server
     page.locator(".stage").wait_for()
     page.locator(f'{GRAPH}[aria-busy="false"]').wait_for()
     before = page.locator(".tree .name").all_inner_texts()
+    page.clock.install()
     page.context.set_offline(True)
     page.get_by_role("button", name="Expand all").click()
     page.locator(".graph .note", has_text="does not answer").wait_for()
     assert page.locator(".tree .name").all_inner_texts() == before
     page.context.set_offline(False)  # the server is back
+    page.clock.run_for(AGAIN)
     page.locator('.tree [title="layer1.0.conv1"]').wait_for()
 
 
@@ -284,15 +288,14 @@ def test_the_keyboard_stays_at_the_photos_of_the_first_page(open_server, visit):
 
 
 @pytest.mark.exhaustive
-def test_a_search_says_how_many_nodes_it_does_not_list(start, visit):
-    server = start(models="densenet121")
-    nodes = server.http.get("/v1/models/densenet121/graph?format=json&weights=random").json()["nodes"]
-    many = sum("features" in node["name"] for node in nodes)
+def test_a_search_says_how_many_nodes_it_does_not_list(open_server, visit):
+    nodes = open_server.http.get(f"/v1/models/{VIT}/graph?format=json&weights=random").json()["nodes"]
+    many = sum("blocks" in node["name"] for node in nodes)
     assert many > 200
-    page = visit(server.url).go("m=densenet121&w=random&i=none")
-    page.get_by_label("Search nodes").fill("features")
+    page = visit(open_server.url).go(f"m={VIT}&w=random&i=none")
+    page.get_by_label("Search nodes").fill("blocks")
     page.locator(".tree li").first.wait_for()
     page.locator("#tree").evaluate("tree => { tree.scrollTop = tree.scrollHeight }")
     page.locator("#tree").get_by_text(f"200 of {many} nodes").wait_for()
-    page.get_by_label("Search nodes").fill("features.conv0")
+    page.get_by_label("Search nodes").fill("patch_embed")
     until(page, "!document.getElementById('tree').textContent.includes(' of ')")

@@ -3,7 +3,7 @@
 import pytest
 
 from fxcore import photos
-from tests.e2e.page.seen import GRAPH, TILES, asked, check_tiles, eventually, shown, until
+from tests.e2e.page.seen import AGAIN, GRAPH, TILES, asked, check_tiles, eventually, shown, until
 
 COFFEE = photos.files()[2].read_bytes()
 
@@ -107,6 +107,7 @@ def test_a_layout_leaves_the_measurement_under_way_in_sight(open_server, visit):
 def test_a_sample_that_does_not_come_leaves_no_other_output_in_its_place(open_server, visit):
     page = visit(open_server.url).go("m=squeezenet1_1&n=features.3")
     page.wait_for_selector(TILES)
+    page.clock.install()
     page.context.set_offline(True)
     page.get_by_role("button", name="Photo coffee").click()
     page.get_by_role("alert").filter(has_text="does not answer").wait_for()
@@ -114,6 +115,7 @@ def test_a_sample_that_does_not_come_leaves_no_other_output_in_its_place(open_se
     assert page.locator(".request").count() == 0
     with page.expect_request(lambda one: pictures(one.url)):
         page.context.set_offline(False)
+        page.clock.run_for(AGAIN)
     shown(page, "features.3", "coffee.jpg")
     check_tiles(page, asked(open_server, "squeezenet1_1", "features.3", "DEFAULT", COFFEE)[0])
 
@@ -122,11 +124,13 @@ def test_a_sample_that_does_not_come_leaves_no_other_output_in_its_place(open_se
 def test_a_request_without_an_answer_is_not_repeated_where_the_server_is_there(open_server, visit):
     """It would get none again, and might be what ends the server's processes."""
     tab = visit(open_server.url)
+    tab.page.clock.install()
     tab.page.route("**/features?*", lambda route: route.abort("connectionreset"))
     page = tab.go("m=squeezenet1_1&n=features.3&i=none")
     page.get_by_role("alert").filter(has_text="does not answer").wait_for()
     sent = sum("/features?" in url for url in tab.urls)
-    page.wait_for_timeout(7000)  # more than twice as long as the pause before another attempt
+    page.clock.run_for(2 * AGAIN)
+    page.wait_for_timeout(500)
     assert sum("/features?" in url for url in tab.urls) == sent
 
 

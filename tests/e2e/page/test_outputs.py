@@ -11,7 +11,7 @@ import safetensors.numpy
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import CHELSEA, TILES, asked, shown, until
+from tests.e2e.page.seen import BLOCK, CHELSEA, TILES, VIT, asked, shown, until
 
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
 TIMES = " \N{MULTIPLICATION SIGN} "
@@ -168,8 +168,8 @@ def test_the_request_for_a_pooled_video_gives_the_shape_that_it_says(open_server
 
 @pytest.mark.exhaustive
 def test_only_what_the_server_gives_is_asked_for(start, visit):
-    server = start(models="vit_b_16,resnet18,quantized_resnet18")
-    page = visit(server.url).go("m=vit_b_16&w=random&n=encoder.ln&v=mean")
+    server = start(models=f"{VIT},resnet18,quantized_resnet18")
+    page = visit(server.url).go(f"m={VIT}&w=random&n={BLOCK}&v=mean")
     page.locator(".stage").wait_for()
     page.get_by_text("Change what is asked for").click()
     code = page.locator(".request code")
@@ -180,7 +180,7 @@ def test_only_what_the_server_gives_is_asked_for(start, visit):
     for model, weights, node in (
         ("resnet18", "random", "C4"),
         ("quantized_resnet18", "IMAGENET1K_FBGEMM_V1", "layer3"),
-        ("vit_b_16", "random", "heads.head"),
+        (VIT, "random", "head"),
     ):
         page.goto(f"{server.url}/#m={model}&w={weights}&n={node}")
         page.get_by_text(f"For one photo: {node}: 1").wait_for()
@@ -194,7 +194,7 @@ def test_only_what_the_server_gives_is_asked_for(start, visit):
         assert ("precision=float16" in code.inner_text()) == bool(precisions["float16"]["backends"])
     assert not server.http.get("/v1/models/quantized_resnet18").json()["precisions"]["float16"]["backends"]
     refused = server.http.post(
-        "/v1/models/vit_b_16/features?nodes=heads.head&weights=random&pool=cls",
+        f"/v1/models/{VIT}/features?nodes=head&weights=random&pool=cls",
         content=CHELSEA.read_bytes(),
         headers={"content-type": "image/jpeg"},
     )

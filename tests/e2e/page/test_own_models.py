@@ -9,6 +9,7 @@ import pytest
 import safetensors.numpy
 
 from tests.e2e.page.seen import TILES, asked, eventually, shown_channels
+from tests.e2e.page.test_pictures import pictured_soon
 
 MODULE = """
 import torch
@@ -62,6 +63,18 @@ class Four(nn.Module):
 def four():
     return built(Four)
 
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 16, stride=16)
+        self.conv.weight.data *= 1e7
+
+    def forward(self, x):
+        return self.conv(x).mean((2, 3))
+
+def large():
+    return built(Large)
+
 def values():
     return built(Values)
 
@@ -75,6 +88,8 @@ builder = "own_for_the_page:values"
 builder = "own_for_the_page:nothing"
 [models.four]
 builder = "own_for_the_page:four"
+[models.large]
+builder = "own_for_the_page:large"
 [models.two]
 builder = "own_for_the_page:two"
 """
@@ -127,6 +142,16 @@ def test_integers_are_shown_with_the_bytes_that_they_take(own_server, visit, nod
     assert (float(said["Minimum"]), float(said["Maximum"])) == (values.min(), values.max())
     assert float(said["Mean"]) == pytest.approx(values.mean(), rel=1e-3)
     assert f"; {values.nbytes / 1e3:#.3g} kB" in page.locator(".request").inner_text()
+
+
+@pytest.mark.exhaustive
+def test_values_beyond_those_of_float16_are_pictures_too(own_server, visit):
+    assert np.abs(asked(own_server, "large", "conv", "DEFAULT")).max() > np.finfo(np.float16).max
+    page = visit(own_server.url).go("m=large&n=conv&i=none")
+    page.locator(".stage").wait_for()
+    page.get_by_role("button", name="Fit").click()
+    page.get_by_label("Pictures").select_option("mean")
+    pictured_soon(page, own_server, "conv", "large", "DEFAULT")
 
 
 @pytest.mark.exhaustive

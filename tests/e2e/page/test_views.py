@@ -96,13 +96,12 @@ def test_the_opacity_that_is_chosen_while_other_maps_are_made_is_theirs(open_ser
 
 
 @pytest.mark.exhaustive
-def test_the_photo_under_a_map_is_what_the_chosen_weights_see_of_it(start, visit):
-    server = start(models="mobilenet_v2")
+def test_the_photo_under_a_map_is_what_the_chosen_weights_see_of_it(open_server, visit):
     chosen = torchvision.models.MobileNet_V2_Weights.IMAGENET1K_V1  # not the default ones, which resize to 232
     torch.manual_seed(0)
     state = torchvision.models.mobilenet_v2(weights=None).state_dict()
-    torch.save(state, server.log.parent / "hub/checkpoints" / chosen.url.rpartition("/")[2])
-    page = visit(server.url).go(f"m=mobilenet_v2&w={chosen.name}&n=features.13&v=mean")
+    torch.save(state, open_server.log.parent / "hub/checkpoints" / chosen.url.rpartition("/")[2])
+    page = visit(open_server.url).go(f"m=mobilenet_v2&w={chosen.name}&n=features.13&v=mean")
     stage = page.locator('.stage[aria-label="Heat-map of features.13 over chelsea.jpg"]')
     stage.wait_for()
     page.get_by_label("Opacity of the map").fill("0")
