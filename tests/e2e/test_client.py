@@ -164,14 +164,14 @@ def test_it_waits_for_a_busy_server(start, three):
     with Client(busy.url, concurrency=6, retries=500, timeout=300) as client:
         extractor = client.extractor("resnet18", NODES, weights="random")
         extractor.rows = lambda *_: 1  # type: ignore[method-assign]
-        assert len(extractor(three * 4, pool="avg")["C5"]) == 12
+        assert len(extractor(three * 2, pool="avg")["C5"]) == 6
         refused = 'fxserve_requests_total{method="POST",route="/v1/extractors/{extractor}/features",status="429"}'
         assert busy.metric(refused) > 0
     with Client(busy.url, concurrency=6, retries=0) as client:
         hasty = client.find(extractor.id)
         hasty.rows = lambda *_: 1  # type: ignore[method-assign]
         with pytest.raises(exceptions.AdmissionFull):
-            hasty(three * 4)
+            hasty(three * 2)
 
 
 @pytest.mark.exhaustive

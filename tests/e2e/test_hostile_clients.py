@@ -41,7 +41,7 @@ def keys(tmp_path_factory):
 def guarded(start, keys):
     """A server with keys, little memory and little patience."""
     limits = {"max_body_bytes": 4_000_000, "max_inflight_bytes": 80_000_000, "max_inflight": 24, "max_batch": 2}
-    return start(api_keys_file=keys, body_timeout=5, **limits)
+    return start(api_keys_file=keys, body_timeout=3, **limits)
 
 
 def request(path, *headers, length=None):
@@ -184,7 +184,7 @@ def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, phot
         while not refused:
             time.sleep(0.01)
         between = []
-        for _ in range(7):
+        for _ in range(5):
             before = len(served)
             response = server.http.post(FEATURES, content=photos["chelsea"], headers=JPEG | bearer("two"))
             assert response.status_code == 200, response.text

@@ -54,7 +54,7 @@ def test_accepted_work_is_finished_if_all_processes_get_the_signal(
         shutting_down(server)
         for child in psutil.Process(server.process.pid).children():
             os.kill(child.pid, signal.SIGINT)
-        time.sleep(5)  # work that is not finished is given up after two
+        time.sleep(3)  # work that is not finished is given up after two
         assert not answer.done()
     assert answer.result().status_code == 200
     assert server.process.wait(60) == 0
