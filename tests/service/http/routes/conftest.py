@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.service.conftest import Client
 from tests.wire import created
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of published weights, which has none."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    folder = tmp_path / "hub/checkpoints"
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

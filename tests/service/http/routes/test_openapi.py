@@ -117,10 +117,8 @@ def test_what_a_build_ends_in_is_documented_wherever_there_is_one(document, meth
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_the_responses_of_a_failed_extractor_are_documented(client, document, photos, tmp_path, monkeypatch, kind):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").write_bytes(b"cut short")
+def test_the_responses_of_a_failed_extractor_are_documented(client, document, photos, checkpoints, kind):
+    (checkpoints / "resnet18-f37072fd.pth").write_bytes(b"cut short")
     spec = {"model": "resnet18", "weights": "random", "return_nodes": ["layer1"], "name": "failed"} | FAILING[kind]
     assert client.post("/v1/extractors", json=spec).json()["type"] == f"/problems/{kind}"
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, 3, 32, 32], "data": [0.5] * (3 * 32**2)}

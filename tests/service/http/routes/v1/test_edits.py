@@ -48,12 +48,7 @@ def test_equal_to_a_hook_on_both_routes(client, photos, reference):
     ("edit", "said"),
     [
         ({"node": "layer2", "channels": [128]}, "no channel 128 in layer2.1.relu_1: it has 128"),
-        ({"node": "layer2", "tokens": [0]}, "no tokens but 128 x 28 x 28"),
-        ({"node": "layer2", "box": [0, 0, 29, 1]}, "0 <= x1 < x2 <= 28"),
         ({"node": "layer2", "box": [0, 0, 1]}, "is not [x1, y1, x2, y2]"),
-        ({"node": "layer2", "images": [2]}, "no image 2 in the request: it has 2"),
-        ({"node": "layer2", "scale": [1, 2, 3], "channels": [0, 1]}, "3 numbers for 2 channels"),
-        ({"node": "layer2", "shift": 1e39}, "not a finite float32 number"),
         ({"node": "layer5"}, "did you mean layer4"),
         ({"node": "layer1.*"}, "stands for several nodes"),
         ({"node": "layer2", "scale": float("nan")}, "not a finite float32 number"),
@@ -96,10 +91,7 @@ def test_attributions_take_no_edits(client, photos):
     refused(response, "invalid-request", "POST …/features")
 
 
-def test_int8_is_refused_before_weights_are_loaded(client, photos, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    folder = tmp_path / "hub/checkpoints"
-    folder.mkdir(parents=True)
-    (folder / "mobilenet_v3_large-5c1a4163.pth").write_bytes(b"cut short")
+def test_int8_is_refused_before_weights_are_loaded(client, photos, checkpoints):
+    (checkpoints / "mobilenet_v3_large-5c1a4163.pth").write_bytes(b"cut short")
     url = "/v1/models/mobilenet_v3_large/features?nodes=C5&precision=int8"
     refused(client.post(url, json=body(photos, [{"node": "C3", "scale": 0}])), "bad-edit", "precision=float32")

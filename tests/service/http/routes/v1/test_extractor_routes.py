@@ -179,12 +179,11 @@ def test_a_number_of_too_many_digits(client):
     refused(response, "invalid-request", "too many digits")
 
 
-def test_weights_that_cannot_be_had(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+def test_weights_that_cannot_be_had(client, checkpoints):
     response = client.post("/v1/extractors", json=spec(weights="DEFAULT"))
     document = refused(response, "weights-unavailable", "weights=random", status=503)
     assert document["file"] == "resnet18-f37072fd.pth"
-    assert document["folder"] == str(tmp_path / "hub/checkpoints")
+    assert document["folder"] == str(checkpoints)
     [failed] = [e for e in client.get("/v1/extractors").json()["extractors"] if e["weights"] == "IMAGENET1K_V1"]
     assert failed["state"] == "failed"
     assert failed["problem"]["type"] == "/problems/weights-unavailable"

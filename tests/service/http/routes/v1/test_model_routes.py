@@ -156,11 +156,9 @@ def test_what_default_preprocessing_means_on_this_server(make_client, photos, pr
         assert 1e-3 < np.abs(made - exact).mean() < 0.1
 
 
-def test_whether_weights_are_on_this_machine(client, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+def test_whether_weights_are_on_this_machine(client, checkpoints):
     assert client.get("/v1/models/resnet18").json()["weights"]["IMAGENET1K_V1"]["cached"] is False
-    (tmp_path / "hub/checkpoints").mkdir(parents=True)
-    (tmp_path / "hub/checkpoints/resnet18-f37072fd.pth").touch()
+    (checkpoints / "resnet18-f37072fd.pth").touch()
     assert client.get("/v1/models/resnet18").json()["weights"]["IMAGENET1K_V1"]["cached"] is True
 
 

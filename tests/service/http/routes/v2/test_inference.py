@@ -327,11 +327,8 @@ def test_other_statuses(tiny):
     assert tiny.post("/v2/repository/models/x/load", content=b"x" * 3_000_000).status_code == 413
 
 
-def test_a_failed_extractor_does_not_shadow_a_model(make_client, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    folder = tmp_path / "hub/checkpoints"
-    folder.mkdir(parents=True)
-    (folder / "squeezenet1_1-b8a52dc0.pth").write_bytes(b"cut short")
+def test_a_failed_extractor_does_not_shadow_a_model(make_client, checkpoints):
+    (checkpoints / "squeezenet1_1-b8a52dc0.pth").write_bytes(b"cut short")
     client = make_client()
     model = client.get("/v2/models/squeezenet1_1").json()
 
