@@ -40,29 +40,6 @@ async def test_the_same_request_gives_the_same_bits(engine: MakeEngine, jpegs: l
             assert all(torch.equal(again.outputs[key], first.outputs[key]) for key in first.outputs)
 
 
-async def test_uint8_tensors_are_preprocessed_like_lossless_files(
-    engine: MakeEngine, arrays: dict[str, np.ndarray]
-) -> None:
-    pixels = np.stack([arrays["coffee"], arrays["coffee"][:, ::-1]])
-    async with engine() as running:
-        record = await built(running)
-        files = await running.features(record, [encoded(image, "PNG") for image in pixels])
-        tensors = await running.features(record, {"x": torch.from_numpy(pixels.copy())})
-        ready = record.description.preprocessing.from_array(torch.from_numpy(pixels.copy()))
-        floats = await running.features(record, {"x": ready})
-        raw = await running.features(record, {"x": torch.from_numpy(pixels.copy())}, FeatureOptions(preprocess="none"))
-        scaled = torch.from_numpy(pixels.copy()).permute(0, 3, 1, 2) / 255
-        by_hand = await running.features(record, {"x": scaled})
-        file = await running.features(record, [encoded(pixels[0], "PNG")] * 2, FeatureOptions(preprocess="none"))
-    for key in files.outputs:
-        # Equal to the bit one by one; together they are computed in whatever batch is ready.
-        assert_close(files.outputs[key], tensors.outputs[key], rtol=1e-5, atol=1e-5)
-        assert_close(files.outputs[key], floats.outputs[key], rtol=1e-5, atol=1e-5)
-        assert_close(raw.outputs[key], by_hand.outputs[key], rtol=1e-5, atol=1e-5)
-        assert_close(raw.outputs[key][0], file.outputs[key][0], rtol=1e-5, atol=1e-5)
-        assert raw.outputs[key].shape != files.outputs[key].shape
-
-
 def test_single_values_are_normalised_each_by_itself() -> None:
     """Not over the images of a batch, which are other clients'."""
     values = torch.tensor([3.0, -4.0, 0.0])
@@ -95,33 +72,6 @@ async def test_requests_with_different_options_share_a_batch(engine: MakeEngine,
             assert_close(response[key].float(), expected[key].float(), rtol=1e-2, atol=1e-5)
             # Nobody's answer keeps the whole batch in memory.
             assert response[key].untyped_storage().nbytes() == response[key].nbytes
-
-
-async def test_outputs_that_are_not_asked_for_cost_nothing(engine: MakeEngine, jpegs: list[bytes]) -> None:
-    async with engine(max_response_bytes=100_000) as running:
-        record = await built(running, "resnet18", {"layer4": "map", "fc": "classes"})
-        with pytest.raises(ResponseTooLarge):
-            await running.features(record, jpegs[:1])
-        result = await running.features(record, jpegs[:1], FeatureOptions(keys=frozenset({"classes"})))
-    assert {key: values.shape for key, values in result.outputs.items()} == {"classes": (1, 1000)}
-
-
-@pytest.mark.exhaustive
-async def test_images_of_different_sizes(engine: MakeEngine, arrays: dict[str, np.ndarray], jpegs: list[bytes]) -> None:
-    """A segmenter keeps the shape of its images: maps of several shapes are no tensor, pooled they are."""
-    wide, tall = jpegs[0], encoded(np.ascontiguousarray(arrays["chelsea"].transpose(1, 0, 2)))
-    async with engine() as running:
-        record = await built(running, "lraspp_mobilenet_v3_large", ["backbone.4"])
-        watched = Watched(record)
-        with pytest.raises(BadTensor, match=r"different shapes .* pool=avg"):
-            await running.features(record, [wide, tall])
-        assert watched.sizes == []
-        pooled = await running.features(record, [wide, tall, wide], FeatureOptions(pool="avg"))
-        each = [await running.features(record, [image], FeatureOptions(pool="avg")) for image in (wide, tall)]
-    assert sum(watched.sizes) == 5
-    (key,) = pooled.outputs
-    for row, alone in zip(pooled.outputs[key], [each[0], each[1], each[0]], strict=True):
-        assert_close(row, alone.outputs[key][0], rtol=1e-5, atol=1e-5)
 
 
 async def test_half_precision(engine: MakeEngine, jpegs: list[bytes]) -> None:

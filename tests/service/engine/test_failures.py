@@ -124,23 +124,6 @@ async def test_out_of_memory_halves_the_batch(
         assert (await running.features(record, tensors(0))).images == 1
 
 
-async def test_admission_counts_requests(engine: MakeEngine) -> None:
-    async with engine(max_inflight=3) as running:
-        record = await built(running)
-        watched = Watched(record)
-        tasks = [await watched.held(running.features(record, tensors(0)))]
-        tasks += [asyncio.create_task(running.features(record, tensors(i))) for i in (1, 2)]
-        await waiting(running, 2)
-        with pytest.raises(AdmissionFull, match="3 requests") as caught:
-            await running.features(record, tensors(3))
-        assert 1 <= caught.value.retry_after <= 60
-        assert caught.value.extra["retry_after"] == caught.value.retry_after
-        watched.open.set()
-        await asyncio.gather(*tasks)
-        assert (await running.features(record, tensors(3))).images == 1
-        assert 3.0 not in marks(torch.cat(watched.batches[:-1]))
-
-
 async def test_admission_counts_bytes(engine: MakeEngine, jpegs: list[bytes]) -> None:
     async with engine(max_inflight_bytes=10_000_000) as running:
         record = await built(running, "mobilenet_v3_small")

@@ -158,11 +158,13 @@ def test_cast(client, extractor, photos, expected, dtype, name, tolerance):
 def test_without_preprocessing(client, extractor, photos):
     """Pixels scaled to [0, 1] and nothing else."""
     model = seeded(torchvision.models.resnet18, weights=None)
-    pixels = decoded(photos["chelsea"])[None] / 255
+    image = decoded(photos["chelsea"])
+    pixels = image[None] / 255
     with torch.inference_mode():
         for layer in (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3):
             pixels = layer(pixels)
-    close(read(client.post(f"{extractor}?preprocess=none", **sent(photos["chelsea"])))["C4"], pixels)
+    for given in (photos["chelsea"], image.permute(1, 2, 0)[None]):
+        close(read(client.post(f"{extractor}?preprocess=none", **sent(given)))["C4"], pixels)
 
 
 def test_one_step_is_the_extractor(client, extractor, photos):
@@ -180,13 +182,10 @@ def test_any_names_of_a_node_give_its_values(client, photos, expected):
     close(found["layer3"], expected["C4"][:1])
 
 
-def test_published_weights_from_the_cache(make_client, photos, reference, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+def test_published_weights_from_the_cache(make_client, photos, reference, checkpoints):
     torch.manual_seed(1)
     state = torchvision.models.squeezenet1_1(weights=None).state_dict()
-    folder = tmp_path / "hub/checkpoints"
-    folder.mkdir(parents=True)
-    torch.save(state, folder / "squeezenet1_1-b8a52dc0.pth")
+    torch.save(state, checkpoints / "squeezenet1_1-b8a52dc0.pth")
     response = make_client().post("/v1/models/squeezenet1_1/features?nodes=features.5", **sent(photos["chelsea"]))
     assert response.json()["weights"] == response.headers["x-fxserve-weights"] == "IMAGENET1K_V1"
     node = response.json()["outputs"][0]["node"]
