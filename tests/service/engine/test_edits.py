@@ -218,11 +218,11 @@ async def test_edits_that_overflow_together_are_refused(engine: MakeEngine) -> N
 
 @pytest.mark.exhaustive
 async def test_windows_of_another_size_have_the_edits_of_their_image(engine: MakeEngine) -> None:
-    """At 64 x 64 this node has one window an image, at 64 x 128 two."""
-    node = "layers.2.blocks.0.attn.qkv"
+    """At 160 x 160 this node has 64 windows an image, at 160 x 320 twice as many."""
+    node = "stages.0.blocks.0.attn_block.attn.qkv"
     async with engine() as running:
-        record = await built(running, "timm.swin_tiny_patch4_window7_224", ["norm"], image_size=64, fit="native")
-        x = torch.rand(2, 3, 64, 128, generator=torch.Generator().manual_seed(0))
+        record = await built(running, "timm.test_maxvit", ["norm"], image_size=160, fit="native")
+        x = torch.rand(2, 3, 160, 320, generator=torch.Generator().manual_seed(0))
 
         async def asked(rows: Tensor, edits: list[Edit]) -> Tensor:
             return (await running.features(record, {"x": rows}, edits=edits)).outputs["norm"]

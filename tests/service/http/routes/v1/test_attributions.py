@@ -168,12 +168,10 @@ def test_pictures_of_tokens_are_of_their_grid(client: Client, query: str) -> Non
     ("query", "slug", "said"),
     [
         ("of=fc&at=layer4&target=1000", "bad-target", "from 0 to 999"),
-        ("of=layer4&at=layer3", "bad-target", "one vector per image"),
         ("of=avgpool&at=fc", "bad-target", "'avgpool' does not depend on 'fc'"),
         ("of=fc", "invalid-request", "as query parameter 'at'"),
         ("of=layer4.*&at=layer3", "invalid-request", "'of' must be one node"),
         ("of=fc&at=layer*.*", "invalid-request", "'at' must be one node"),
-        ("of=fc&at=flatten", "bad-tensor", "gradcam needs a feature map"),
         ("of=fc&at=layr4", "unknown-node", "layer4"),
         ("of=fc&at=layer4&fit=native", "unsupported", "available: crop, stretch, pad"),
         ("of=fc&at=layer4&steps=101&method=integrated_gradients", "invalid-request", "100"),
@@ -258,18 +256,6 @@ class Tokens(nn.Module):
         if self.reads_sizes:
             x = self.mix(x.transpose(1, 2).reshape(n, c, h, w)).flatten(2).transpose(1, 2)
         return self.head(x.pow(2).mean(1))
-
-
-class Tiles(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
-
-    def forward(self, x):
-        n = x.shape[0]
-        tiles = x.unfold(2, 16, 16).unfold(3, 16, 16).permute(0, 2, 3, 1, 4, 5).reshape(-1, 3, 16, 16)
-        return self.head(self.conv(tiles).relu().mean((2, 3)).view(n, 4, -1).mean(1))
 """
 
 
@@ -277,13 +263,9 @@ class Tiles(nn.Module):
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("own models")
     text = "".join(
-        f'[models.{name}]\nbuilder = "own_models:{builder}"\narguments = {{ {arguments} }}\n'
+        f'[models.{name}]\nbuilder = "own_models:Tokens"\narguments = {{ {arguments} }}\n'
         "preprocessing = { resize_size = 32, crop_size = 32 }\n"
-        for name, builder, arguments in (
-            ("tokens", "Tokens", ""),
-            ("sized_tokens", "Tokens", "reads_sizes = true"),
-            ("tiles", "Tiles", ""),
-        )
+        for name, arguments in (("tokens", ""), ("sized_tokens", "reads_sizes = true"))
     )
     with own_models(folder, OWN, text):
         client = Client(models_dir=folder)
@@ -311,8 +293,3 @@ def test_another_size_than_that_of_constants_is_refused(own: Client, method: str
     said = "after block supports only the size that it is built for, 32 x 32"
     refused(own.post(url, **sent(x)), "bad-tensor", said)
     assert own.post(f"{url}&image_size={size[0]}x{size[1]}", **sent(x)).status_code == 200
-
-
-def test_gradcam_of_tiles_is_refused(own: Client) -> None:
-    response = own.post("/v1/models/tiles/attributions?of=head&at=conv", **sent(torch.rand(1, 3, 32, 32)))
-    refused(response, "bad-tensor", "gradcam needs a feature map")

@@ -208,7 +208,6 @@ def test_an_embedding_is_the_class_token(client):
         ("test_vit2", "avg"),  # after which it normalises, and it has a register
         ("cait_xxs24_224", "token"),
         ("deit_tiny_distilled_patch16_224", "token"),
-        ("eva02_tiny_patch14_224", "avg"),
         ("mvitv2_tiny", "avg"),
         ("pit_ti_distilled_224", "token"),
         ("test_vit3", "map"),  # a slice lies between the tokens and their pooling

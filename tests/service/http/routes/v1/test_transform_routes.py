@@ -84,7 +84,7 @@ def test_int8_on_eager_says_what_each_layer_costs_and_keeps_the_named_ones_in_fl
 @pytest.mark.exhaustive
 def test_int8_that_is_too_far_is_refused_with_its_figures(client):
     """MobileNet v2 with fresh batch norms fades to nothing: int8 gives zeros."""
-    far = spec(model="mobilenet_v2", precision="int8", return_nodes=["C5"])
+    far = spec(model="mobilenet_v2", precision="int8", return_nodes=["C5"], image_size=64)
     document = refused(client.post("/v1/extractors?wait=300", json=far), "backend-refused", "precision=float32")
     assert document["min_cosine"] < 0.98
     assert f"{document['min_cosine']:.4f}" in document["detail"]
