@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from service.observability.metrics import STAGES
 from tests.e2e.conftest import Server, until
+from tests.processes import QuietHandler, serving
 from tests.wire import sent
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features.3&pool=avg"
@@ -42,7 +41,7 @@ def spans() -> Iterator[list[Any]]:
     """Every span that reaches a collector on this machine."""
     taken: list[Any] = []
 
-    class Collector(BaseHTTPRequestHandler):
+    class Collector(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -51,17 +50,11 @@ def spans() -> Iterator[list[Any]]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True).start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+    with serving(Collector) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
         patch.setenv("NO_PROXY", "127.0.0.1")
         yield taken
-    collector.shutdown()
 
 
 @pytest.fixture(scope="module")

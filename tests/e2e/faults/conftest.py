@@ -7,7 +7,6 @@ import io
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.testing import assert_close
 
 from tests.e2e.conftest import Server, servers, until
 from tests.e2e.faults.app import Faulty
+from tests.processes import QuietHandler, serving
 from tests.wire import SAFETENSORS, read, sent
 
 # Short enough for a test to wait for, and long enough for a right response from a busy machine.
@@ -29,7 +29,7 @@ FEATURES = "/v1/models/{}/features?nodes=conv,head"
 
 
 class Weights:
-    """Published weights on a local server, which can be made to stall or to send other data."""
+    """Published weights for a local server, at ``url``, which can be made to stall or to send other data."""
 
     def __init__(self) -> None:
         torch.manual_seed(7)
@@ -43,7 +43,7 @@ class Weights:
         self.resumed = threading.Event()
         weights = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_HEAD(self) -> None:
                 self.send_response(200)
                 self.end_headers()
@@ -56,13 +56,8 @@ class Weights:
                 if weights.stall_after is not None:
                     weights.resumed.wait(120)
 
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.handler = Handler
+        self.url = ""
 
 
 def rows(*marks: float) -> torch.Tensor:
@@ -127,8 +122,8 @@ class Clients:
 @pytest.fixture(scope="package")
 def weights() -> Iterator[Weights]:
     served = Weights()
-    yield served
-    served.http.shutdown()
+    with serving(served.handler) as served.url:
+        yield served
 
 
 @pytest.fixture(scope="package")
