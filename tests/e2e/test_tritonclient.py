@@ -169,8 +169,6 @@ def test_aio(server, triton_client, two, batch, expected):
             agree(packed, expected)
             plain = await client.infer("r18-triton", [given[0]], outputs=[output("C5", False)])
             agree(plain, expected, ["C5"])
-            with pytest.raises(InferenceServerException, match="no output 'C9'"):
-                await client.infer("r18-triton", [given[0]], outputs=[output("C9")])
 
     asyncio.run(main())
 
@@ -237,14 +235,10 @@ def test_errors(triton_client, two):
         assert caught.value.status() == str(status)
 
     fails(404, "did you mean.*resnet50", model_name="resnet5")
-    fails(404, "no version '7'", model_version="7")
     fails(400, "no output 'C9'; it has C4, C5", outputs=[output("C9")])
     fails(400, "image 1: these 5 bytes are not an image", inputs=[image_input([two[0], b"hello"])])
-    fails(400, "named x; the request has y", inputs=[tensor_input(np.zeros((1, 3, 224, 224), np.float32), name="y")])
-    fails(400, "is int64", inputs=[tensor_input(np.zeros((1, 3, 8, 8), np.int64), "INT64")])
     fails(400, "BF16, which JSON cannot represent", outputs=[output("C5", False)], parameters={"dtype": "bfloat16"})
     fails(400, "classification is not available", outputs=[triton.InferRequestedOutput("C5", class_count=3)])
-    fails(400, "parameter pool must be none, roi", parameters={"pool": "sum"})
     fails(504, "deadline", timeout=1)
     fails(503, "weights=random", model_name="alexnet")
     with pytest.raises(InferenceServerException, match="no node 'layer9'"):

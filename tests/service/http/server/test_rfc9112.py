@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from service.http.server.connection import Connection
 from service.http.server.heads import MAX_HEAD_BYTES
 from tests.e2e.conftest import connection_problem, response_of
+from tests.service.http.server.test_connection import serving
 
 
 class Echo:
@@ -64,13 +61,8 @@ class Echoing:
 @pytest.fixture(scope="module")
 def started() -> Iterator[Echoing]:
     app = Echo()
-    server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None))
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        stack.callback(thread.join, 30)
-        stack.callback(setattr, server, "should_exit", True)
-        yield Echoing(app, listener.getsockname())
+    with serving(app) as connection:
+        yield Echoing(app, connection.getpeername())
 
 
 @pytest.fixture
@@ -178,7 +170,9 @@ def test_the_largest_head_is_exact(echo: Echoing, pieces: str) -> None:
         (b"GET / HTTP/1.0\r\n", 200),
         (b"GET / HTTP/2.0\r\nHost: x\r\n", 505),
         (b"GET / HTTP/0.9\r\nHost: x\r\n", 505),
+        (b"GET / HTTP/9.9\r\nHost: x\r\n", 400),
         (b"GET /\r\n", 505),
+        (b"GARBAGE\r\n", 400),
         (b"GET / HTTP/1.1\nHost: x\n", 400),
         (b"GET / HTTP/1.1\r\nHost : x\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: x\r\n folded\r\n", 400),
@@ -231,6 +225,7 @@ def test_a_head_request_that_is_refused_has_no_body(echo: Echoing, head: bytes) 
         ("Content-Length: 5\r\nContent-Length: 6", "hello!", 400),
         ("Content-Length: 5, 5", "hello", 400),
         ("Content-Length: +5", "hello", 400),
+        ("Content-Length: -1", "hello", 400),
         ("Content-Length: 5 ", "hello", 200),
         ("Content-Length: 99999999999999999999999", "hello", 400),
         ("Content-Length: 5\r\nTransfer-Encoding: chunked", "0\r\n\r\n", 400),
