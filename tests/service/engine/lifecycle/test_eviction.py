@@ -164,7 +164,7 @@ async def test_what_was_given_back_is_freed(
         else:
             running.runtimes.unload(running.records.find(identity))
         if why == "in use":
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.3)
             assert module() is not None
             watched.open.set()
             assert (await request).images == 1
