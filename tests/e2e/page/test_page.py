@@ -348,18 +348,19 @@ def test_everybody_can_use_it(open_server, visit):
         ("m=nothing", "#notice"),
         ("m=resnet18&w=IMAGENET1K_V1", ".failure"),
     ):
+        page.emulate_media(color_scheme="light")
         page.goto(f"{open_server.url}/#{fragment}")
         page.wait_for_selector(ready, timeout=90_000)
         page.wait_for_selector(".body.waiting", state="detached")  # which dims what it shows
-        for width in (1280, 375):
+        for width in (375, 1280):
             page.set_viewport_size({"width": width, "height": 740})
             if not fragment and width == 375:  # where to begin comes before the list of all models
                 begin, every = page.get_by_text("Look inside a vision model"), page.locator(".results a").first
                 assert begin.bounding_box()["y"] < every.bounding_box()["y"]
-            page.emulate_media(color_scheme="light")
             check()
-            page.emulate_media(color_scheme="dark")
-            check(runOnly=["color-contrast"])  # nothing else depends on the scheme
+        page.emulate_media(color_scheme="dark")
+        check(runOnly=["color-contrast"])  # nothing else depends on the scheme, nor this on the width
+    page.set_viewport_size({"width": 375, "height": 740})
     page.keyboard.press("?")
     page.get_by_role("heading", name="Keys").wait_for()
     check()
