@@ -2,6 +2,8 @@
 
 import base64
 import io
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -167,6 +169,17 @@ def said(page, number=0):
 def point(stage, row, column, size):
     box = stage.bounding_box()
     return {"x": (column + 0.5) * box["width"] / size[1], "y": (row + 0.5) * box["height"] / size[0]}
+
+
+def run_curl(command, folder):
+    """Run the command that the page shows in ``folder``, where it writes its answer."""
+    subprocess.run(command, shell=True, check=True, cwd=folder)
+
+
+def run_python(program, folder):
+    """Return what the program that the page shows prints in ``folder``."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
 
 
 def cosines(maps, row, column):

@@ -1,8 +1,5 @@
 """Attention as maps, against NumPy and PyTorch."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -20,6 +17,8 @@ from tests.e2e.page.seen import (
     looks,
     pixels,
     point,
+    run_curl,
+    run_python,
     said,
     until,
 )
@@ -139,7 +138,7 @@ def test_the_request_and_the_statistics_under_attention_are_those_of_the_weights
     numbers = page.locator(f'section[aria-label="All weights of {node}"] dd').all_inner_texts()
     assert float(numbers[1]) == pytest.approx(weights.max(), rel=1e-3)
     (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     found = safetensors.numpy.load_file(tmp_path / f"{node}.safetensors")[node]
     np.testing.assert_allclose(found[0], weights, atol=1e-6)
 
@@ -162,15 +161,12 @@ def test_of_large_weights_only_the_row_that_is_seen_is_asked_for(open_server, vi
         label = page.locator(f'.tile[data-head="{head}"]').get_attribute("aria-label")
         assert label == f"Head {head}, entropy {bits[head]:.1f} bits"
     (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     found = safetensors.numpy.load_file(tmp_path / f"{node}.safetensors")[node]
     np.testing.assert_allclose(found[0, :, 0, 1:], row.reshape(3, -1), atol=1e-6)
     page.get_by_role("button", name="Python", exact=True).click()
-    code = page.locator(".request code").inner_text()
-    said_by_python = subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert f"{node} (1, 3, 1, {side**2 + 1}) float32" in said_by_python.stdout
+    printed = run_python(page.locator(".request code").inner_text(), tmp_path)
+    assert f"{node} (1, 3, 1, {side**2 + 1}) float32" in printed
     for column in range(4, 21, 4):  # only where it rests
         stage.hover(position=point(stage, 20, column, (side, side)))
     under = weights[1, 1 + 20 * side + 20, 1:]

@@ -1,7 +1,6 @@
 """Knobs: what channels, positions and heads that are switched off change, against PyTorch's forward hooks."""
 
 import json
-import subprocess
 from urllib.parse import parse_qs, urlencode
 
 import numpy as np
@@ -11,7 +10,7 @@ import safetensors.numpy
 import torch
 import torchvision
 
-from tests.e2e.page.seen import CHELSEA, attention, looks, shown, until
+from tests.e2e.page.seen import CHELSEA, attention, looks, run_curl, shown, until
 
 VIT, TIMES = "timm.vit_tiny_patch16_224", "\N{MULTIPLICATION SIGN}"
 AT_BLOCK_2 = {"m": VIT, "n": "blocks.2", "w": "random", "v": "attention"}
@@ -69,9 +68,8 @@ def test_what_is_switched_off_changes_the_maps_after_it_and_the_predictions(open
     page.locator('section[aria-label="Predictions for chelsea.jpg, edited"]').wait_for()
     for found, name in ((scores, "chelsea.jpg"), (other_scores, "chelsea.jpg, edited")):
         assert first_classes(page, f"Predictions for {name}") == np.argsort(-found, kind="stable")[:5].tolist()
-    command = page.locator(".request code").inner_text()
     (tmp_path / "chelsea.jpg").write_bytes(CHELSEA.read_bytes())
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     found = safetensors.numpy.load_file(tmp_path / "features.9.safetensors")["features.9"]
     # Photos are resized in another way here than in torchvision's transforms of PIL images.
     assert np.linalg.norm(found[0] - edited) < 0.3 * np.linalg.norm(found[0] - plain)

@@ -2,8 +2,6 @@
 
 import base64
 import io
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import safetensors.numpy
 import torchvision
 
 from fxcore import photos
-from tests.e2e.page.seen import BLOCK, CHELSEA, TILES, VIT, asked, shown, until
+from tests.e2e.page.seen import BLOCK, CHELSEA, TILES, VIT, asked, run_curl, run_python, shown, until
 
 DETECTOR = "fasterrcnn_mobilenet_v3_large_320_fpn"
 TIMES = " \N{MULTIPLICATION SIGN} "
@@ -111,7 +109,7 @@ def test_the_request_is_changed_and_gives_what_it_says(open_server, visit, tmp_p
     page.get_by_label("Type", exact=True).select_option("float16")
     page.locator(".request .pill", has_text="C3").click()
     assert f"C4: 1{TIMES}256; C3: 1{TIMES}128; 768 B" in page.locator(".request").inner_text()
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     found = safetensors.numpy.load_file(tmp_path / "resnet18.safetensors")
     for key, size in (("C4", 256), ("C3", 128)):
         means = asked(open_server, "resnet18", key, "random").mean(axis=(2, 3))
@@ -119,9 +117,8 @@ def test_the_request_is_changed_and_gives_what_it_says(open_server, visit, tmp_p
         assert found[key].shape == (1, size)
         np.testing.assert_allclose(found[key], means, rtol=2e-3, atol=1e-3)
     page.get_by_role("button", name="Python").click()
-    program = page.locator(".request code").inner_text()
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == "C4 (1, 256) float16\nC3 (1, 128) float16\n"
+    printed = run_python(page.locator(".request code").inner_text(), tmp_path)
+    assert printed == "C4 (1, 256) float16\nC3 (1, 128) float16\n"
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,12 @@
 """Models of one's own: values of any type, finite or not, inputs that are no photos, and outputs that are no scores."""
 
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.e2e.page.seen import TILES, asked, eventually, shown_channels
+from tests.e2e.page.seen import TILES, asked, eventually, run_curl, run_python, shown_channels
 from tests.e2e.page.test_pictures import pictured_soon
 
 MODULE = """
@@ -189,12 +187,10 @@ def test_the_request_for_a_model_that_takes_tensors_works_as_it_stands(own_serve
         headers={"accept": "application/x-safetensors", "content-type": "application/x-safetensors"},
     )
     values = safetensors.numpy.load(wanted.content)[node]
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     np.testing.assert_allclose(safetensors.numpy.load_file(tmp_path / f"{node}.safetensors")[node], values, atol=1e-5)
     page.get_by_role("button", name="Python").click()
-    program = page.locator(".request code").inner_text()
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == f"{node} {values.shape} float32\n"
+    assert run_python(page.locator(".request code").inner_text(), tmp_path) == f"{node} {values.shape} float32\n"
 
 
 @pytest.mark.exhaustive

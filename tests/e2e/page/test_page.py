@@ -4,8 +4,6 @@ import base64
 import io
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import PIL.Image
@@ -26,6 +24,8 @@ from tests.e2e.page.seen import (
     coloured,
     listed,
     pixels,
+    run_curl,
+    run_python,
     shown,
     shown_channels,
     until,
@@ -178,14 +178,13 @@ def test_the_copied_requests_give_what_is_shown(open_server, visit, tmp_path):
     assert code["x"] + code["width"] < 1280  # a long URL is wrapped, not cut off
     page.get_by_role("button", name="Copy").click()
     page.get_by_text("Copied").wait_for()
-    subprocess.run(page.evaluate("navigator.clipboard.readText()"), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.evaluate("navigator.clipboard.readText()"), tmp_path)
     found = safetensors.numpy.load_file(tmp_path / "features.4.safetensors")
     np.testing.assert_allclose(found["features.4"], maps, atol=1e-5)
     page.get_by_role("button", name="Python").click()
     page.get_by_role("button", name="Copy").click()
-    program = page.evaluate("navigator.clipboard.readText()")
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert said.stdout == f"features.4 {maps.shape} float32\n"
+    printed = run_python(page.evaluate("navigator.clipboard.readText()"), tmp_path)
+    assert printed == f"features.4 {maps.shape} float32\n"
     for suffix, read in (
         ("safetensors", lambda d: safetensors.numpy.load(d)["features.4"]),
         ("npy", lambda d: np.load(io.BytesIO(d))),
@@ -241,10 +240,7 @@ def test_the_graph_opens_in_place_and_is_walked_by_keys(open_server, visit):
     assert note.is_hidden()
     page.get_by_label("Colour by").select_option("params")
     largest = sum(weight.numel() for weight in torchvision.models.resnet18().layer4.parameters())
-    until(
-        page,
-        f"document.querySelector('.legend').textContent.endsWith('to {largest / 1e6:.2f} M parameters')",
-    )
+    until(page, f"document.querySelector('.legend').textContent.endsWith('to {largest / 1e6:.2f} M parameters')")
     page.get_by_role("button", name="From layer3.0.relu_1").click()
     page.locator(".node", has_text="layer3.0.relu_1").wait_for()
     page.get_by_role("button", name="To layer3.1.conv1").click()

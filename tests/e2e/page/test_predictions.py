@@ -1,7 +1,5 @@
 """What the page makes of the model that is there with its trained weights: its predictions, by name."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -10,7 +8,7 @@ import pytest
 from safetensors.numpy import load
 
 import fxcore.photos
-from tests.e2e.page.seen import asked, until
+from tests.e2e.page.seen import asked, run_curl, run_python, until
 
 TRAINED = "efficientnet_lite0"
 
@@ -70,12 +68,10 @@ def test_a_class_is_explained_where_one_asks(open_server, visit, tmp_path):
     assert most() == [highest("C5", 282)]
     page.get_by_role("button", name="Copy").wait_for()
     assert page.get_by_role("button", name="Make an extractor").count() == 0
-    subprocess.run(page.locator(".request code").inner_text(), shell=True, check=True, cwd=tmp_path)
+    run_curl(page.locator(".request code").inner_text(), tmp_path)
     assert load((tmp_path / "C5.safetensors").read_bytes())["attribution"].max() == highest("C5", 282)
     page.get_by_role("button", name="Python").click()
-    program = page.locator(".request code").inner_text()
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "attribution (1, 7, 7) float32" in run.stdout
+    assert "attribution (1, 7, 7) float32" in run_python(page.locator(".request code").inner_text(), tmp_path)
     page.get_by_role("button", name="curl").click()
     page.goto(f"{open_server.url}/#m={TRAINED}&n=C4&n2=C5&v=why")  # of the first class
     for level in ("C4", "C5"):
