@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import signal
 import socket
 import statistics
@@ -12,6 +11,7 @@ import time
 import pytest
 
 from tests.e2e.conftest import connection_problem, response_of, until
+from tests.e2e.slow_models import SWITCH, slow_models
 from tests.wire import JPEG, sent
 
 FEATURES = "/v1/models/squeezenet1_1/features?weights=random&nodes=features&pool=avg"
@@ -201,48 +201,21 @@ def test_a_client_that_asks_for_everything_at_once_leaves_room(start, keys, phot
     assert len(server.http.get("/healthz").content) > 0
 
 
-HELD = """
-import pathlib
-import time
-from torch import fx, nn
-
-@fx.wrap
-def hold(images):
-    here = pathlib.Path(__file__)  # the service runs the model at its start, before there is a file "closed"
-    while not images.is_meta and here.with_name("closed").exists() and not here.with_name("open").exists():
-        time.sleep(0.01)
-    return images
-
-class Held(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, 2)
-
-    def forward(self, images):
-        return self.stem(hold(images))
-"""
-
-
 @pytest.mark.exhaustive
-def test_two_hundred_clients_that_vanish(start, photos, tmp_path, monkeypatch):
+def test_two_hundred_clients_that_vanish(start, photos, tmp_path):
     """They send and are gone: at once, and again while their requests wait. Next to nothing is computed for them."""
-    (tmp_path / "held_for_tests.py").write_text(HELD)
-    (tmp_path / "models.toml").write_text('[models.held]\nbuilder = "held_for_tests:Held"\n')
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    server = start(models_dir=tmp_path, request_timeout=300)
-    (tmp_path / "closed").touch()
+    server = start(models_dir=slow_models(tmp_path, slow="image = 1000"), request_timeout=300)
 
     def ask(path):
         assert server.http.post(path, content=photos["chelsea"], headers=JPEG).status_code == 200
 
-    opened, held = tmp_path / "open", "/v1/models/held/features?nodes=stem&pool=avg"
+    slow, held = tmp_path / SWITCH, "/v1/models/slow/features?nodes=stem&pool=avg"
     head = request(SLOW, length=len(photos["chelsea"]))
-    opened.touch()
     ask(held)
     ask(SLOW)
     for wait in (False, True):
         before = server.metric(COMPUTED)
-        opened.unlink()
+        slow.touch()
         first = threading.Thread(target=ask, args=[held])
         first.start()
         until(lambda: server.metric(INFLIGHT) == 1)
@@ -257,7 +230,7 @@ def test_two_hundred_clients_that_vanish(start, photos, tmp_path, monkeypatch):
         for connection in connections:
             vanish(connection)
         until(lambda: server.metric(INFLIGHT) == 1)
-        opened.touch()
+        slow.unlink()
         first.join()
         ask(SLOW)
         assert server.metric(COMPUTED) - before - 2 < 0.05 * 200
