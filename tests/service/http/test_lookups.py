@@ -20,10 +20,10 @@ async def test_retry_after_follows_the_rate_of_lookups() -> None:
         lookups = Lookups(60, pool, max_requests=4)
         for _ in range(20):
             async with lookups.place(Caller()) as run:
-                await run(lambda: time.sleep(0.15))
+                await run(lambda: time.sleep(0.05))
         async with AsyncExitStack() as held:
             for _ in range(4):
                 await held.enter_async_context(lookups.place(Caller()))
             with pytest.raises(AdmissionFull) as refused:
                 await held.enter_async_context(lookups.place(Caller()))
-    assert refused.value.retry_after == 1  # of the three seconds that were busy, four lookups take less than one
+    assert refused.value.retry_after == 1  # of the second that was busy, four lookups take less than one

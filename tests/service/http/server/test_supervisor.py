@@ -227,10 +227,9 @@ def test_a_process_that_waits_to_be_replaced_is_no_failure_at_the_end(tmp_path: 
 
 
 @pytest.mark.exhaustive
-@FORKED
-def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path, forked: bool) -> None:
+def test_processes_that_cannot_start_end_with_an_error(tmp_path: Path) -> None:
     (tmp_path / "no memory").touch()
-    with Processes(tmp_path, forked) as server:
+    with Processes(tmp_path, forked=True) as server:
         assert server.process.wait(60) == 3
 
 
