@@ -18,17 +18,7 @@ from service.offline.runners import remote
 from tests.conftest import Reference
 from tests.e2e.conftest import Server
 from tests.hostile_images import saved
-from tests.service.offline.conftest import (
-    SETTINGS,
-    assert_right,
-    csv,
-    folder,
-    job,
-    png,
-    regions,
-    regions_in,
-    rows,
-)
+from tests.service.offline.conftest import SETTINGS, assert_right, csv, folder, job, png, regions, regions_in, rows
 from tests.service.offline.inputs.test_boxes import BOXES
 from tests.service.offline.inputs.test_boxes import assert_right as boxes_right
 from tests.service.offline.inputs.test_points_and_masks import mask_png

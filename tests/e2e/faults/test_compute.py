@@ -12,16 +12,7 @@ import pytest
 import safetensors.torch
 
 from tests.e2e.conftest import until
-from tests.e2e.faults.app import (
-    DECODER_DIES,
-    DECODER_HAS_NO_MEMORY,
-    DIES,
-    HANGS,
-    NAN,
-    NO_MEMORY,
-    RAISES,
-    TOO_MANY_ROWS,
-)
+from tests.e2e.faults.app import DECODER_DIES, DECODER_HAS_NO_MEMORY, DIES, HANGS, NAN, NO_MEMORY, RAISES, TOO_MANY_ROWS
 from tests.e2e.faults.conftest import FEATURES, Clients, FaultyServer
 
 pytestmark = pytest.mark.usefixtures("sound")

@@ -2,11 +2,7 @@
 
 import pytest
 
-from tests.e2e.page.seen import (
-    asked,
-    check_tiles,
-    shown_channels,
-)
+from tests.e2e.page.seen import asked, check_tiles, shown_channels
 
 
 @pytest.mark.exhaustive

@@ -9,14 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from service.engine import FeatureOptions
-from service.problems import (
-    AdmissionFull,
-    ComputeFailed,
-    ExtractorFailed,
-    NotReady,
-    OutOfMemory,
-    RequestTooLarge,
-)
+from service.problems import AdmissionFull, ComputeFailed, ExtractorFailed, NotReady, OutOfMemory, RequestTooLarge
 from tests.service.engine.running import (
     OUT_OF_MEMORY,
     PATIENCE,

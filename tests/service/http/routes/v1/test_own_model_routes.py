@@ -86,10 +86,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.exhaustive
 def test_a_model_of_ones_own_is_served(
-    folder: Path,
-    make_client: Callable[..., Client],
-    photos: dict[str, bytes],
-    caplog: pytest.LogCaptureFixture,
+    folder: Path, make_client: Callable[..., Client], photos: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "fxserve.models"):
         client = make_client(models_dir=folder, models=("mine", "broken", "unfit"))
@@ -291,10 +288,7 @@ class Branching(nn.Module):
 
 
 def test_models_that_cannot_be_traced_say_why(
-    tmp_path: Path,
-    make_client: Callable[..., Client],
-    photos: dict[str, bytes],
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, make_client: Callable[..., Client], photos: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     with own_models(tmp_path, BRANCHING, '[models.branching]\nbuilder = "own_models:Branching"\n'):
         client = make_client(models_dir=tmp_path)
