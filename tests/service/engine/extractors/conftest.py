@@ -61,8 +61,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make cached reads expire immediately, as if two seconds had passed."""
+    """Make cached reads and checks of the store expire immediately, as if two seconds had passed."""
     monkeypatch.setattr(extractors, "CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(sharing.Sharing._check_soon, "__defaults__", (0.0,))
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.exhaustive)])

@@ -210,7 +210,7 @@ async def test_a_deletion_in_a_store_that_has_just_gone_is_refused(engine: MakeE
 
 
 @pytest.mark.exhaustive
-async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(pair: Pair, tmp_path: Path) -> None:
+async def test_a_reader_is_told_to_wait_for_a_store_that_is_away(pair: Pair, tmp_path: Path, later: None) -> None:
     """Another process may have made the extractor: whether the reader may use it is not known."""
     one, other = pair
     id = (await built(one)).id
