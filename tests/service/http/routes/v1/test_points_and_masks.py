@@ -170,7 +170,6 @@ def test_no_region_of_an_image_projected(client, photos, pool, field, given, cou
         ("mask", "masks", [["?"], []], (0, 0), "neither a data URL nor base64"),
         ("mask", "masks", [["http://here/x.png"], []], (0, 0), "fetches no URLs"),
         ("mask", "masks", [[7], []], (0, 0), "neither base64 nor run lengths"),
-        ("mask", "masks", [[{"size": [300, 451]}], []], (0, 0), "neither base64 nor run lengths"),
         ("mask", "masks", [[{"size": [300], "counts": []}], []], (0, 0), "without the size"),
         ("mask", "masks", [[{"size": [300, 451], "counts": [1.5]}], []], (0, 0), "neither a list of whole numbers"),
         ("mask", "masks", [[{"size": [300, 451], "counts": [7]}], []], (0, 0), "run lengths of 7 pixels"),

@@ -184,7 +184,6 @@ def test_batches_of_several_requests(client, photos):
         ([[], [[10, 10, 10, 20]]], 1, 0, "empty or inverted"),
         ([[[10, 10, 20]], []], 0, 0, "3 values"),
         ([[[10, 10, 20, "30"]], []], 0, 0, "four finite numbers"),
-        ([[[10, 10, 20, None]], []], 0, 0, "four finite numbers"),
         ([[[10, 10, 20, True]], []], 0, 0, "four finite numbers"),
         ([[[10, 10, 500, 200]], []], 0, 0, "451 x 300"),
         ([[], [[0, 0, 30, 427]]], 1, 0, "the model sees"),
