@@ -16,6 +16,7 @@ from fxcore import photos
 from service.http.access.keys import make
 from tests.e2e.page.conftest import MODELS
 from tests.e2e.page.seen import (
+    AGAIN,
     CHELSEA,
     GRAPH,
     TILES,
@@ -310,12 +311,14 @@ def test_what_fails_says_why_and_is_tried_again(open_server, visit):
     page.get_by_role("button", name="Use random weights").click()
     shown_channels(page)
     assert "w=random" in page.evaluate("location.hash")
+    page.clock.install()
     page.context.set_offline(True)
     page.locator(".levels button", has_text="C5").click()
     page.get_by_text("The server does not answer").wait_for()
     page.get_by_role("button", name="Try again").click()
     page.get_by_text("The server does not answer").wait_for()
     page.context.set_offline(False)
+    page.clock.run_for(AGAIN)
     shown(page, "C5")
     page.goto(f"{open_server.url}/#m=r3d_18&n=layer2")
     page.get_by_text("not photos").wait_for()
