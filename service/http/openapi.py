@@ -95,7 +95,7 @@ def _completed(document: dict[str, Any], routes: DeclaredRoutes, hot_routes: Seq
                 response.setdefault("headers", {})["X-Request-ID"] = {"$ref": "#/components/headers/X-Request-ID"}
             for body in (operation.get("requestBody", {}), *operation["responses"].values()):
                 content = body.get("content", {}).get("application/json")
-                if content is not None and "examples" not in content:
+                if content is not None and not content.keys() & {"example", "examples"}:
                     content["example"] = compose(content["schema"], schemas)
     return document
 

@@ -1,5 +1,6 @@
 """The OpenAPI document says everything that the service answers."""
 
+import copy
 import re
 
 import jsonschema
@@ -44,6 +45,17 @@ def test_every_json_document_has_a_valid_example(document):
                     for example in shown:
                         jsonschema.Draft202012Validator(described).validate(example)
     assert documents > 100
+
+
+@pytest.mark.parametrize("path", ["/v2/models/{name}/infer", "/v2/models/{name}/versions/{version}/infer"])
+def test_the_example_of_an_inference_is_answered(client, document, photos, path):
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    example = copy.deepcopy(content["example"])
+    example["inputs"][0]["data"] = [b64(photos["rocket"])]  # in place of its shortened image
+    example.setdefault("parameters", {})["weights"] = "random"
+    response = client.post(path.format(name="resnet18", version=1), json=example)
+    assert response.status_code == 200, response.text
+    assert [output["name"] for output in response.json()["outputs"]] == [one["name"] for one in example["outputs"]]
 
 
 def operations(document):
