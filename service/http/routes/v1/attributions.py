@@ -25,7 +25,7 @@ from service.engine.requests.attributing import Question
 from service.engine.requests.plan.plan import Inputs
 from service.engine.rows.shapes import row_layout
 from service.http.routes.v1.extractors import COMPUTE_PROBLEMS, MAKING_PROBLEMS, IdOrName
-from service.http.routes.v1.features import BODY, RESPONSE, draw, negotiate, write
+from service.http.routes.v1.features import BODY, IMAGES_EXAMPLE, RESPONSE, draw, negotiate, write
 from service.http.routes.v1.models import Model
 from service.http.routing.declared import declares
 from service.http.routing.hot_requests import HotRequest
@@ -37,6 +37,14 @@ _WHOLE = "attributions need a whole, differentiable model with one input size"
 
 _ATTRIBUTION, _TARGETS = "attribution", "targets"
 
+_BODY = {
+    **BODY,
+    "content": {
+        **BODY["content"],
+        # Regions and edits are for features only.
+        json.MEDIA_TYPE: {**BODY["content"][json.MEDIA_TYPE], "examples": {"images": IMAGES_EXAMPLE}},
+    },
+}
 _BACKEND = {"description": "The backend that computed them.", "schema": {"type": "string"}, "example": "eager"}
 _RESPONSE = {
     **RESPONSE,
@@ -203,6 +211,6 @@ _OF_EXTRACTOR = Parameters(AttributionQuery, extractor=IdOrName)
 _OF_MODEL = Parameters(OneStepAttributionQuery, model=Model)
 
 routes = [
-    HotRoute("/v1/extractors/{extractor}/attributions", attribute, _OF_EXTRACTOR, "features", BODY, _RESPONSE),
-    HotRoute("/v1/models/{model}/attributions", attribute_in_one_step, _OF_MODEL, "features", BODY, _RESPONSE),
+    HotRoute("/v1/extractors/{extractor}/attributions", attribute, _OF_EXTRACTOR, "features", _BODY, _RESPONSE),
+    HotRoute("/v1/models/{model}/attributions", attribute_in_one_step, _OF_MODEL, "features", _BODY, _RESPONSE),
 ]

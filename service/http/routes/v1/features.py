@@ -45,8 +45,8 @@ _PROBLEMS = (
     *COMPUTE_PROBLEMS,
 )
 
-
-BODY = {
+IMAGES_EXAMPLE = {"value": {"images": ["/9j/4AAQSkZJRg…"]}}
+BODY: dict[str, Any] = {
     "required": True,
     "content": {
         "image/*": BINARY,
@@ -62,7 +62,7 @@ BODY = {
         "application/json": {
             "schema": {"$ref": "#/components/schemas/ImagesBody"},
             "examples": {
-                "images": {"value": {"images": ["/9j/4AAQSkZJRg…"]}},
+                "images": IMAGES_EXAMPLE,
                 "regions": {
                     "summary": "With pool=roi",
                     "value": {"images": ["/9j/4AAQSkZJRg…"], "boxes": [[[48, 32, 310, 290]]]},

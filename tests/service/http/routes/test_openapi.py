@@ -58,6 +58,12 @@ def test_the_example_of_an_inference_is_answered(client, document, photos, path)
     assert [output["name"] for output in response.json()["outputs"]] == [one["name"] for one in example["outputs"]]
 
 
+@pytest.mark.parametrize("path", ["/v1/models/{model}/attributions", "/v1/extractors/{extractor}/attributions"])
+def test_examples_of_attributions_have_only_images(document, path):
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert [list(example["value"]) for example in content["examples"].values()] == [["images"]]
+
+
 def operations(document):
     """All but the V2 protocol's and OpenAI's, which say errors their own way."""
     for path, methods in document["paths"].items():
