@@ -68,7 +68,8 @@ async def load(
     caller: Calling,
     name: Name,
     x_request_timeout: Annotated[
-        float | None, Header(gt=0, allow_inf_nan=False, description="Seconds to wait.", examples=[60])
+        float | None,
+        Header(alias="X-Request-Timeout", gt=0, allow_inf_nan=False, description="Seconds to wait.", examples=[60]),
     ] = None,
 ) -> ModelReady:
     """Load an extractor or a model. With ``config``, create an extractor with this name."""

@@ -64,6 +64,17 @@ def test_examples_of_attributions_have_only_images(document, path):
     assert [list(example["value"]) for example in content["examples"].values()] == [["images"]]
 
 
+def test_the_header_of_a_deadline_has_one_name(document):
+    headers = [
+        parameter["name"]
+        for methods in document["paths"].values()
+        for operation in methods.values()
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "header"
+    ]
+    assert set(headers) == {"X-Request-Timeout"}
+
+
 def operations(document):
     """All but the V2 protocol's and OpenAI's, which say errors their own way."""
     for path, methods in document["paths"].items():
