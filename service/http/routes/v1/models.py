@@ -15,7 +15,7 @@ from fxcore.graph.model_graph import model_graph
 from fxcore.graph.multiples import multiple_of
 from fxcore.images.decoding import PREPROCESS_MODES
 from fxcore.models.catalog import Source, source_of
-from fxcore.models.entry import ModelEntry
+from fxcore.models.entry import ModelEntry, Task
 from fxcore.models.timm_models import installed
 from service import problems
 from service.choices import GraphFormat
@@ -68,15 +68,7 @@ Weights = Annotated[
 async def list_models(
     state: Shared,
     caller: Calling,
-    task: Annotated[
-        str | None,
-        Query(
-            max_length=64,
-            description="Only models for this task: classification, quantization, segmentation, detection, video, "
-            "optical_flow.",
-            examples=["classification"],
-        ),
-    ] = None,
+    task: Annotated[Task | None, Query(description="Only models for this task.", examples=["classification"])] = None,
     source: Annotated[
         Source | None,
         Query(

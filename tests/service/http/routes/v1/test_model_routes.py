@@ -51,6 +51,14 @@ def test_models_by_task_and_name(client, query, expected):
     assert {model["name"] for model in client.get(f"/v1/models?{query}").json()["models"]} == expected
 
 
+@pytest.mark.parametrize("task", ["clasification", "Detection", ""])
+def test_an_unknown_task_is_refused(client, task):
+    response = client.get("/v1/models", params={"task": task})
+    assert response.status_code == 422
+    assert response.json()["type"] == "/problems/invalid-request"
+    assert "'classification', 'quantization', 'segmentation', 'detection', 'video' or" in response.json()["detail"]
+
+
 def test_loaded_models_say_so(make_client):
     client = make_client(models=["resnet18", "squeezenet1_1"])
     created(client, model="squeezenet1_1", weights="random", return_nodes=["features.3"])
