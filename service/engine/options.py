@@ -100,7 +100,8 @@ class FeatureOptions:
                 raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
+                known = ", ".join(value for value in allowed if value is not None)
+                raise ValueError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
 
     def named(self) -> dict[str, str | int | None]:
         """Return the client options by name."""

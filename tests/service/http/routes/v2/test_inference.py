@@ -301,6 +301,20 @@ def test_unknown_pools_are_refused_with_those_known(tiny, pool):
     assert (response.status_code, response.json()["error"]) == (400, error)
 
 
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("dtype", "float32, float16, bfloat16"),
+        ("normalize", "l2"),
+        ("preprocess", "default, pil, fast, none"),
+    ],
+)
+def test_unknown_choices_are_refused_with_those_known(tiny, name, known):
+    response = tiny.post(INFER, **raw(RAW, more={"parameters": {name: "L1"}}))
+    error = f"parameter {name} must be one of {known}, not 'L1'"
+    assert (response.status_code, response.json()["error"]) == (400, error)
+
+
 @pytest.mark.parametrize("path", ["", "/ready"])
 def test_the_only_version_is_the_same_as_none(tiny, path):
     whole = tiny.get(f"/v2/models/tiny{path}")
