@@ -19,6 +19,9 @@ _MAX_COMMAS = 2 * MAX_IMAGES + 64
 """Maximum commas in a body, so that parsing cannot create millions of objects. Each image has one as a data URL and one
 as a separator; the rest are for the other fields."""
 
+_HEAD_BYTES = 2 * 1024
+"""Maximum bytes of the head of a vector in a response, with the objects that it is written from."""
+
 
 def read(chunks: Sequence[bytes]) -> tuple[EmbeddingsRequest, list[bytes]]:
     """Parse a body in OpenAI's shape. Return it without its images, and these decoded from base64.
@@ -55,3 +58,8 @@ def write(vectors: Tensor, model: str, encoding: str | None) -> list[bytes | mem
     usage = b'],"model":%b,"usage":{"prompt_tokens":0,"total_tokens":0}}'
     parts.append(usage % orjson.dumps(model))
     return parts
+
+
+def max_bytes(vectors: Tensor) -> int:
+    """Return the maximum bytes that :func:`write` allocates for ``vectors``."""
+    return _HEAD_BYTES * len(vectors) + json.max_bytes(vectors)

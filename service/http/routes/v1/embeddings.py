@@ -76,7 +76,8 @@ async def embed(request: HotRequest[NoQuery]) -> Response:
     vectors = result.outputs[output.key].reshape(result.images, -1)
     if body.dimensions is not None:
         vectors = functional.normalize(vectors[:, : body.dimensions], dim=1)
-    parts = await request.encode(json.max_bytes(vectors), embeddings.write, vectors, body.model, body.encoding_format)
+    memory = embeddings.max_bytes(vectors)
+    parts = await request.encode(memory, embeddings.write, vectors, body.model, body.encoding_format)
     return request.respond(record.description, result.timings, started, parts, json.MEDIA_TYPE, {})
 
 
