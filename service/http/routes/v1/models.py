@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BeforeValidator
 
 from fxcore.graph.model_graph import model_graph
 from fxcore.graph.multiples import multiple_of
@@ -68,7 +69,11 @@ Weights = Annotated[
 async def list_models(
     state: Shared,
     caller: Calling,
-    task: Annotated[Task | None, Query(description="Only models for this task.", examples=["classification"])] = None,
+    task: Annotated[
+        Task | None,
+        BeforeValidator(lambda text: text or None),  # clients send all fields of a form
+        Query(description="Only models for this task.", examples=["classification"]),
+    ] = None,
     source: Annotated[
         Source | None,
         Query(

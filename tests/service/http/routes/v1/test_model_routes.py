@@ -51,7 +51,13 @@ def test_models_by_task_and_name(client, query, expected):
     assert {model["name"] for model in client.get(f"/v1/models?{query}").json()["models"]} == expected
 
 
-@pytest.mark.parametrize("task", ["clasification", "Detection", ""])
+def test_an_empty_task_or_name_is_not_given(client):
+    everything = client.get("/v1/models").json()
+    assert client.get("/v1/models?task=&q=").json() == everything
+    assert everything["models"]
+
+
+@pytest.mark.parametrize("task", ["clasification", "Detection"])
 def test_an_unknown_task_is_refused(client, task):
     response = client.get("/v1/models", params={"task": task})
     assert response.status_code == 422
