@@ -133,7 +133,7 @@ def _reduce(job: Job, settings: Settings, out: Folder) -> Summary:
         folder = WorkingFolder(out)
     try:
         with write_errors(out):
-            skipped = prepare(job, None, folder)
+            skipped = prepare(job, None, folder, made)
         reduction = Reduction(folder, empty, made)
         if left := folder.index.counts().left:
             blocks = blocks_of(folder.index, {}, actors.rows(left, _MAX_ROWS))

@@ -179,11 +179,7 @@ async def _extract(job: Job, settings: Settings, report: Report, handle_sigterm:
             folder = await asyncio.to_thread(WorkingFolder, out)
         try:
             with write_errors(out):
-                if not folder.index.claim(spec.run):
-                    raise FxError(
-                        f"{out}/{FILE} is of another folder; put back its own, or remove it to compute all images again"
-                    )
-                skipped = await asyncio.to_thread(prepare, job, chosen, folder)
+                skipped = await asyncio.to_thread(prepare, job, chosen, folder, spec)
             writer: Writer | Reducer
             if chosen is not None:
                 writer = Writer(folder, chosen, spec.metadata(), job.shard_rows)
@@ -207,8 +203,16 @@ def count(inputs: Sequence[str]) -> int:
     return found if found < _MAX_COUNTED else sys.maxsize
 
 
-def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder) -> Skipped:
-    """Make the index and the folder consistent, and add the images to extract. Return the skipped files."""
+def prepare(job: Job, chosen: shards.ShardFormat | None, folder: WorkingFolder, spec: SpecFile) -> Skipped:
+    """Make the index and the folder consistent, and add the images to extract. Return the skipped files.
+
+    Raises:
+        FxError: the index is of another folder, or an input or the file of regions cannot be used.
+    """
+    if not folder.index.claim(spec.run):
+        raise FxError(
+            f"{folder}/{FILE} is of another folder; put back its own, or remove it to compute all images again"
+        )
     skipped = Skipped(job.out)
     if chosen is not None:  # statistics are in the index itself
         folder.match_shards(chosen.suffix)

@@ -17,12 +17,18 @@ import numpy as np
 import psutil
 import pytest
 
+from fxcore.errors import FxError
 from service.offline import extract
+from service.offline.folder import Folder
 from tests.service.offline.conftest import SETTINGS, csv, job, png, regions, regions_in, rows
 from tests.service.offline.inputs.test_boxes import BOXES
 from tests.service.offline.statistics.test_reduce import ALL, assert_statistics
 
 pytest.importorskip("ray.data")
+
+from service.cluster import bulk
+from service.cluster.actors import EngineConfig, describe, given_settings
+
 parquet = pytest.importorskip("pyarrow.parquet")
 
 
@@ -188,3 +194,17 @@ def test_statistics_are_merged_from_all_actors(folder: Callable[..., Path], tmp_
     extract(job(out, folder(14), spec={"backend": "eager"}, reduce=ALL), SETTINGS)  # without Ray
     extract(job(tmp_path / "rows", root, spec={"backend": "eager"}), SETTINGS)
     assert_statistics(out, rows(tmp_path / "rows"), rtol=1e-5)
+
+
+def test_the_index_of_another_folder_is_refused(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any actor is started."""
+    jobs = [job(tmp_path / name, folder(1), spec={"backend": "eager"}, reduce="mean") for name in ("one", "two")]
+    for each in jobs:
+        extract(each, SETTINGS)
+    (tmp_path / "one/index.sqlite").write_bytes((tmp_path / "two/index.sqlite").read_bytes())
+    engine = EngineConfig(given_settings(SETTINGS, 1), jobs[0].spec, jobs[0].options, None, 1)
+    monkeypatch.setattr(bulk, "_started", lambda *arguments: (None, *describe(engine)))
+    with pytest.raises(FxError, match=r"one/index.sqlite is of another folder"):
+        bulk._reduce(jobs[0], SETTINGS, Folder(tmp_path / "one"))
