@@ -18,9 +18,11 @@ from service.offline.failures import driver_errors
 # Drivers of git have other names before the @.
 _WITH_PASSWORD = re.compile(r"(?:^|::)(?!git(?:hub)?:)([a-zA-Z][a-zA-Z0-9+.-]*)://[^/?#@]*:[^/?#]*@")
 
-
 _HIDDEN = "\0"
 """Stands for the ``::`` of a name, at which fsspec would split it, as it does where they join URLs."""
+
+_ARCHIVES = ("zip://", "tar://", "libarchive://")
+"""URLs of members, whose archive follows after ``::``, perhaps as a path."""
 
 
 def is_url(text: str) -> bool:
@@ -43,7 +45,8 @@ def filesystem(url: str) -> tuple[Any, str]:
         )
     with driver_errors(url):
         try:
-            joined = any(is_url(one) for one in url.split("::")[1:])  # as in simplecache::s3://bucket/photos
+            # As in zip://1.png::photos.zip and simplecache::s3://bucket/photos.
+            joined = url.startswith(_ARCHIVES) or any(is_url(one) for one in url.split("::")[1:])
             fs, path = url_to_fs(url if joined else url.replace("::", _HIDDEN), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             reason = str(error).rstrip(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,11 +74,14 @@ def test_colons_join_urls_or_are_part_of_a_name(tmp_path: Path) -> None:
     Hosted("any").pipe_file("/photos/app::Cat/4.png", b"4.png")
     (tmp_path / "app::Dog").mkdir()
     (tmp_path / "app::Dog/5.png").write_bytes(b"5.png")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        archive.writestr("app/6.png", b"6.png")
     for url, name in (
         ("simplecache::hosted://one/photos/1.png", "1.png"),
         ("hosted://one/photos/app::Cat", "4.png"),
         ("hosted://one/photos/app::*/*.png", "4.png"),
         (f"{tmp_path.as_uri()}/app::Dog", "5.png"),
+        (f"zip://app/6.png::{tmp_path}/photos.zip", "6.png"),
     ):
         [source] = find([url])
         assert Reader(100).read(source) == name.encode(), url
