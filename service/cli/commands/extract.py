@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -249,9 +251,10 @@ def extract(
     job = Job(
         tuple(inputs), out, format, spec, options, tuple(server or ()), api_key, shard_rows, files.get(pool), reduce
     )
+    on_ray = None if ray is None else _on_ray(ray)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio replaces no other: it cancels the run
-    if ray is not None:
-        summary = _extract_on_ray(ray, job, settings)
+    if on_ray is not None:
+        summary = on_ray(job, settings)
     else:
         with progress() as report:
             summary = extract(job, settings, report)
@@ -269,14 +272,15 @@ def extract(
         raise typer.Exit(1)
 
 
-def _extract_on_ray(address: str, job: Job, settings: Settings) -> Summary:
+def _on_ray(address: str) -> Callable[[Job, Settings], Summary]:
+    """Import Ray, which takes seconds, and return what runs a job on it."""
     from fxcore.errors import FxError
 
     try:
         from service.cluster import bulk
     except ImportError as error:
         raise FxError(f"--ray needs Ray Data: pip install 'fxserve[ray]' ({error})") from error
-    return bulk.extract(job, settings, address)
+    return partial(bulk.extract, address=address)
 
 
 def _size(text: str | None) -> int | tuple[int, int] | None:

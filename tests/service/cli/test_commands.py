@@ -120,6 +120,25 @@ main()
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
+def test_an_interrupt_amid_the_import_of_ray_ends_the_command(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "ray.py").write_text("""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError
+""")
+    run = python(f"""
+import sys
+sys.argv = "fxserve extract photos --model resnet18 --nodes C4 --out out --ray local".split()
+sys.path.insert(0, {str(tmp_path)!r})
+from service.cli import main
+main()
+""")
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
 def test_an_interrupt_before_a_command_is_parsed_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*arguments: Any, **options: Any) -> None:
         raise KeyboardInterrupt
