@@ -145,9 +145,9 @@ def _converted(values: list[Any], dtype: np.dtype[Any], datatype: str, where: st
     if set(map(type, values)) - allowed:
         raise BadTensor(f"{where}: its data is not all {datatype} values")
     try:
-        with np.errstate(over="ignore"):
+        with np.errstate(over="raise"):  # a number beyond the dtype's largest would become infinity
             return np.array(values, dtype)
-    except (OverflowError, ValueError) as error:
+    except (ArithmeticError, ValueError) as error:
         raise BadTensor(f"{where}: its data has values that {datatype} cannot hold") from error
 
 

@@ -30,3 +30,17 @@ def test_long_arrays_that_are_no_numbers(spoiled):
     document = Document(text, len(text))
     with pytest.raises(Problem):
         document.numbers(document.value["a"], 4001, "FP32", "a")
+
+
+@pytest.mark.parametrize(("datatype", "largest"), [("FP16", 65504.0), ("FP32", float(np.finfo(np.float32).max))])
+@pytest.mark.parametrize("count", [1, 4000])
+def test_numbers_of_more_than_the_datatype_are_refused(datatype, largest, count):
+    def read(last):
+        text = bytearray(b'{"a":[' + b"1," * count + last.encode() + b"]}")
+        document = Document(text, len(text))
+        return document.numbers(document.value["a"], count + 1, datatype, "a")[-1]
+
+    assert read(repr(largest)) == largest
+    for beyond in (repr(-2 * largest), str(2 * int(largest))):
+        with pytest.raises(Problem, match=f"^a: its data has values that {datatype} cannot hold$"):
+            read(beyond)
