@@ -93,7 +93,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
 
     Args:
         limit: maximum bytes it may unpack to.
-        inputs: the model's inputs, for a body without JSON.
+        inputs: the model's inputs.
 
     Raises:
         Problem: 413 or 422.
@@ -108,7 +108,7 @@ def read(body: Body, limit: int, inputs: Sequence[TensorMetadata]) -> Request:
         request = InferRequest.model_validate(document.value)
     except ValidationError as error:
         raise invalid_body(error) from error
-    images, tensors = _inputs(request, document, data, len(data) if length is None else length)
+    images, tensors = _inputs(request, document, data, len(data) if length is None else length, inputs)
     return Request(images, tensors, list(_wanted(request)), request.id, request.parameters)
 
 
@@ -138,7 +138,7 @@ def write(
 
 
 def _inputs(
-    request: InferRequest, document: Document, data: bytearray, position: int
+    request: InferRequest, document: Document, data: bytearray, position: int, inputs: Sequence[TensorMetadata]
 ) -> tuple[list[bytes] | None, dict[str, Tensor]]:
     """Return the encoded images or the tensors of a request.
 
@@ -157,6 +157,8 @@ def _inputs(
             if entry.name != IMAGE:
                 raise BadTensor(f"{where}: BYTES are encoded images and must be named {IMAGE!r}")
             images = _images(entry, data, position, size, where)
+        elif entry.name == IMAGE and [spec.datatype for spec in inputs if spec.name == IMAGE] == [BYTES]:
+            raise BadTensor(f"{where} must be BYTES (encoded images), not {entry.datatype!r}")
         else:
             tensors[entry.name] = _tensor(document, entry, data, position, size, where)
         position += size or 0

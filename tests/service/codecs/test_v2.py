@@ -40,6 +40,16 @@ def test_images_in_json_are_flat_or_nested(shape, nested, prefix):
     assert read_images(shape, (data.reshape(shape) if nested else data).tolist()) == [b"one", b"two"]
 
 
+def test_images_of_another_datatype_are_refused():
+    image = {"name": "image", "datatype": "UINT8", "shape": [3], "data": [1, 2, 3]}
+    body = v2.Body(bytearray(json.dumps({"inputs": [image]}).encode()), None, "", "application/json")
+    with pytest.raises(Problem, match=r"^input 'image' must be BYTES \(encoded images\), not 'UINT8'$"):
+        v2.read(body, 1000, INPUTS)
+    own = TensorMetadata(name="image", datatype="FP32", shape=[-1, 3])  # some models call their tensors so
+    for inputs in ([INPUTS[1]], [INPUTS[0], own]):
+        assert v2.read(body, 1000, inputs).tensors["image"].tolist() == [1, 2, 3]
+
+
 def test_a_grid_of_images_is_refused():
     with pytest.raises(Problem, match=r"encoded images must have \[n\]"):
         read_images([2, 2], [["AAAA", "AAAA"]] * 2)
