@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from itertools import groupby
 from typing import Any
 
 from pydantic import ValidationError
@@ -84,14 +83,15 @@ def documented(*kinds: type[Problem], shape: Shape = PROBLEM) -> dict[int | str,
 def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """Convert pydantic's errors to a problem: the first one as a sentence, and all as a list for programs."""
     found: list[dict[str, str]] = []
-    for error in sorted(_without_wrong_branches(errors), key=lambda error: error["type"] != "unknown_field"):
+    for error in sorted(errors, key=lambda error: error["type"] != "unknown_field"):
         where, *path = (str(part) for part in error["loc"])
         message = error["msg"].removeprefix("Value error, ")  # pydantic's prefix of validators' messages
         if error["type"] == "json_invalid":
             path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
         elif error["type"] in ("model_type", "model_attributes_type", "dict_type"):  # pydantic names Python's classes
             message = "Input should be a JSON object"
-        found.append({"in": where, "field": _field(path), "message": message})
+        field = ".".join(part for part in path if part != "[key]")  # pydantic's mark of an error in the key itself
+        found.append({"in": where, "field": field, "message": message})
     first = found[0]
     noun = {"query": "query parameter", "path": "path parameter", "header": "header", "body": "field"}.get(
         first["in"], ""
@@ -104,24 +104,3 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 def invalid_body(error: ValidationError) -> InvalidRequest:
     """Convert the errors of a JSON body that a route validates itself; see :func:`invalid_request`."""
     return invalid_request([{**e, "loc": ("body", *e["loc"])} for e in error.errors()])
-
-
-def _without_wrong_branches(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Clean up the errors of a field that may be a list or a map: pydantic reports errors for both.
-
-    Keep those for the type that was sent. If it was neither, merge them into one.
-    """
-    shown: list[Mapping[str, Any]] = []
-    for _, group in groupby(errors, key=lambda error: [str(part) for part in error["loc"][:2]]):
-        members = list(group)
-        branches = [error for error in members if error["type"] in ("list_type", "dict_type")]
-        others = [error for error in members if error not in branches]
-        if len(branches) == 2:
-            others = [{**branches[0], "msg": "Input should be a list of names or a map from name to key"}]
-        shown += others or branches
-    return shown
-
-
-def _field(path: Sequence[Any]) -> str:
-    """Return a field's path without pydantic's names for the members of a union, such as ``list[str]``."""
-    return ".".join(str(part) for part in path if "[" not in str(part))

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from service.choices import Backend, Fit, Precision
 from service.schemas.image_size import ImageSize
 from service.schemas.strict import Strict
+from service.schemas.unions import either
 
 MAX_NAME_LENGTH = 256
 """Maximum characters of the name of a node, key or weights."""
@@ -63,8 +64,11 @@ def _extractor_name(name: str, info: ValidationInfo) -> str:
 
 _ExtractorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"), AfterValidator(_extractor_name)]
 
-_Scalar = bool | int | float | Annotated[str, Field(max_length=256)]
-ParameterValue = _Scalar | Annotated[list[_Scalar], Field(max_length=64)]
+_SCALAR = "Input should be true, false, a number or a text of at most 256 characters"
+_Scalar = Annotated[bool | int | float | Annotated[str, Field(max_length=256)], either(_SCALAR)]
+ParameterValue = Annotated[
+    _Scalar | Annotated[list[_Scalar], Field(max_length=64)], either(f"{_SCALAR}, or a list of at most 64 of those")
+]
 
 MAX_NODES = 1024
 """Maximum number of nodes of an extractor."""
@@ -89,6 +93,12 @@ class TransformStep(Strict):
         description="Allow the transform to find nothing to change; otherwise that is an error.",
         examples=[True],
     )
+
+
+_Transform = Annotated[
+    Annotated[str, Field(max_length=64)] | TransformStep,
+    either("Input should be a name of at most 64 characters, or an object with name, params and optional"),
+]
 
 
 class ExtractorSpec(Strict):
@@ -124,10 +134,11 @@ class ExtractorSpec(Strict):
         description="`DEFAULT`, a name from the model's list, `random` (seed 0, repeatable), "
         "or `file:NAME` for a checkpoint in the weights folder.",
     )
-    return_nodes: (
+    return_nodes: Annotated[
         Annotated[list[NodeName], Field(min_length=1, max_length=MAX_NODES)]
-        | Annotated[dict[NodeName, OutputKey], Field(min_length=1, max_length=MAX_NODES)]
-    ) = Field(
+        | Annotated[dict[NodeName, OutputKey], Field(min_length=1, max_length=MAX_NODES)],
+        either(f"Input should be a list of names or a map from name to key, 1 to {MAX_NODES} of them"),
+    ] = Field(
         description="Nodes to return: a list, or a map node → key. A name is an exact node name, a level (`C4`) or a "
         "truncated path, which means the last node under it. In a list, `*` stands for one component of a path: "
         "`blocks.*` is each child of `blocks`. The response keeps this order.",
@@ -143,7 +154,7 @@ class ExtractorSpec(Strict):
         description="Backend that runs the model. A named backend is used or refused, never replaced; `auto` picks "
         "the fastest that agrees with eager.",
     )
-    transforms: Annotated[list[Annotated[str, Field(max_length=64)] | TransformStep], Field(max_length=32)] = Field(
+    transforms: Annotated[list[_Transform], Field(max_length=32)] = Field(
         default_factory=list,
         description="Graph transforms to apply, in order: names from `GET /v1/transforms`, or objects with `name`, "
         "`params` and `optional`.",

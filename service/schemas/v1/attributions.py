@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, Field
 
 from service.choices import Attribution, Preprocess
 from service.schemas.image_size import ImageSizeText
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
+from service.schemas.unions import either
 from service.schemas.v1.features import Encoding, FeatureDocument, UsedFit
 
-
-def _index_or_max(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Validate a target with one error; pydantic reports one for each member of a union."""
-    try:
-        return validate(value)
-    except ValidationError:
-        raise PydanticCustomError("target", "give the index of a result, or max") from None
-
-
-_Target = Annotated[int | Literal["max"], WrapValidator(_index_or_max)]
+_Target = Annotated[int | Literal["max"], either("give the index of a result, or max")]
 
 
 class AttributionQuery(BaseModel):

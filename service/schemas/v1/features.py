@@ -20,6 +20,7 @@ from service.choices import POOL_PATTERN, Backend, Dtype, Fit, Normalize, Precis
 from service.schemas.image_size import ImageSizeText
 from service.schemas.specs import MAX_NAME_LENGTH, WeightsName
 from service.schemas.strict import Strict
+from service.schemas.unions import either
 
 MAX_IMAGES = 1024
 """Maximum images of a request, in any form."""
@@ -224,6 +225,9 @@ def _listed(one: dict[str, Any]) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [lists, {"type": "null"}]})
 
 
+_OneOrMore = Annotated[StrictFloat | list[StrictFloat], either("Input should be a number or a list of numbers")]
+
+
 class NodeEdit(Strict):
     """A multiply-add of a node's value, as if returned by a forward hook: `value * scale + shift` where the selectors
     apply. A missing selector selects everything."""
@@ -245,12 +249,12 @@ class NodeEdit(Strict):
         description="`[x1, y1, x2, y2]` in positions of the map, or of the grid of tokens; x2 and y2 are exclusive.",
         examples=[[0, 0, 7, 14]],
     )
-    scale: StrictFloat | list[StrictFloat] = Field(
+    scale: _OneOrMore = Field(
         default=1.0,
         description="Factor: a number, or one for each selected channel. 0 sets finite values to zero.",
         examples=[0],
     )
-    shift: StrictFloat | list[StrictFloat] = Field(
+    shift: _OneOrMore = Field(
         default=0.0, description="Summand: a number, or one for each selected channel.", examples=[0.5]
     )
     images: list[StrictInt] | None = Field(
