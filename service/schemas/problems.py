@@ -90,6 +90,8 @@ def invalid_request(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
             path, message = [], f"not valid JSON: {error.get('ctx', {}).get('error', 'syntax error')}"
         elif error["type"] in ("model_type", "model_attributes_type", "dict_type"):  # pydantic names Python's classes
             message = "Input should be a JSON object"
+        elif error["type"] in ("too_short", "too_long"):  # "List should have at least 1 item after validation, not 0"
+            message = f"Input {message.partition(' ')[2]}".replace(" after validation", "")
         field = ".".join(part for part in path if part != "[key]")  # pydantic's mark of an error in the key itself
         found.append({"in": where, "field": field, "message": message})
     first = found[0]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from service.choices import Backend, Fit, Precision
@@ -45,6 +45,7 @@ OutputKey = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH), Afte
 ModelName = Annotated[str, Field(min_length=1, max_length=128)]
 WeightsName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LIKE_AN_ID = re.compile(r"[0-9a-f]{12}")
 
 STORED = {"stored": True}
@@ -52,6 +53,11 @@ STORED = {"stored": True}
 
 
 def _extractor_name(name: str, info: ValidationInfo) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise PydanticCustomError(
+            "extractor_name",
+            "Input should be 1 to 128 letters, digits, dots, hyphens or underscores, the first a letter or a digit",
+        )
     # Otherwise a request for a deleted extractor could reach another one.
     if _LIKE_AN_ID.fullmatch(name) and info.context != STORED:
         raise PydanticCustomError(
@@ -62,7 +68,11 @@ def _extractor_name(name: str, info: ValidationInfo) -> str:
     return name
 
 
-_ExtractorName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"), AfterValidator(_extractor_name)]
+_ExtractorName = Annotated[
+    str,
+    AfterValidator(_extractor_name),
+    WithJsonSchema({"type": "string", "pattern": f"^{_NAME.pattern}$"}),
+]
 
 _SCALAR = "Input should be true, false, a number or a text of at most 256 characters"
 _Scalar = Annotated[bool | int | float | Annotated[str, Field(max_length=256)], either(_SCALAR)]
