@@ -39,7 +39,7 @@ def _message_of(error: Exception) -> tuple[str, int] | None:
     # A module that has not been imported cannot have raised its errors.
     fx_errors, pydantic = sys.modules.get("fxcore.errors"), sys.modules.get("pydantic")
     if isinstance(error, Problem) or (fx_errors is not None and isinstance(error, fx_errors.FxError)):
-        return error.detail, 1
+        return error.detail.replace("weights=random", "--weights random"), 1  # a query's parameter is an option here
     if pydantic is not None and isinstance(error, pydantic.ValidationError):
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc'][:1]))}: {first['msg']} (it is {first['input']!r})", 2

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer.core
 import typer.main
 
@@ -259,3 +260,15 @@ def test_key_prints_the_line_for_the_file_and_the_key_apart() -> None:
     assert fxserve("key", "alice").stdout.startswith("alice:read:")
     assert fxserve("key", "a:b").exit_code == 2
     assert fxserve("key", "alice", "--scope", "write").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["extract --nodes C4 --device cpu --out out", "why"])
+def test_the_way_without_weights_is_an_option(command: str, files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files[0].parent)
+    checkpoints = Path(torch.hub.get_dir(), "checkpoints")
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "resnet18-f37072fd.pth").write_bytes(b"cut short")
+    name, *options = command.split()
+    done = fxserve(name, files[0], "--model", "resnet18", *options)
+    fails(done, 1, "resnet18-f37072fd.pth in ")
+    assert done.stderr.endswith("or use --weights random to try without\n")
