@@ -192,10 +192,13 @@ class ModelEntry(ABC):
     def canonical_weights(self, asked: str) -> str:
         """Resolve ``DEFAULT``, and check that ``asked`` is a published name, ``random``, or ``file:NAME``.
 
+        NAME must be the name of a file, not a path; whether the file exists is not checked.
+
         Raises:
             UnknownWeights: ``asked`` is none of these.
         """
-        if asked == RANDOM or (asked.startswith(FILE_PREFIX) and len(asked) > len(FILE_PREFIX)):
+        file = asked.removeprefix(FILE_PREFIX)
+        if asked == RANDOM or (file != asked and file == Path(file).name and file not in ("", "..")):
             return asked
         return self._published_name(asked)
 

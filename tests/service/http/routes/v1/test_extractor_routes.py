@@ -144,6 +144,15 @@ def test_specs_that_cannot_be(client, changed, status, kind, fields):
     assert fields <= document.keys()
 
 
+@pytest.mark.parametrize("path", ["../../etc/passwd", "/etc/passwd", "sub/own.pth", "..", "."])
+def test_weights_files_are_not_paths(client, path):
+    """And since none will ever have such a name, no failed extractor is listed for a later build."""
+    before = client.get("/v1/extractors").json()
+    said = f"resnet18 has no weights 'file:{path}'; ask for one of DEFAULT, IMAGENET1K_V1, random, file:NAME"
+    refused(client.post("/v1/extractors", json=spec(weights=f"file:{path}")), "unknown-weights", said)
+    assert client.get("/v1/extractors").json() == before
+
+
 def test_suggestions_include_the_intended_name(client):
     document = client.post("/v1/extractors", json=spec(return_nodes=["layer5"])).json()
     assert document["suggestions"]
