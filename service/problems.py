@@ -190,6 +190,14 @@ class NotTraceable(Invalid, slug="not-traceable", title="Not traceable"):
 class ImageProblem(Problem):
     """A problem with one image; ``index`` is its position in the call."""
 
+    @classmethod
+    def received(cls, status: int, document: Mapping[str, Any], request_id: str | None = None) -> Self:
+        """Build the problem of an error response; an index that is not an integer is left out."""
+        problem = super().received(status, document, request_id)
+        if type(problem.extra.get("index")) is not int:
+            problem.extra.pop("index", None)
+        return problem
+
     @property
     def index(self) -> int:
         return int(self.extra.get("index", 0))

@@ -248,7 +248,7 @@ async def extract(
         try:
             await client._call(put)
         except ValueError as error:
-            raise unexpected(response, "safetensors with the rows of the request") from error
+            raise unexpected(response, "safetensors with the outputs and rows of the call") from error
         return
     del body, request
     for smaller in part.split(rows):

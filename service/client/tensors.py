@@ -65,6 +65,7 @@ class Assembly:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
+        self._keys: set[str] | None = None
         self._arrays: dict[str, tuple[str, Array]] = {}
         self._parts: dict[str, dict[int, Array]] = {}
         self._lock = Lock()
@@ -83,9 +84,15 @@ class Assembly:
                 name.
 
         Raises:
-            ValueError: it is not safetensors, or does not have these rows.
+            ValueError: it is not safetensors, or does not have these rows or the outputs of the other responses.
         """
-        for key, (name, part) in tensor_views(content).items():
+        views = tensor_views(content)
+        with self._lock:
+            if self._keys is None:
+                self._keys = set(views)
+        if self._keys != set(views):  # rows would have no values
+            raise ValueError(f"outputs {sorted(views)}, and {sorted(self._keys)} in another response")
+        for key, (name, part) in views.items():
             if part.shape[:1] != (stop - start,):
                 raise ValueError(f"{key!r} has the shape {part.shape} for {stop - start} rows")
             if key == indices:  # indices within the request

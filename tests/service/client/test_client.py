@@ -286,6 +286,26 @@ def test_what_is_too_much_together_is_sent_in_requests_of_two_images(refused, im
     assert assembly.arrays()["a"].tolist() == list(range(images))
 
 
+@pytest.mark.parametrize("second", [{"a": np.ones(2)}, {"a": np.ones(2), "b": np.ones(2), "c": np.ones(2)}])
+def test_responses_of_a_call_have_the_same_outputs(second):
+    """Else rows of an output would have no values."""
+    [part] = split_call([b"image"] * 4, 16, MB)
+    responses = [refusal(422, "bad-mask"), features(a=np.ones(2), b=np.ones(2)), features(**second)]
+    _, error = steps(flows.extract, responses, REF, part, {}, Assembly(4))
+    assert isinstance(error, exceptions.ConnectionFailed)
+    assert "safetensors with the outputs and rows of the call" in str(error)
+
+
+@pytest.mark.parametrize("index", ["x", None, [], {}, 1.5, True])
+def test_an_index_that_is_no_number_is_as_good_as_none(index):
+    parts = split_call([b"a", b"b", b"c"], 2, MB)
+    bad = refusal(422, "bad-image", index=index)
+    for part, refused, at in ((parts[0], [bad, bad], 0), (parts[1], [bad], 2)):
+        _, error = steps(flows.extract, refused, REF, part, {}, Assembly(3))
+        assert isinstance(error, exceptions.BadImage)
+        assert error.index == at
+
+
 def test_a_mask_that_is_bad_by_itself_is_not_sent_again():
     [part] = split_call([b"image"] * 4, 16, MB)
     _, error = steps(flows.extract, [refusal(422, "bad-mask", index=2)], REF, part, {}, Assembly(4))
