@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fxcore.int8.layers import WEIGHTED, class_of
+from fxcore.int8.layers import WEIGHTED, calls_relu, class_of
 from fxcore.layer_types import BATCH_NORMS
 from fxcore.passes.base import add
 from fxcore.tracing.graph_module import attribute
@@ -96,6 +96,16 @@ def share_weights(module: nn.Module, copies: Mapping[str, str]) -> None:
             (weight, bias), (same, alike) = one._weight_bias(), other._weight_bias()
             if torch.equal(weight, same) and (bias is alike is None or torch.equal(bias, alike)):
                 other._packed_params = one._packed_params
+
+
+def call_functional_relu(module: fx.GraphModule) -> None:
+    """Replace calls of ``torch.relu`` and of the method by ``torch.nn.functional.relu``, with a positional argument.
+
+    torch fuses no other into the layer before it. Only the graph changes, not the code.
+    """
+    for node in filter(calls_relu, module.graph.nodes):
+        node.op, node.target = "call_function", nn.functional.relu
+        node.args, node.kwargs = tuple(node.all_input_nodes), {}
 
 
 def pass_positionally(module: fx.GraphModule) -> None:

@@ -20,7 +20,14 @@ from torch.ao.quantization.fx.prepare import prepare
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from fxcore.errors import UnknownNode
-from fxcore.int8.calls import INSERTED, floating_dimensions, pass_positionally, separate, share_weights
+from fxcore.int8.calls import (
+    INSERTED,
+    call_functional_relu,
+    floating_dimensions,
+    pass_positionally,
+    separate,
+    share_weights,
+)
 from fxcore.int8.kernels import kind_of, miscomputed, ranges
 from fxcore.int8.layers import WEIGHTED, class_of, computed_by, is_relu6
 from fxcore.int8.report import Rounding
@@ -92,6 +99,7 @@ def observe(
     private = copy.deepcopy(fork(module)).eval()
     copies = separate(private)
     pass_positionally(private)
+    call_functional_relu(private)
     hidden = _hide_hooked(private)
     mapping = get_default_qconfig_mapping(ranges(private))
     for path in hidden:

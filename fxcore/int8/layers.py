@@ -68,8 +68,7 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """
     while len(node.all_input_nodes) == 1 and len(node.all_input_nodes[0].users) == 1:
         before = node.all_input_nodes[0]
-        relu = node.target in (torch.relu, nn.functional.relu) or issubclass(class_of(module, node), nn.ReLU)
-        relu = relu or is_relu6(module, node)
+        relu = calls_relu(node) or issubclass(class_of(module, node), nn.ReLU) or is_relu6(module, node)
         if issubclass(class_of(module, node), BATCH_NORMS):
             fused = issubclass(class_of(module, before), WEIGHTED)
         else:
@@ -80,6 +79,11 @@ def computed_by(module: fx.GraphModule, node: fx.Node) -> fx.Node:
             break
         node = before
     return node
+
+
+def calls_relu(node: fx.Node) -> bool:
+    """Return whether ``node`` calls ReLU as a function or as a method."""
+    return node.target in (torch.relu, nn.functional.relu) or (node.op == "call_method" and node.target == "relu")
 
 
 def is_relu6(module: fx.GraphModule, node: fx.Node) -> bool:

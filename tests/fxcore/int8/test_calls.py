@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fxcore import trace
 from fxcore.analysis.verify import verify
 from fxcore.errors import UnknownNode
-from fxcore.int8.quantize import quantize
+from fxcore.int8.quantize import Quantized, quantize
 
 Forward = Callable[[Any, Tensor], Any]
 
@@ -86,6 +86,30 @@ def test_int8_is_near_float32(name: str) -> None:
         expected, found = model(x), made(x)
     for one, other in zip(*(got if isinstance(got, tuple) else (got,) for got in (expected, found)), strict=True):
         assert (other - one).norm() < 0.05 * one.norm()
+
+
+RELUS: dict[str, Callable[[Tensor], Tensor]] = {
+    "torch.relu": torch.relu,
+    "torch.relu by name": lambda x: torch.relu(input=x),
+    "functional by name": lambda x: F.relu(input=x),
+    "method": lambda x: x.relu(),
+    "method in place": lambda x: x.relu_(),
+}
+
+
+@pytest.mark.parametrize("name", RELUS)
+@pytest.mark.parametrize(("layer", "fused"), [("a", "ConvReLU2d"), ("linear", "LinearReLU")])
+def test_each_relu_is_fused_into_the_layer_before_it(name: str, layer: str, fused: str) -> None:
+    x = torch.randn(4, 8, 8, 8)
+
+    def quantized(relu: Callable[[Tensor], Tensor]) -> Quantized:
+        torch.manual_seed(0)
+        return quantize(trace(Model(lambda m, x: m.b(relu(getattr(m, layer)(x)))).eval()), x)
+
+    found = quantized(RELUS[name])
+    assert {one.name for one in found.layers} == {layer, "b"}
+    assert type(found.module.get_submodule(layer)).__name__ == fused
+    assert torch.equal(found.module(x), quantized(F.relu).module(x))
 
 
 def test_what_is_kept_in_float_may_compute_sizes() -> None:
