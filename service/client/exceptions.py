@@ -21,6 +21,10 @@ class TimedOut(FxserveError, TimeoutError):
     """The server did not answer in time."""
 
 
+class UnreadableResponse(FxserveError):
+    """The features in a response are damaged, or not those that were asked for."""
+
+
 class ExtractorChanged(FxserveError):
     """The server rebuilt an extractor, and its weights or graph differ from before."""
 

@@ -21,6 +21,7 @@ from service.client.exceptions import (
     TimedOut,
     TooLarge,
     UnknownExtractor,
+    UnreadableResponse,
 )
 from service.client.images import Part
 from service.client.responses import Response, json_object, problem_in, retry_after, unexpected
@@ -224,7 +225,7 @@ async def extract(
     Raises:
         Problem: the server rejected the request.
         ExtractorChanged: the recreated extractor differs from the original.
-        ConnectionFailed: the response cannot be read.
+        UnreadableResponse: its features cannot be read.
     """
     body, content_type = await client._call(part.body)
     headers = {"Content-Type": content_type, "Accept": tensors.MEDIA_TYPE}
@@ -248,7 +249,7 @@ async def extract(
         try:
             await client._call(put)
         except ValueError as error:
-            raise unexpected(response, "safetensors with the outputs and rows of the call") from error
+            raise UnreadableResponse(f"the features in the response cannot be read: {error}") from error
         return
     del body, request
     for smaller in part.split(rows):

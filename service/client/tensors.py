@@ -52,7 +52,7 @@ def tensor_views(content: NDArray[np.uint8]) -> dict[str, tuple[str, Array]]:
                 raise ValueError(f"tensor {key!r} does not match its shape, or is not within the response")
             found[key] = entry["dtype"], data[begin:end].view(dtype).reshape(entry["shape"])
     except Exception as error:  # a header may be damaged in many ways
-        raise ValueError(f"the response is not safetensors, or is damaged: {error!r}") from error
+        raise ValueError(f"not safetensors, or damaged: {error!r}") from error
     return found
 
 

@@ -151,7 +151,7 @@ def test_an_answer_that_cannot_be_read_is_no_error_of_an_image(
     def report(images: int, done: int, unreadable: int) -> None:
         monkeypatch.delitem(tensors._DTYPES, "F32", raising=False)  # as if the server were newer than the client
 
-    with pytest.raises(KeyError, match="F32"):
+    with pytest.raises(FxError, match=f"{server.url}: the features in the response cannot be read: .*F32"):
         extract(job(out, root, servers=(server.url,)), SETTINGS, report)
     assert (out / "errors.jsonl").read_bytes() == b""
     monkeypatch.undo()

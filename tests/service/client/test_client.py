@@ -292,8 +292,8 @@ def test_responses_of_a_call_have_the_same_outputs(second):
     [part] = split_call([b"image"] * 4, 16, MB)
     responses = [refusal(422, "bad-mask"), features(a=np.ones(2), b=np.ones(2)), features(**second)]
     _, error = steps(flows.extract, responses, REF, part, {}, Assembly(4))
-    assert isinstance(error, exceptions.ConnectionFailed)
-    assert "safetensors with the outputs and rows of the call" in str(error)
+    assert isinstance(error, exceptions.UnreadableResponse)
+    assert "['a', 'b'] in another response" in str(error)
 
 
 @pytest.mark.parametrize("index", ["x", None, [], {}, 1.5, True])
